@@ -75,7 +75,7 @@ def learn(trainer: TorchTrainer, num_rounds: int, choose: Callable[[TorchTrainer
 def compare(num_rounds: int, **options: Any) -> tuple[float, float]:
     """The accuracies after the last round, of labels that were chosen and of random ones."""
     with TorchTrainer(
-        training_operator_cls=DigitsOperator, config=make_config(FIRST), joint_batch="constant", **options
+        training_operator_cls=DigitsOperator, config=make_config(FIRST), split_batches=True, **options
     ) as trainer:
         chosen = learn(trainer, num_rounds, least_certain)
         at_random = learn(trainer, num_rounds, in_any_order)

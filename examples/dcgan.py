@@ -98,7 +98,7 @@ def draw(generator: nn.Module) -> torch.Tensor:
 def train(num_epochs: int, judge: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
     """Trains with these options of a trainer; returns the generator before and after."""
     config = {"noise_dim": NOISE_DIM, "lr": 0.001, BATCH_SIZE: 64, "seed": 0, "judge": judge}
-    with TorchTrainer(training_operator_cls=DigitsGAN, config=config, joint_batch="constant", **options) as trainer:
+    with TorchTrainer(training_operator_cls=DigitsGAN, config=config, split_batches=True, **options) as trainer:
         _, untrained = trainer.get_model(to_cpu=True)
         for epoch in range(1, num_epochs + 1):
             trained = trainer.train()

@@ -55,9 +55,7 @@ def load_data() -> list[TensorDataset]:
 
 def train(num_epochs: int, weights: Path, **options: Any) -> torch.nn.Module:
     """Trains with these options of a trainer; returns the model, ready to be used, and saves its weights."""
-    with TorchTrainer(
-        training_operator_cls=DigitsOperator, config=CONFIG, joint_batch="constant", **options
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=DigitsOperator, config=CONFIG, split_batches=True, **options) as trainer:
         for _ in range(num_epochs):
             result = trainer.train()
             print(f"epoch {result['epoch']:2d}: train loss {result['train_loss']:.3f}", flush=True)

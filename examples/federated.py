@@ -65,7 +65,7 @@ def accuracy(model: nn.Module) -> float:
 
 def train(num_rounds: int, **options: Any) -> tuple[float, float]:
     """Returns the accuracy of the averaged model, and that of the first client alone before the last averaging."""
-    own_way = {"parallel": "none", "add_dist_sampler": False}  # the library neither averages gradients nor divides data
+    own_way = {"strategy": "none", "add_dist_sampler": False}  # the library neither averages gradients nor divides data
     with TorchTrainer(training_operator_cls=Client, **own_way, **options) as trainer:
         for index in range(1, num_rounds + 1):
             trainer.train()

@@ -59,7 +59,7 @@ def share_held(operator: SortingOperator) -> float:
 def train(num_epochs: int, **options: Any) -> tuple[float, list[float]]:
     """Trains with these options of a trainer; returns the score, and which share of the weights each worker holds."""
     if not options.get("use_local"):
-        options.update(parallel="fsdp", fsdp_args={"min_block_parameters": 10_000})
+        options.update(strategy="fsdp", strategy_options={"min_block_parameters": 10_000})
     config = {"lr": 0.002, BATCH_SIZE: 64, "seed": 0}
     with TorchTrainer(training_operator_cls=SortingOperator, config=config, **options) as trainer:
         shares = trainer.apply_all_operators(share_held)

@@ -37,7 +37,7 @@ def accuracy(model: torch.nn.Module, data: TensorDataset, device: torch.device |
 
 
 def learn_digits(config: dict[str, Any]) -> float:
-    """Runs in every worker; after a loss of workers once more, from the last checkpoint. Returns the accuracy."""
+    """Runs in every worker; after a failure once more, from the last checkpoint. Returns the accuracy."""
     training, validation, _ = load_data()
     loader = prepare_data_loader(DataLoader(training, batch_size=64 // train.world_size(), shuffle=True))
     torch.manual_seed(0)

@@ -66,7 +66,7 @@ def load_data() -> list[TensorDataset]:
 def train(config: dict[str, Any], num_epochs: int, **options: Any) -> LightningModule:
     """Trains with these options of a trainer, and returns the module."""
     operator_cls = TrainingOperator.from_ptl(Digits)
-    with TorchTrainer(training_operator_cls=operator_cls, config=config, joint_batch="constant", **options) as trainer:
+    with TorchTrainer(training_operator_cls=operator_cls, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs):
             losses = f"train loss {row['train_loss']:.3f}, validation accuracy {row['val_accuracy']:.3f}"
             print(f"epoch {row['epoch']:2d}: {losses}", flush=True)

@@ -14,7 +14,7 @@ from _common import load_digits, one_process_then_workers, parse_arguments, prin
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from raysgd import StepOptions, TorchTrainer
+from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -33,9 +33,10 @@ def train(num_epochs: int, precision: str, **options: Any) -> tuple[float, set[s
     with TorchTrainer(
         training_operator_cls=DigitsOperator,
         config={"lr": 0.003, BATCH_SIZE: 32, "seed": 0},
-        joint_batch="constant",
+        split_batches=True,
         precision=precision,
-        step_options=StepOptions(accumulate_grad_batches=2, clip_grad_norm=1.0),
+        accumulate_grad_batches=2,
+        clip_grad_norm=1.0,
         **options,
     ) as trainer:
         for row in trainer.epochs(num_epochs):

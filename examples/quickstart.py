@@ -52,7 +52,7 @@ CONFIG = {"lr": 0.002, BATCH_SIZE: 64, "seed": 0}  # 64 samples in each step, ho
 def train(num_epochs: int, path: Path, **options: Any) -> None:
     """Trains with these options of a trainer, and saves the model and all else that goes on from there."""
     with TorchTrainer(
-        training_operator_cls=DigitsOperator, config=CONFIG, use_tqdm=True, joint_batch="constant", **options
+        training_operator_cls=DigitsOperator, config=CONFIG, use_tqdm=True, split_batches=True, **options
     ) as trainer:
         for _ in range(num_epochs):
             trained, validated = trainer.train(info={"num_epochs": num_epochs}), trainer.validate()

@@ -44,7 +44,7 @@ class Diabetes(RegressionOperator):
 def train(num_epochs: int, **options: Any) -> dict[str, Any]:
     """Trains with these options of a trainer, and returns the metrics of the held-out patients."""
     config = {"lr": 0.01, "weight_decay": 0.001, BATCH_SIZE: 32, "seed": 0}
-    with TorchTrainer(training_operator_cls=Diabetes, config=config, joint_batch="constant", **options) as trainer:
+    with TorchTrainer(training_operator_cls=Diabetes, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs, validation_freq=5):
             if "val_r2" in row:
                 print(

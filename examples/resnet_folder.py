@@ -84,9 +84,7 @@ class ShapesOperator(ClassificationOperator):
 def train(num_epochs: int, folder: str, **options: Any) -> float:
     """Trains with these options of a trainer; returns the last accuracy."""
     config = {"lr": 0.001, BATCH_SIZE: 32, "seed": 0, "folder": folder}
-    with TorchTrainer(
-        training_operator_cls=ShapesOperator, config=config, joint_batch="constant", **options
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=ShapesOperator, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs):
             losses = f"train loss {row['train_loss']:.3f}, validation loss {row['val_loss']:.3f}"
             print(f"  epoch {row['epoch']}: {losses}, accuracy {row['val_accuracy']:.3f}", flush=True)

@@ -71,7 +71,7 @@ class Digits(SegmentationOperator):
 
 def train(config: dict[str, Any], num_epochs: int, **options: Any) -> dict[str, Any]:
     """Trains with these options of a trainer, and returns the metrics of the images that test."""
-    with TorchTrainer(training_operator_cls=Digits, config=config, joint_batch="constant", **options) as trainer:
+    with TorchTrainer(training_operator_cls=Digits, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs):
             background, digits = row["val_iou"]
             scores = f"IoU of digits {digits:.3f}, of the background {background:.3f}"

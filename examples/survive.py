@@ -87,11 +87,11 @@ def main() -> None:
     if args.num_workers < 2:
         raise SystemExit(f"--num-workers {args.num_workers}: need at least 2, because one of them dies.")
     num_epochs = 2 if args.smoke_test else 20
-    options = {"use_gpu": args.use_gpu, "config": CONFIG, "joint_batch": "constant"}
+    options = {"use_gpu": args.use_gpu, "config": CONFIG, "split_batches": True}
     print("one process")
     with TorchTrainer(training_operator_cls=CountingOperator, use_local=True, **options) as trainer:
         alone, accuracy_alone = train(trainer, num_epochs)
-    # The joint batch is constant: after the loss the others go on at once, and a new worker steps in when it is ready.
+    # The global batch is constant: the others go on at once, and a new worker steps in when it is ready.
     options.update(num_workers=args.num_workers)
     with ray_running(args), TorchTrainer(training_operator_cls=CountingOperator, **options) as trainer:
         print(f"{args.num_workers} workers, undisturbed")
@@ -99,7 +99,7 @@ def main() -> None:
         print(f"the same {args.num_workers} workers from the beginning, one of which is killed")
         trainer.reset_config(CONFIG)
         survivor, accuracy = train(trainer, num_epochs, kills=True)
-        [loss] = [event for event in trainer.status().events if event.is_loss]
+        [loss] = [event for event in trainer.status().events if event.is_failure]
     times_seen, apart = survivor.counters.round(), largest_difference(survivor, undisturbed)
     print_result(
         args,

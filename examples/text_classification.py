@@ -20,7 +20,7 @@ from sklearn.model_selection import train_test_split
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
 
-from raysgd import StepOptions, TorchTrainer
+from raysgd import TorchTrainer
 from raysgd.operators import HuggingFaceOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -98,11 +98,7 @@ def make_config(num_sentences: int | None) -> dict[str, Any]:
 def train(config: dict[str, Any], num_epochs: int, **options: Any) -> dict[str, Any]:
     """Trains with these options of a trainer, and returns the metrics of the sentences that test."""
     with TorchTrainer(
-        training_operator_cls=Topics,
-        config=config,
-        step_options=StepOptions(clip_grad_norm=1.0),
-        joint_batch="constant",
-        **options,
+        training_operator_cls=Topics, config=config, clip_grad_norm=1.0, split_batches=True, **options
     ) as trainer:
         for row in trainer.epochs(num_epochs):
             scores = f"test loss {row['val_loss']:.3f}, accuracy {row['val_accuracy']:.3f}"

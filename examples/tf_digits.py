@@ -58,7 +58,7 @@ def train(num_epochs: int, **options: Any) -> float:
     with (
         tempfile.TemporaryDirectory(prefix="raysgd-") as folder,
         TFTrainer(
-            training_operator_cls=DigitsOperator, config=config, seed=0, joint_batch="constant", **options
+            training_operator_cls=DigitsOperator, config=config, seed=0, split_batches=True, **options
         ) as trainer,
     ):
         for _ in range(num_epochs):

@@ -43,7 +43,7 @@ class DigitsOperator(ClassificationOperator):
         return load_data()[:2]
 
 
-OPTIONS = {"training_operator_cls": DigitsOperator, "joint_batch": "constant"}
+OPTIONS = {"training_operator_cls": DigitsOperator, "split_batches": True}
 
 
 class Interruption(tune.Callback):

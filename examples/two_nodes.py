@@ -1,7 +1,7 @@
 """Trains on two nodes that Ray simulates on this machine, kills one in the middle of an epoch, and adds another one.
 
 Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % measure. Half of
-the workers die with their node. The others go on with the same joint batch, and new ones step in on the node that is
+the workers die with their node. The others go on with the same global batch, and new ones step in on the node that is
 added. The cluster is made here, because a node of it dies: `--address` is not used.
 """
 
@@ -56,15 +56,13 @@ class LoseNode(Callback):
 def train(num_epochs: int, callbacks: list[Callback], **options: Any) -> dict[str, Any]:
     """Trains with these options of a trainer; returns what has become of the model, the data and the workers."""
     used = []
-    with TorchTrainer(
-        training_operator_cls=DigitsOperator, config=CONFIG, joint_batch="constant", **options
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=DigitsOperator, config=CONFIG, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs, callbacks=callbacks):
             loss, accuracy = row["train_loss"], row["val_accuracy"]
             print(f"  epoch {row['epoch']:2d}: loss {loss:.3f}, accuracy {accuracy:.3f}, workers {trainer.num_workers}")
             data = trainer.status().data
             used.append((data.used, data.due))
-        losses = [event for event in trainer.status().events if event.is_loss]
+        losses = [event for event in trainer.status().events if event.is_failure]
         return {"model": trainer.get_model(to_cpu=True), "accuracy": accuracy, "used": used, "losses": losses}
 
 

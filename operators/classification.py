@@ -42,7 +42,7 @@ class ClassificationOperator(SupervisedOperator):
         ...         x = torch.linspace(-1, 1, 100).reshape(-1, 1)
         ...         data = TensorDataset(x, (x[:, 0] > 0).long())
         ...         return data, data
-        >>> options = {"config": {"lr": 0.1, "batch_size": 20, "seed": 0}, "joint_batch": "constant"}
+        >>> options = {"config": {"lr": 0.1, "batch_size": 20, "seed": 0}, "split_batches": True}
         >>> with TorchTrainer(training_operator_cls=Signs, **options, use_local=True) as trainer:
         ...     for _ in range(5):
         ...         result = trainer.train()

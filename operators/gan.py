@@ -49,7 +49,7 @@ class GANOperator(TrainingOperator):
         ...
         ...     def build_data(self, config):
         ...         return torch.randn(100, 1), None
-        >>> options = {"config": {"noise_dim": 2, "batch_size": 25}, "joint_batch": "constant"}
+        >>> options = {"config": {"noise_dim": 2, "batch_size": 25}, "split_batches": True}
         >>> with TorchTrainer(training_operator_cls=Bell, **options, use_local=True) as trainer:
         ...     result = trainer.train()
         >>> sorted(name for name in result if name.startswith("loss"))

@@ -61,7 +61,7 @@ class HuggingFaceOperator(SupervisedOperator):
         ...     def build_data(self, config):
         ...         data = [{"input_ids": torch.tensor([index % 10]), "labels": index % 2} for index in range(100)]
         ...         return data, data
-        >>> options = {"config": {"lr": 0.01, "batch_size": 10, "seed": 0}, "joint_batch": "constant"}
+        >>> options = {"config": {"lr": 0.01, "batch_size": 10, "seed": 0}, "split_batches": True}
         >>> with TorchTrainer(training_operator_cls=Parity, **options, use_local=True) as trainer:
         ...     for _ in range(5):
         ...         result = trainer.train()

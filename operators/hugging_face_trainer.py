@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from raysgd import StepOptions
 from raysgd._imports import require
 
 CARRIED_OVER = """
@@ -114,15 +113,13 @@ def options_from(trainer: Any, operator_class: type[Any], overridden: Collection
             **_optimizer(trainer, overridden),
             **_schedule(args, len(train)),
         },
-        "joint_batch": "constant",
+        "split_batches": True,
         "scheduler_step_freq": "batch",
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "step_options": StepOptions(
-            accumulate_grad_batches=args.gradient_accumulation_steps,
-            clip_grad_norm=args.max_grad_norm or None,
-            compile=bool(args.torch_compile),
-            activation_checkpointing=bool(args.gradient_checkpointing or vars(args).get("activation_checkpointing")),
-        ),
+        "accumulate_grad_batches": args.gradient_accumulation_steps,
+        "clip_grad_norm": args.max_grad_norm or None,
+        "compile": bool(args.torch_compile),
+        "activation_checkpointing": bool(args.gradient_checkpointing or vars(args).get("activation_checkpointing")),
     }
 
 

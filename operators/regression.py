@@ -41,7 +41,7 @@ class RegressionOperator(MeasuredOperator):
         ...         x = torch.linspace(-1, 1, 100).reshape(-1, 1)
         ...         data = TensorDataset(x, 2 * x[:, 0])
         ...         return data, data
-        >>> options = {"config": {"lr": 0.1, "batch_size": 20, "seed": 0}, "joint_batch": "constant"}
+        >>> options = {"config": {"lr": 0.1, "batch_size": 20, "seed": 0}, "split_batches": True}
         >>> with TorchTrainer(training_operator_cls=Line, **options, use_local=True) as trainer:
         ...     for _ in range(10):
         ...         result = trainer.train()

@@ -46,7 +46,7 @@ class SegmentationOperator(MeasuredOperator):
         ...         images = torch.linspace(-1, 1, 320).reshape(20, 1, 4, 4)
         ...         data = TensorDataset(images, (images[:, 0] > 0).long())
         ...         return data, data
-        >>> options = {"config": {"lr": 0.1, "batch_size": 5, "seed": 0}, "joint_batch": "constant"}
+        >>> options = {"config": {"lr": 0.1, "batch_size": 5, "seed": 0}, "split_batches": True}
         >>> with TorchTrainer(training_operator_cls=Bright, **options, use_local=True) as trainer:
         ...     for _ in range(10):
         ...         result = trainer.train()

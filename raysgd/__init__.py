@@ -22,12 +22,11 @@ from raysgd._text import log_lines
 from raysgd._version import __version__
 
 if TYPE_CHECKING:
-    from raysgd.host.cluster import attach, hosts
-    from raysgd.host.protocol import Host
+    from raysgd.detached.cluster import attach, detached_trainers
+    from raysgd.detached.protocol import Detached
     from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
-    from raysgd.torch.parallel.options import StepOptions
     from raysgd.torch.torch_trainer import TorchTrainer
     from raysgd.torch.training_operator import TrainingOperator
 
@@ -35,16 +34,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CreatorOperator",
-    "Host",
+    "Detached",
     "PyTorchTrainer",
     "Recovery",
-    "StepOptions",
     "TFTrainer",
     "TorchTrainer",
     "TrainingOperator",
     "__version__",
     "attach",
-    "hosts",
+    "detached_trainers",
 ]
 
 lazy_names(
@@ -54,11 +52,10 @@ lazy_names(
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
-        "Host": "raysgd.host.protocol",
+        "Detached": "raysgd.detached.protocol",
         "Recovery": "raysgd.messages.recovery",
-        "StepOptions": "raysgd.torch.parallel.options",
-        "attach": "raysgd.host.cluster",
-        "hosts": "raysgd.host.cluster",
+        "attach": "raysgd.detached.cluster",
+        "detached_trainers": "raysgd.detached.cluster",
     },
     shown=[
         "air",

@@ -206,8 +206,8 @@ def check_info(info: Any) -> dict[str, Any]:
 
 
 _TRAINERS_OF_OPERATORS = {
-    "joint_batch": "`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`",
-    **dict.fromkeys(("max_batch_per_worker", "balance", "deterministic"), "`raysgd.torch.TorchTrainer`"),
+    "split_batches": "`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`",
+    **dict.fromkeys(("micro_batch_size", "balance", "deterministic"), "`raysgd.torch.TorchTrainer`"),
 }
 """Options for steps that the library divides, and where they are."""
 
@@ -297,7 +297,7 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
     given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
     if obstacle is not None and given:
         logger.warning(
-            "%s: no effect inside an epoch, because %s. After a loss the call is run again from its beginning, and "
+            "%s: no effect inside an epoch, because %s. After a failure the call is run again from its beginning, and "
             "growing waits for the next one; shorter calls (`num_steps`) lose less",
             given,
             obstacle,

@@ -87,11 +87,11 @@ class TrainerShutdownError(RaySGDError, RuntimeError):
     """A trainer was used after `shutdown` or after the end of its Ray session; or one of them ended the call."""
 
 
-class HostLostError(RaySGDError, RuntimeError):
+class TrainerLostError(RaySGDError, RuntimeError):
     """The host of a trainer has ended, its process has died, or it is not answering."""
 
 
-class UnknownHostError(RaySGDError, LookupError):
+class UnknownTrainerError(RaySGDError, LookupError):
     """There is no host of this name. The message says which there are."""
 
 

@@ -22,7 +22,7 @@ def test_nothing_unknown_is_nothing_to_refuse() -> None:
         ("num_worker", r"`Trainer` does not know `num_worker`\. Did you mean `num_workers`\?"),
         ("xyz", r"`Trainer` does not know `xyz`\.$"),
         (
-            "joint_batch",
+            "split_batches",
             r"omit it, or pass it to `raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`, with an operator",
         ),
         ("deterministic", r"omit it, or pass it to `raysgd.torch.TorchTrainer`, with an operator\.$"),

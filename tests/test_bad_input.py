@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd import Recovery, StepOptions
+from raysgd import Recovery
 from raysgd.engine import placement
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -84,7 +84,7 @@ TORCH: list[Row] = [
     *rows("num_gpus_per_worker", *NO_NUMBERS, 0, 1.5),
     *rows("timeout_s", *NO_TIMES, 0),
     *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
-    *rows("resize_check_s", *NO_TIMES, 0),
+    *rows("resize_interval_s", *NO_TIMES, 0),
     *rows("settle_timeout_s", *NO_TIMES, 0, None),
     *rows("min_workers", 0, -1, 1.5, "1", True, 10**9, 2),
     *rows("spare_workers", -1, 1.5, "1", True, 10**9),
@@ -104,17 +104,15 @@ TORCH: list[Row] = [
     *rows("use_fp16", "yes", None, 2),
     *rows("precision", "fp8", 16),
     *rows("backend", "mpi", None, 3),
-    *rows("parallel", "dp", True),
-    *rows("recovery", "restart", None, True),
+    *rows("strategy", "dp", True),
     *rows("scheduler_step_freq", "step", 1),
     *rows("config", "lr=1", [1], 3),
     *rows("initialization_hook", "hook", 3),
     *rows("training_operator_cls", None, "LinearOperator", TrainingOperator.__init__, dict),
-    *rows("fsdp_args", 3, "x"),
-    *rows("recovery_options", None, 30, {"heartbeat_s": 30}, Recovery),
-    *rows("step_options", None, 2, {"accumulate_grad_batches": 2}, StepOptions),
-    *rows("joint_batch", "const", None, 18),
-    *rows("max_batch_per_worker", 0, -1, 1.5, "4", True, 8),
+    *rows("strategy_options", 3, "x"),
+    *rows("recovery", "rejoin", True, None, 30, {"heartbeat_s": 30}, Recovery),
+    *rows("split_batches", "constant", None, 18),
+    *rows("micro_batch_size", 0, -1, 1.5, "4", True, 8),
     *rows("balance", "quick", True, 2),
     *rows("deterministic", *TEXTS),
 ]
@@ -122,9 +120,8 @@ TORCH: list[Row] = [
 
 def passed(name: str, value: Any) -> dict[str, Any]:
     """The argument of a trainer that takes an option: the option itself, or what holds it."""
-    for argument, kind in (("recovery_options", Recovery), ("step_options", StepOptions)):
-        if name in [field.name for field in fields(kind)]:
-            return {argument: kind(**{name: value})}
+    if name in [field.name for field in fields(Recovery)]:
+        return {"recovery": Recovery(**{name: value})}
     return {name: value}
 
 
@@ -390,24 +387,23 @@ TF: list[Row] = [
     *rows("runtime_env", "env.yaml", 3),
     *rows("timeout_s", *NO_TIMES, 0, None),
     *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
-    *rows("resize_check_s", *NO_TIMES, 0),
+    *rows("resize_interval_s", *NO_TIMES, 0),
     *rows("settle_timeout_s", *NO_TIMES, 0),
     *rows("min_workers", 0, -1, 1.5, "1", True, 2),
     *rows("spare_workers", -1, 1.5, "1", True, 10**9),
     *rows("snapshot_every_n_steps", 0, -1, 2.5, "2", True),
     *rows("snapshot_every_s", -1, NAN, INF, "atuo", "2", True),
-    *rows("recovery_options", None, 30, {"heartbeat_s": 30}, Recovery),
+    *rows("recovery", "rejoin", True, None, 30, {"heartbeat_s": 30}, Recovery),
     *rows("seed", -1, 1.5, "2", True, 2**31),
     *rows("use_gpu", *TEXTS),
     *rows("use_local", *TEXTS),
     *rows("verbose", "yes", b"no"),
     *rows("backend", "nccl", None, 3),
-    *rows("recovery", "restart", None, True),
     *rows("config", "lr=1", [1], 3),
     *rows("initialization_hook", "hook", 3),
     *rows("model_creator", None, 3, "make"),
     *rows("data_creator", None, 3, "make"),
-    *rows("joint_batch", "const", None, 18),
+    *rows("split_batches", "constant", None, 18),
 ]
 
 
@@ -446,7 +442,7 @@ FUNCTIONS: list[Row] = [
     *rows("num_workers", *NO_COUNTS, (0, 2), (3, 2), (1, 10**9), (1,), (1, "2"), [2, 1]),
     *rows("max_retries", 1.5, "3", True, None),
     *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
-    *rows("resize_check_s", *NO_TIMES, None),
+    *rows("resize_interval_s", *NO_TIMES, None),
     *rows("use_gpu", *TEXTS),
     *rows("resources_per_worker", 3, "CPU", ["CPU"], {"CPU": -1}, {"CPU": NAN}, {"CPU": "2"}, {"disk": INF}, {3: 1}),
     *rows("accelerator_type", "", 100),
@@ -465,8 +461,8 @@ def test_trainer_of_functions_refuses_an_argument(row: Row, tmp_path: Path) -> N
 
 
 DIVIDING: list[Row] = [
-    ("joint_batch", "constant"),
-    ("max_batch_per_worker", 4),
+    ("split_batches", True),
+    ("micro_batch_size", 4),
     ("balance", "speed"),
     ("deterministic", True),
 ]
@@ -489,7 +485,7 @@ def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
     for make in OF_FUNCTIONS:
         with pytest.raises(TypeError, match=rf"Trainer` does not know `{row[0]}`: {where}"):
             make(**dict([row]))
-    if row[0] != "joint_batch":
+    if row[0] != "split_batches":
         with pytest.raises(TypeError, match=rf"`TFTrainer` does not know `{row[0]}`: {where}"):
             TFTrainer(dict, dict, **dict([row]))
 
@@ -502,9 +498,9 @@ def test_a_keyword_of_functions_that_is_misspelt_is_guessed_at() -> None:
 
 
 @pytest.mark.parametrize("row", DIVIDING, ids=named)
-@pytest.mark.parametrize("place", [{"backend": "horovod"}, {"parallel": "fsdp"}], ids=str)
+@pytest.mark.parametrize("place", [{"backend": "horovod"}, {"strategy": "fsdp"}], ids=str)
 def test_they_are_refused_by_name_where_nothing_can_divide_steps(place: dict[str, Any], row: Row) -> None:
-    joint = {} if row[0] == "deterministic" else {"joint_batch": "constant"}
+    joint = {} if row[0] == "deterministic" else {"split_batches": True}
     [(what, value)] = place.items()
     with pytest.raises(ValueError, match=rf'cannot work with `{what}="{value}"`.*Use that, or omit it'):
         TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, **{**joint, **place, row[0]: row[1]})

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import TensorDataset
 
-from raysgd import TorchTrainer
+from raysgd import Recovery, TorchTrainer
 from raysgd.callbacks import Callback, HTMLReport, LearningRateMonitor, ProgressBar, Run
 from raysgd.operators import ClassificationOperator
 from raysgd.testing import kill_worker
@@ -60,7 +60,11 @@ def train(style: Any, folder: Path, epochs: int = 8) -> tuple[str, str]:
         HTMLReport(folder / "report.html"),
         KillOne(),
     ]
-    options = {"num_workers": 3, "scheduler_step_freq": "epoch", "resize_check_s": 60.0}
+    options = {
+        "num_workers": 3,
+        "scheduler_step_freq": "epoch",
+        "recovery": Recovery(wait_for_workers=False, resize_interval_s=60.0),
+    }
     with TorchTrainer(training_operator_cls=Digits, config=config, **options) as trainer:
         history = trainer.fit(epochs, callbacks=callbacks)
         cards = trainer._repr_html_(), history._repr_html_()

@@ -66,7 +66,7 @@ def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Re
 
 RECOVERIES = {
     "raysgd, four workers: the others continue (default)": "raysgd, 4 workers",
-    "raysgd, two workers: waiting for a new process (`resize_check_s=None`)": "raysgd, 2 workers, waiting",
+    "raysgd, two workers: waiting for a new process (`wait_for_workers=True`)": "raysgd, 2 workers, waiting",
     "raysgd, two workers, with a spare": "raysgd, 2 workers and a spare",
     "raysgd, two workers: the other continues (default)": "raysgd, 2 workers",
     "torchft 0.2.0, short time-outs": "torchft, short time-outs",

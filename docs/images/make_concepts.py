@@ -23,7 +23,7 @@ STYLE = """
   }
 """
 NUM_SAMPLES, BATCH_SIZE, BEFORE, AFTER = 22, 3, 3, 2
-"""Of the pass in `pass.svg`: how many workers there are before a loss and after it."""
+"""Of the pass in `pass.svg`: how many workers there are before a failure and after it."""
 
 
 def parts() -> str:
@@ -31,7 +31,7 @@ def parts() -> str:
     boxes = [
         _box(0, 0, WIDTH, 126, "driver", "driver: your program", "bold"),
         _box(16, 40, 220, 70, "box", "front end", note="TorchTrainer, TFTrainer, Trainer"),
-        _box(270, 40, 220, 70, "box", "controller", note="runs calls again after a loss"),
+        _box(270, 40, 220, 70, "box", "controller", note="runs calls again after a failure"),
         _box(524, 40, 220, 70, "box", "snapshot", note="the state after the last call"),
     ]
     for index in range(3):
@@ -91,7 +91,7 @@ def divided() -> list[list[list[int]]]:
 
 
 def one_pass() -> str:
-    """How the samples of a pass are divided, before and after a loss."""
+    """How the samples of a pass are divided, before and after a failure."""
     left, cell, height = 150, 26, 28
     shapes = [
         _text(left, 22, f"a pass over {NUM_SAMPLES} samples, batch size {BATCH_SIZE}; numbers are samples", "small")

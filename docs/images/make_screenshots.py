@@ -61,7 +61,7 @@ def without_margin(image: Any, keeps_width: bool) -> Any:
 
 
 def terminal_picture(style: str, folder: Path) -> None:
-    """The program in a terminal: in the middle of an epoch, after the loss of a worker."""
+    """The program in a terminal: in the middle of an epoch, after the failure of a worker."""
     program = f"{sys.executable} {HERE / 'digits_run.py'} {style} {folder} > {folder}/output.txt"
 
     def is_worth_a_picture(lines: list[str]) -> bool:

@@ -63,7 +63,7 @@ def run_raysgd(
                 training_operator_cls=CountedOperator,
                 num_workers=num_nodes or NUM_WORKERS,
                 config={"folder": folder},
-                recovery_options=Recovery(snapshot_every_n_steps=SAVE_EVERY),
+                recovery=Recovery(snapshot_every_n_steps=SAVE_EVERY),
                 **options,
             )
         )

@@ -1,6 +1,6 @@
 """A training whose model keeps the books of its samples, as an operator and by hand.
 
-A parameter is marked by the gradients of the samples of a joint step. So a step that was rolled back is not in the
+A parameter is marked by the gradients of the samples of a global step. So a step that was rolled back is not in the
 books, one that was done twice is in them twice, and one that was skipped is missing.
 """
 
@@ -43,7 +43,7 @@ class Counted(nn.Module):
 
     @torch.no_grad()
     def count(self) -> None:
-        """Adds up the marks of the joint step."""
+        """Adds up the marks of the global step."""
         assert self.used.grad is not None
         self.used += self.used.grad.abs() > 0
 

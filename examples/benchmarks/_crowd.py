@@ -172,7 +172,7 @@ class Crowd:
         self._controller = ElasticController(
             spec,
             ScalingPolicy(num_workers),
-            FailurePolicy(rejoins=True),
+            FailurePolicy(continues=True),
             make_group=partial(WorkerGroup, platform=CrowdPlatform(self._hosts, self._mortal)),
             view=lambda: ClusterView((NodeView("node", "127.0.0.1", room, {}),)),
         )

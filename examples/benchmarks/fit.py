@@ -1,4 +1,4 @@
-"""`fit()` beside Ray Train: start-up, a report, a checkpoint, and the loss of a worker.
+"""`fit()` beside Ray Train: start-up, a report, a checkpoint, and the failure of a worker.
 
     python examples/benchmarks/fit.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers ray_train]
 

@@ -1,4 +1,4 @@
-"""Training functions: what a report, a large checkpoint and the loss of a worker cost.
+"""Training functions: what a report, a large checkpoint and the failure of a worker cost.
 
     python examples/benchmarks/function_api.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers ray_train]
 

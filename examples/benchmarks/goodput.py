@@ -38,6 +38,8 @@ from _contenders import run_ray_train, run_raysgd, run_torchft, run_torchrun
 from _counted import BATCH_SIZE, NUM_SAMPLES, NUM_WORKERS, STEPS_OF_PASS
 from _torchft import PYTHON as TORCHFT
 
+from raysgd import Recovery
+
 PEERS = {"torchrun": "torch", "torchft": str(TORCHFT), "torchft_tuned": str(TORCHFT), "ray_train": "ray.train"}
 GUESSED_STEP_S = 0.025
 START_S = 15.0  # of a run, about: until its first step, and behind its last one
@@ -46,8 +48,8 @@ PATIENCE = 3  # times the useful seconds; a contender that takes longer counts a
 
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
-    f"{OWN}, going on": {"resize_check_s": 0.5},
-    f"{OWN}, new process": {"resize_check_s": None},
+    f"{OWN}, going on": {"recovery": Recovery(wait_for_workers=False, resize_interval_s=0.5)},
+    f"{OWN}, new process": {"recovery": Recovery(wait_for_workers=True, resize_interval_s=None)},
 }
 BARS = {
     (f"{OWN}, spare", 15): 0.93,
@@ -254,9 +256,9 @@ def _report(report: Report, found: Mapping[Plan, Row]) -> dict[tuple[str, float]
 def _report_drained(arguments: argparse.Namespace, names: Sequence[str], report: Report) -> None:
     """Prints what the contenders waste where nodes are told to go."""
     num_nodes, num_drains = (2, 1) if arguments.smoke_test else (NODES_DRAINED, 4)
-    joint_batch = BATCH_SIZE * num_nodes
-    num_passes = 1 if arguments.smoke_test else STEPS_DRAINED * joint_batch // NUM_SAMPLES
-    num_steps = num_passes * NUM_SAMPLES / joint_batch
+    global_batch = BATCH_SIZE * num_nodes
+    num_passes = 1 if arguments.smoke_test else STEPS_DRAINED * global_batch // NUM_SAMPLES
+    num_steps = num_passes * NUM_SAMPLES / global_batch
     every_s = num_steps * GUESSED_STEP_S / (num_drains + 1)
     drains = {"every_s": every_s, "seed": arguments.seed, "max_kills": num_drains}
     runs: dict[str, list[Row]] = {}

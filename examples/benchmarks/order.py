@@ -3,7 +3,7 @@
     python examples/benchmarks/order.py [--smoke-test] [--repetitions 3] [--samples 100000000] [--batch-sizes 32,1024]
 
 Each contender runs in its own process, opens a pass over so many samples at its half, as a worker does that comes
-after a loss, and takes batches of indices. raysgd computes the order where it is read. The peer draws a whole
+after a failure, and takes batches of indices. raysgd computes the order where it is read. The peer draws a whole
 permutation with `torch.randperm`, as torch's `RandomSampler` does, and raysgd below 2**20 samples. What counts is the
 time until the first batch, and what the peak of the process's memory grows by. The time of one batch says what
 computing costs afterwards; drawing has paid before.

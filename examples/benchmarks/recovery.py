@@ -52,6 +52,8 @@ from _torchft import ReplicaGroup, run_groups
 from _workloads import STATES, HandWritten, StockOperator, config_of, sgd
 from torch.utils.data import ConcatDataset, DataLoader
 
+from raysgd import Recovery
+
 PEERS = {
     "bare": "ray",
     "torchrun": "torch",
@@ -70,9 +72,9 @@ LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
     f"{OWN}, spare that validates": {"spare_workers": 1, "validates": True},
-    f"{OWN}, going on": {"joint_batch": "constant"},
-    f"{OWN}, new process": {"resize_check_s": None},
-    f"{OWN}, rebuild": {"recovery": "rebuild"},
+    f"{OWN}, going on": {"split_batches": True},
+    f"{OWN}, new process": {"recovery": Recovery(wait_for_workers=True, resize_interval_s=None)},
+    f"{OWN}, rebuild": {"recovery": Recovery(in_place=False)},
 }
 _FIGURES = {
     "recovery_s": "kill -> end of the next step, s",
@@ -187,9 +189,9 @@ def run_raysgd(workload: str, num_losses: int = 1, validates: bool = False, **op
                 _await_spares(trainer, num_spares)
                 trainer.train(num_steps=EPOCH)
                 handle = trainer.validate(dataset=_validation_data, blocking=False) if validates else None
-                trainer.train(num_steps=LONG_EPOCH if "joint_batch" in options else EPOCH)
+                trainer.train(num_steps=LONG_EPOCH if "global_batch" in options else EPOCH)
                 if handle is not None and handle.done():
-                    raise RuntimeError("the validation was over before the loss, or failed")
+                    raise RuntimeError("the validation was over before the failure, or failed")
         return read_stamps(folder, num_losses)
 
 
@@ -434,7 +436,7 @@ class StampedOperator(StockOperator):
 
 def run_snapshots(workload: str, interval_s: float, num_snapshots: int) -> list[float]:
     """Seconds that each snapshot cost."""
-    from raysgd import Recovery, TorchTrainer
+    from raysgd import TorchTrainer
 
     make = functools.partial(
         TorchTrainer,
@@ -447,7 +449,7 @@ def run_snapshots(workload: str, interval_s: float, num_snapshots: int) -> list[
             probe.train()
             ends = probe.apply_all_operators(_ends_of)[0]
             every = 2 * max(1, round(interval_s / statistics.median(_gaps(ends)) / 2))
-        with make(recovery_options=Recovery(snapshot_every_n_steps=every)) as trainer:
+        with make(recovery=Recovery(snapshot_every_n_steps=every)) as trainer:
             trainer.train(num_steps=every * (num_snapshots + 1))
             gaps = _gaps(trainer.apply_all_operators(_ends_of)[0])
     costs = []
@@ -537,7 +539,7 @@ def _recovery_targets(medians: dict[tuple[str, str], float]) -> list[Target]:
         targets.append(Target(f"{OWN}, {name} / Ray Train", 0.05, True, ratio(name, "ray_train")))
     targets.append(Target(f"{OWN}, new process / Ray Train", 0.40, True, ratio("new process", "ray_train")))
     targets.append(Target(f"{OWN}, new process / torchrun", 0.70, True, ratio("new process", "torchrun")))
-    targets.append(Target(f"{OWN}, rebuild / Ray Train", 1.0, True, ratio("rebuild", "ray_train")))
+    targets.append(Target(f"{OWN}, rebuild / Ray Train", 1.0, True, ratio("restart", "ray_train")))
     for name in ("spare", "going on", "new process"):
         targets.append(Target(f"{OWN}, {name}: batches again", 0, True, figure(name, "batches_again")))
     return targets

@@ -34,6 +34,8 @@ from _common import (
 )
 from _crowd import Crowd, crowd
 
+from raysgd import Recovery
+
 PEERS = {"bare": "ray", "torchrun": "torch"}
 CALLS_PER_TURN = 5
 LOSS_CALL_S = 2.0
@@ -60,7 +62,7 @@ def driver_cost(
 
 
 def loss_s(workers: Crowd) -> float:
-    """The driver's seconds for the loss of a worker."""
+    """The driver's seconds for the failure of a worker."""
     whole_s = busy_s(lambda: workers.call(LOSS_CALL_S))
     return busy_s(lambda: workers.call_with_loss(LOSS_CALL_S)) - whole_s
 
@@ -115,7 +117,9 @@ def report_recovery(report: Report, size: int, repetitions: int, num_losses: int
     run = functools.partial(run_job, RECOVERY, environment={"BENCH_NUM_WORKERS": str(size)}, workload=WORKLOAD)
     jobs: dict[str, Callable[[], Any]] = {
         f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1, num_losses=num_losses),
-        f"{OWN}, new process": functools.partial(run, OWN, num_losses=num_losses, resize_check_s=None),
+        f"{OWN}, new process": functools.partial(
+            run, OWN, num_losses=num_losses, recovery=Recovery(wait_for_workers=True, resize_interval_s=None)
+        ),
         **{name: functools.partial(run, name) for name in peers},
     }
     runs: Mapping[str, Any] = take_turns(jobs, repetitions, report)

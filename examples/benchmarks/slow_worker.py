@@ -2,7 +2,7 @@
 
     python examples/benchmarks/slow_worker.py [--smoke-test] [--repetitions 3] [--peers raw]
 
-Two workers train `mlp_large` with a joint batch of 512. One of them gets half of a CPU, by a control group where one
+Two workers train `mlp_large` with a global batch of 512. One of them gets half of a CPU, by a control group where one
 can be made, else by stopping it half of the time; the report says which. The first ten steps are not counted: by then
 `balance="speed"` must have found its shares. Ideal is 1.5 times the samples per second of even shares.
 
@@ -48,13 +48,13 @@ JOINT_SIZE = WORKLOAD.batch_size * NUM_WORKERS
 
 
 def make_trainer(num_steps: int, balance: str | None) -> TorchTrainer:
-    """A trainer with that joint batch, and passes of so many steps."""
+    """A trainer with that global batch, and passes of so many steps."""
     workload = WORKLOAD.with_steps(num_steps)
     return TorchTrainer(
         training_operator_cls=TimedOperator,
         config=config_of(workload, NUM_WORKERS, batch_size=JOINT_SIZE),
         num_workers=NUM_WORKERS,
-        joint_batch="constant",
+        split_batches=True,
         balance=balance,  # type: ignore[arg-type]
     )
 

@@ -1,4 +1,4 @@
-"""Streams: what loading costs, how soon the middle of a pass is open, and rows lost or repeated after a loss.
+"""Streams: what loading costs, how soon the middle of a pass is open, and rows lost or repeated after a failure.
 
     python examples/benchmarks/streams.py [--smoke-test] [--repetitions 9] [--peers datasets,mosaic,...]
 
@@ -90,7 +90,7 @@ def run_epochs(num_files: int, rows_per_file: int, num_pairs: int, peer: str | N
     with tempfile.TemporaryDirectory() as folder:
         _write_samples(Path(folder), num_files, rows_per_file)
         config = {"folder": folder, "with_datasets": peer == "the same dataset"}
-        options = {"use_local": True, "use_gpu": False, "joint_batch": "constant"}
+        options = {"use_local": True, "use_gpu": False, "split_batches": True}
         with TorchTrainer(training_operator_cls=Classifier, config=config, **options) as trainer:
             own = functools.partial(_timed, lambda: trainer.train()["num_samples"], num_files * rows_per_file)
             if peer is None:
@@ -238,7 +238,7 @@ def own_positions(folder: str, num_rows: int, num_batches: int) -> dict[str, int
             num_workers=num_workers,
             num_cpus_per_worker=0.5,
             use_gpu=False,
-            joint_batch="constant",
+            split_batches=True,
         )
 
     with ray_cluster(4):

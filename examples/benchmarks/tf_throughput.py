@@ -1,4 +1,5 @@
-"""TensorFlow: images per second of Keras's `fit` on several workers, and the time to the first step and after a loss.
+"""TensorFlow: images per second of Keras's `fit` on several workers, and the time to the first step and after a
+failure.
 
     python examples/benchmarks/tf_throughput.py [--smoke-test] [--num-workers 2] [--repetitions 5] [--peers by_hand]
 

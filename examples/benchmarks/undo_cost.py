@@ -1,4 +1,4 @@
-"""What a step takes that can be undone after a loss: with copies before it, and with those that the default takes.
+"""What a step takes that can be undone after a failure: with copies before it, and with those that the default takes.
 
     python examples/benchmarks/undo_cost.py [--smoke-test] [--repetitions 10] [--programs "GAN;100M parameters, Adam"]
 

@@ -1,10 +1,10 @@
-"""Division of one joint batch over workers by uneven shares: arithmetic on counts, without any data.
+"""Division of one global batch over workers by uneven shares: arithmetic on counts, without any data.
 
-A joint batch of any size goes over any number of workers. Each worker has one run of its samples, lower ranks first.
+A global batch of any size goes over any number of workers. Each worker has one run of its samples, lower ranks first.
 Above a cap a worker takes its run in several batches, whose gradients add up to one step. No batch has a single sample
 where another split exists, because layers such as batch norms cannot train on one.
 
-Why the joint batch stays what it is: ADR 98.
+Why the global batch stays what it is: ADR 98.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 
 class BatchShare(NamedTuple):
-    """One batch of one worker, as a piece of a joint batch.
+    """One batch of one worker, as a piece of a global batch.
 
     Attributes:
-        start: First of its samples, counted from the first one of the joint batch.
+        start: First of its samples, counted from the first one of the global batch.
         stop: After its last sample; the same as `start` where it has none.
         num_together: Samples in the batches that all workers take at the same time.
     """
@@ -31,21 +31,21 @@ class BatchShare(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedJointBatch:
-    """A joint batch of logical shards, which are cut alike for any number of workers.
+class ShardedGlobalBatch:
+    """A global batch of logical shards, which are cut alike for any number of workers.
 
     Attributes:
-        joint_size: Samples of a full joint batch.
+        global_size: Samples of a full global batch.
         world_size: How many workers there are.
         num_shards: How many shards. Each worker takes a run of them, one after the other.
         cap: The most samples in a shard; None without a limit.
 
     Examples:
-        >>> [len(ShardedJointBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
+        >>> [len(ShardedGlobalBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
         [2, 1, 1]
     """
 
-    joint_size: int
+    global_size: int
     world_size: int
     num_shards: int
     cap: int | None = None
@@ -55,7 +55,7 @@ class ShardedJointBatch:
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[BatchShare]:
-        """Return the shards that `rank` takes of a joint batch, without empty ones; one without samples if it has none.
+        """Return the shards that `rank` takes of a global batch: those with samples, or else one without any.
 
         Workers have as many of those with samples as of all, or fewer: there is room for the gradients of each.
         """
@@ -147,26 +147,26 @@ def check_speeds(speeds: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """The division of joint batches.
+    """The division of global batches.
 
     Attributes:
-        joint_size: Samples of a full joint batch, all workers together.
+        global_size: Samples of a full global batch, all workers together.
         world_size: How many workers there are.
         cap: The most samples in a batch of one worker; None without a limit.
 
     Examples:
-        >>> Division(joint_size=18, world_size=7).counts(18)
+        >>> Division(global_size=18, world_size=7).counts(18)
         [3, 3, 3, 3, 2, 2, 2]
-        >>> Division(joint_size=18, world_size=2, cap=5).parts(18, rank=1)
+        >>> Division(global_size=18, world_size=2, cap=5).parts(18, rank=1)
         [BatchShare(start=9, stop=14, num_together=10), BatchShare(start=14, stop=18, num_together=8)]
     """
 
-    joint_size: int
+    global_size: int
     world_size: int
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return how many batches, one after the other, each worker takes for a joint batch; at least 1.
+        """Return how many batches, one after the other, each worker takes for a global batch; at least 1.
 
         It depends on the sizes only: shares by speed keep to it.
         """
@@ -174,11 +174,11 @@ class Division:
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int, speeds: Sequence[float] = ()) -> list[int]:
-        """Return each worker's samples of a joint batch; by speed, where speeds are given, else evenly."""
+        """Return each worker's samples of a global batch; by speed, where speeds are given, else evenly."""
         return list(map(sum, self._batches(num_samples, speeds)))
 
     def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[BatchShare]:
-        """Return the batches that `rank` takes for a joint batch, one after the other: as many as any other rank."""
+        """Return the batches that `rank` takes for a global batch, one after the other: as many as any other rank."""
         batches = self._batches(num_samples, speeds)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
@@ -187,7 +187,7 @@ class Division:
     def _batches(self, num_samples: int, speeds: Sequence[float]) -> list[list[int]]:
         """Return the samples in each batch of each worker.
 
-        Speeds make no difference in a joint batch of less than two samples for each worker.
+        Speeds make no difference in a global batch of less than two samples for each worker.
         """
         num_batches = self.num_batches(num_samples)
         if speeds and num_samples >= 2 * self.world_size:

@@ -31,7 +31,7 @@ class AveragedWeights(Callback):
     """The base of `EMA` and `SWA`: gets at the averages, which are alike in all workers.
 
     Floating-point buffers, such as the statistics of batch norms, are averaged as well; other buffers are copied. For
-    `TorchTrainer`, but not with `parallel="fsdp"`.
+    `TorchTrainer`, but not with `strategy="fsdp"`.
     """
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Averager(WorkerCallback):
 
     def on_begin(self, operator: Any) -> None:
         if is_sharded(operator):
-            raise ValueError('Averages of weights need whole models in each worker: `parallel="fsdp"` divides them.')
+            raise ValueError('Averages of weights need whole models in each worker: `strategy="fsdp"` divides them.')
         self.weights = []
 
     def state_dict(self) -> dict[str, Any]:

@@ -85,6 +85,10 @@ class Callback:
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Called once at the end, whatever the end is. `error` is what ended the run, if something did."""
 
+    def left_behind(self, run: Run) -> str | None:
+        """Return what this callback has written and where, such as "report: /tmp/run/report.html"; None for nothing."""
+        return None
+
     def worker_callback(self) -> WorkerCallback | None:
         """Return what runs in each worker, if this callback needs something there."""
         return None

@@ -116,6 +116,9 @@ class Checkpointing(Callback):
         found = self._best()
         return found.score if found is not None else None
 
+    def left_behind(self, run: Run) -> str | None:
+        return None if self.newest is None else f"newest checkpoint: {self.newest}"
+
     def newest_checkpoint(self, run: Run) -> str | None:
         """Return what `resume_from="auto"` resumes from: the newest checkpoint here, also of an earlier process.
 

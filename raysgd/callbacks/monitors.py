@@ -105,7 +105,7 @@ class GoodputMonitor(Callback):
     def _of_function(self, run: Run, result: dict[str, Any]) -> None:
         events, seconds = run.history.events[self._num_events :], _seconds_of(result)
         self._num_events += len(events)
-        recovery = min(seconds, sum(event.seconds for event in events if event.is_loss))
+        recovery = min(seconds, sum(event.seconds for event in events if event.is_failure))
         if seconds > 0:
             result.update(goodput=1.0 - recovery / seconds, time_recovery_s=recovery)
 

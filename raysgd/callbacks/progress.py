@@ -92,6 +92,9 @@ class ProgressBar(Callback):
             took = readable.seconds(time.monotonic() - self._began)
             reason = run.history.stop_reason
             self._bar.line(f"stopped after {took}: {reason}" if reason else f"finished in {took}")
+            for left in (each.left_behind(run) for each in run.callbacks):
+                if left is not None:
+                    self._bar.line(left)
 
     @contextlib.contextmanager
     def around(self, trainer: Any) -> Iterator[ProgressBar]:
@@ -318,6 +321,11 @@ def make_bar(style: Style, stream: Any, purpose: str) -> LineBar:
         return TqdmBar(stream, purpose)
     except ImportError:
         return LineBar(stream)
+
+
+def is_watched(stream: Any) -> bool:
+    """Return whether someone looks on as it is drawn: a terminal that can draw over a line, or a notebook."""
+    return is_notebook() or is_terminal(stream)
 
 
 def is_notebook() -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
-_OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "parallel", "recovery", "min_workers", "spare_workers")
+_OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "strategy", "min_workers", "spare_workers")
 _NAMES_OF_OPTIONS = {"max_replicas": "num_workers"}
 _LONG_S, _SHARE = 0.05, 50  # a report that takes longer to write than this may take a fiftieth of the time
 _LONGEST_VALUE = 300
@@ -55,7 +55,7 @@ _MOST_SIZES = 6
 
 
 class HTMLReport(Callback):
-    """Writes a report of the run: curves, throughput, where the time went, losses and resizes, results, configuration.
+    """Writes a report of the run: curves, throughput, where the time went, failures, results, configuration.
 
     The file is complete whenever you open it, and needs no network. While the run goes on, the page refreshes itself.
     If writing takes long, because the run has very many short epochs, some are skipped; the last one never is.
@@ -95,6 +95,10 @@ class HTMLReport(Callback):
             self._write(run, "stopped", run.history.stop_reason)
         else:
             self._write(run, "finished")
+
+    def left_behind(self, run: Run) -> str | None:
+        path = self.path(run)
+        return f"report: {path}" if path.is_file() else None
 
     def path(self, run: Run) -> Path:
         """Return where the report of a run is."""
@@ -274,21 +278,21 @@ def _tiles(facts: RunFacts, history: History) -> str:
     counts = [record.num_workers for record in history.records]
     if counts:
         tiles.append(_tile("workers", str(counts[-1]), _sizes(history)))
-    losses = [event for event in history.events if event.is_loss]
+    losses = [event for event in history.events if event.is_failure]
     if losses:
         took = readable.seconds(sum(event.seconds for event in losses))
-        tiles.append(_tile("losses of workers", str(len(losses)), f"{took} to recover"))
+        tiles.append(_tile("failures of workers", str(len(losses)), f"{took} to recover"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _sizes(history: History) -> str:
     """Return the numbers of workers that there were, in their order."""
-    changes = [event for event in shown_events(history.events) if event.is_loss or event.old_size != event.new_size]
+    changes = [event for event in shown_events(history.events) if event.is_failure or event.old_size != event.new_size]
     if not changes:
         return "all the time"
     sizes = [changes[0].old_size, *(event.new_size for event in changes)]
     if len(set(sizes)) == 1:
-        return f"{sizes[0]} again after each loss"
+        return f"{sizes[0]} again after each failure"
     if len(sizes) > _MOST_SIZES:
         return f"between {min(sizes)} and {max(sizes)}"
     return " → ".join(map(str, sizes))
@@ -345,7 +349,7 @@ def _what_happened(history: History) -> str:
     spans = [_span(record, zero) for record in history.records[-_MOST_SPANS:]]
     spans += [_lost_span(event, zero) for event in events if _is_recovery(event)]
     marks = [
-        Mark(_began(event, zero), "bad" if event.is_loss or event.kind == "hung" else "change", number, str(event))
+        Mark(_began(event, zero), "bad" if event.is_failure or event.kind == "hung" else "change", number, str(event))
         for number, event in enumerate(events, start=1)
     ]
     kinds = dict.fromkeys(span.kind for span in spans)
@@ -432,7 +436,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
 def _is_recovery(event: GroupEvent) -> bool:
     """Return whether no step was taken until it was over; `hung` is the time the others waited for a worker."""
-    return event.kind in ("hung", "rejoined", "rebuilt", "lost", "grown", "left")
+    return event.kind in ("hung", "continued", "restored", "lost", "grown", "left")
 
 
 # ------------------------------------------------------------------------------------------------ tables

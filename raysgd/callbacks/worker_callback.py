@@ -65,7 +65,7 @@ class WorkerCallback:
         return type(self).__name__
 
     def state_dict(self) -> Any:
-        """Return state that survives losses, and that `save` writes: tensors and plain data. Rank 0 answers for all."""
+        """Return state that outlives failures, also in files: tensors and plain data. Rank 0 answers for all."""
         return None
 
     def load_state_dict(self, state: Any) -> None:

@@ -35,9 +35,9 @@ def _in_cluster(command: Command) -> Command:
 @_in_cluster
 def list_hosts() -> None:
     """List the trainers that live in hosts."""
-    from raysgd.host import cluster
+    from raysgd.detached import cluster
 
-    found = cluster.hosts()
+    found = cluster.detached_trainers()
     click.echo("\n".join(map(str, found)) if found else "There are no hosts.")
 
 
@@ -45,26 +45,26 @@ def list_hosts() -> None:
 @click.argument("name")
 @_in_cluster
 def attach(name: str) -> None:
-    """Show what the trainer in host NAME prints, until its call ends. Ctrl-C leaves the trainer running."""
-    from raysgd.host import cluster
+    """Show what detached trainer NAME prints, until its call ends. Ctrl-C leaves the trainer running."""
+    from raysgd.detached import cluster
 
     trainer = cluster.attach(name)
     click.echo(repr(trainer))
     try:
         trainer._follow()
     except KeyboardInterrupt:
-        click.echo(f"Host {name} continues.")
+        click.echo(f"Detached trainer {name} continues.")
     else:
         click.echo("No call is running.")
 
 
 @click.command()
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Kill a host that is not answering, without waiting.")
+@click.option("--force", is_flag=True, help="Kill a trainer that is not answering, without waiting.")
 @_in_cluster
 def stop(name: str, force: bool) -> None:
-    """End the trainer in host NAME at once, without saving, and free its resources."""
-    from raysgd.host import cluster
+    """End detached trainer NAME at once, without saving, and free its resources."""
+    from raysgd.detached import cluster
 
     cluster.stop(name, force=force)
-    click.echo(f"Host {name} has ended.")
+    click.echo(f"Detached trainer {name} has ended.")

@@ -17,7 +17,7 @@ class Dataset:
 
     What you pass as a list or another iterable repeats without end, so give `num_steps` to `train`: an epoch over
     `len(data)` samples has `len(data) / (num_workers * batch_size)` steps. A call of `train` goes on where the last one
-    with the same dataset stopped. After a loss of workers it begins with the first sample.
+    with the same dataset stopped. After a failure it begins with the first sample.
 
     Args:
         data: An iterable that can be iterated over again and again, a function without arguments that returns an

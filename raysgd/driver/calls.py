@@ -118,7 +118,7 @@ class EpochCalls:
 
         Args:
             asked: What every replica is asked.
-            max_retries: How many times it is repeated after a loss of workers.
+            max_retries: How many times it is repeated after a failure.
             dataset: What takes the place of the registered data; None if nothing does.
             can_resume: Whether it can continue with the batches that are left, in another group.
             check: Called with the answers before they count; raises where the replicas are not equal any more.

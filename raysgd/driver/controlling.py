@@ -45,12 +45,12 @@ def make_controller(
         make_replica: Makes the replicas.
         connection: What connects the workers.
         reservation_timeout_s: How long to wait for resources.
-        keeps_survivors: Whether the survivors of a loss can go on, as far as their framework is concerned.
+        keeps_survivors: Whether the survivors of a failure can go on, as far as their framework is concerned.
         renews_survivors: Whether they can at least go back to a snapshot in their processes.
     """
-    is_wanted = settings.recovery == "rejoin" and not settings.is_driver_only
-    rejoins = is_wanted and keeps_survivors
-    recovery = make_replica.settings.recovery_options
+    is_wanted = settings.recovery.in_place and not settings.is_driver_only
+    continues = is_wanted and keeps_survivors
+    recovery = settings.recovery
     every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
         every_s = 0.0  # what runs in the driver may be changed there between calls, which nothing notes
@@ -66,7 +66,7 @@ def make_controller(
         captures=not settings.is_driver_only,
         snapshot_every_s=every_s,
         snapshots_inside=recovery.snapshot_every_n_steps is not None,
-        regroups=rejoins,
+        regroups=continues,
         renews=is_wanted and renews_survivors,
         num_spares=settings.spare_workers,
         heartbeat_s=recovery.heartbeat_s,
@@ -77,15 +77,15 @@ def make_controller(
         max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
     )
 
-    def keeps_joint_batch() -> bool:
+    def keeps_global_batch() -> bool:
         facts = controller.facts[0]
-        return facts.keeps_joint_batch and facts.epoch_obstacle is None
+        return facts.keeps_global_batch and facts.epoch_obstacle is None
 
     controller = ElasticController(
         group,
         scaling,
-        FailurePolicy(rejoins),
+        FailurePolicy(continues),
         release_timeout_s=reservation_timeout_s,
-        rules=ElasticRules(settings.resize_check_s, draining_nodes, keeps_joint_batch),
+        rules=ElasticRules(recovery.wait_for_workers, recovery.resize_interval_s, draining_nodes, keeps_global_batch),
     )
     return controller

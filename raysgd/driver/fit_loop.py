@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from raysgd._files import check_path, make_folder
 from raysgd.callbacks.adapters import checked
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls, overrides
+from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import asked
 from raysgd.engine.shared.call import Call, CallHandle
@@ -48,6 +50,7 @@ class FitOptions:
     resume_from: Any = None
     folder: Any = None
     validate: Any = INLINE
+    progress: Any = False
 
     def __post_init__(self) -> None:
         if not checks.is_integer(self.epochs) or self.epochs < 0:
@@ -62,6 +65,8 @@ class FitOptions:
                 f'`validate={self.validate!r}`: allowed are "{INLINE}" (the next epoch follows the validation) and '
                 f'"{ASYNC}" (it begins at once).'
             )
+        if self.progress is not None:
+            checks.refuse_text(progress=self.progress)
         if self.resume_from is not None:
             files.check_location("resume_from", self.resume_from)
         if self.folder is not None:
@@ -124,6 +129,9 @@ class Fit:
         self._kept: FitProgress | None = trainer._fit_progress
         trainer._fit_progress = None
         self._callbacks: list[Callback] = checked(options.callbacks)
+        shows = is_watched(sys.stderr) if options.progress is None else options.progress
+        if shows and not any(isinstance(each, ProgressBar) for each in self._callbacks):
+            self._callbacks.append(ProgressBar())
         self._run = Run(
             name=trainer.training_operator_cls.__name__,
             config=trainer.config,

@@ -80,7 +80,7 @@ class FitMethods(ABC):
     @property
     @abstractmethod
     def _keeps_survivors(self) -> bool:
-        """True if the survivors of a loss can go on, as far as their framework is concerned."""
+        """True if the survivors of a failure can go on, as far as their framework is concerned."""
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
@@ -175,7 +175,7 @@ class FitMethods(ABC):
             profile: Whether to add `profile`, the mean seconds of the phases of a single worker, and `timings`, what it
                 spent its time on, in seconds: see `ledger`.
             reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
-            max_retries: How many times this call is run again after a loss of workers.
+            max_retries: How many times this call is run again after a failure.
             info: Handed to the operator.
             dataset: Trained on instead of the registered data, for this call: a loader or dataset of the framework,
                 arrays, a data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader or
@@ -315,7 +315,7 @@ class FitMethods(ABC):
         if self._once.is_first("no spares"):
             if group.use_local:
                 why = " because one of them is in the driver"
-            elif group.recovery == "rebuild" or not self._keeps_survivors:
+            elif not group.recovery.in_place or not self._keeps_survivors:
                 why = " because a trainer with these options cannot have spares"
             else:
                 why = ": with `spare_workers=1` it runs on a separate worker"
@@ -374,6 +374,7 @@ class FitMethods(ABC):
         resume_from: str | Path | None = None,
         folder: str | Path | None = None,
         validate: Literal["inline", "async"] = "inline",
+        progress: bool | None = None,
     ) -> History:
         """Trains for some epochs, validates after each of them, and calls callbacks. Call it again for more epochs.
 
@@ -392,6 +393,7 @@ class FitMethods(ABC):
             validate: "async" begins the next epoch while one of the `spare_workers` of the trainer validates the last
                 one. Its row and what callbacks do about it are complete at the end of the next epoch.
                 An epoch waits for the validation before the last one; none is left out.
+            progress: Whether to show a `raysgd.callbacks.ProgressBar`. None does so in a terminal and in a notebook.
 
         Returns:
             One row per epoch, and all that happened.
@@ -402,7 +404,7 @@ class FitMethods(ABC):
             WorkerError, WorkersLostError: As in `train`.
         """
         options = FitOptions(
-            epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder, validate
+            epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder, validate, progress
         )
         return Fit(self, options).run()
 

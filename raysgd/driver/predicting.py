@@ -41,7 +41,7 @@ class PredictOptions:
     Attributes:
         info: For the operator.
         has_target: Whether batches that are tuples end with a target; None to go by the data.
-        max_retries: How many times a round is repeated after a loss of workers.
+        max_retries: How many times a round is repeated after a failure.
     """
 
     info: Mapping[str, Any]

@@ -41,7 +41,7 @@ class Throughput:
         """Runs a training call, and notes how many samples a second it trained."""
         history = self._controller.history
         self.accounts.begin_call()
-        began, num_rejoins = time.perf_counter(), history.count("rejoined")
+        began, num_continued = time.perf_counter(), history.count("continued")
         try:
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
@@ -52,7 +52,7 @@ class Throughput:
         num_samples += int(sum(each.num_inherited for each in answers))
         self.samples_per_s = num_samples / (time.perf_counter() - began) or None
         self.report()
-        if history.count("rejoined") > num_rejoins:
+        if history.count("continued") > num_continued:
             _tell_what_is_measured(num_samples, max(each.num_used for each in answers))
         return answers
 
@@ -81,7 +81,7 @@ class Throughput:
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
-    """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
+    """After a failure inside the call: says why `num_samples` of the result is a part of what was trained on."""
     if 0 < num_samples < num_used:  # none: a loop of the user counts none
         logger.warning(
             "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic
 from weakref import finalize
 
 from raysgd import _arguments as checks
@@ -25,7 +25,6 @@ from raysgd.driver.throughput import Throughput
 from raysgd.driver.trainer_views import ReadOnlyConfig, in_words, show_options
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.policies import AUTO
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot
@@ -34,7 +33,7 @@ from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
 from raysgd.history.history import CallRecorder
 from raysgd.messages import replica_calls
-from raysgd.messages.batching import joint_batch_in_words
+from raysgd.messages.batching import global_batch_in_words
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings, ReplicaMaker, ReplicaSettings
@@ -66,11 +65,9 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     backend: str
     timeout_s: float
     use_local: bool
-    recovery: str
     min_workers: int
     spare_workers: int
-    resize_check_s: float | Literal["auto"] | None
-    recovery_options: Recovery
+    recovery: Recovery
     _runner_cls: Any
     """The class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
@@ -85,11 +82,11 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         self._check_same_data(("train_data", "validation_data"))
         checks.warn_of_obstacle(
             self._facts.epoch_obstacle,
-            snapshot_every_n_steps=settings.recovery_options.snapshot_every_n_steps,
-            resize_check_s=None if group.resize_check_s == AUTO else group.resize_check_s,
+            snapshot_every_n_steps=settings.recovery.snapshot_every_n_steps,
+            resize_interval_s=None if group.recovery.wait_for_workers else group.recovery.resize_interval_s,
         )
-        if self._joint_batch_in_words:
-            logger.info("%s", self._joint_batch_in_words)
+        if self._global_batch_in_words:
+            logger.info("%s", self._global_batch_in_words)
 
     @property
     def _new_sharing(self) -> Callable[[], DataSharing]:
@@ -162,7 +159,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
 
     def _used_options(self) -> list[str]:
         """Return the options that shorten what the ledger counts, as far as they are used already."""
-        recovery = self._settings.recovery_options
+        recovery = self._settings.recovery
         used = {
             "spare_workers": self._group_settings.spare_workers > 0,
             "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # a larger number would copy no less
@@ -204,7 +201,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
             has_target: Whether batches that are tuples end with a target, which is left out. None: those of datasets
                 and loaders do if they have several parts; arrays that you pass are all inputs.
             info: Added to `batch_info`.
-            max_retries: How many times a round of batches is repeated after a loss of workers.
+            max_retries: How many times a round of batches is repeated after a failure.
 
         Returns:
             The same kind of container as `data`. See `docs/predict.md`. Arrays without rows are one batch without rows.
@@ -309,21 +306,21 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         self.shutdown(force=error is not None)
 
     def status(self) -> TrainerStatus:
-        """Return how the trainer is doing: workers, throughput, where the time went, data, losses, last snapshot.
+        """Return how the trainer is doing: workers, throughput, where the time went, data, failures, last snapshot.
 
         Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
         from a second thread while `train` runs.
         """
         found = self._throughput.with_ledger(self._controller.status(self._throughput.samples_per_s))
-        return replace(found, joint_batch=self._joint_batch_in_words)
+        return replace(found, global_batch=self._global_batch_in_words)
 
     @property
-    def _joint_batch_in_words(self) -> str:
+    def _global_batch_in_words(self) -> str:
         """The size of a step in words, where the user left it to the number of workers; else empty."""
         facts = self._facts
-        if facts.keeps_joint_batch or facts.batch_size is None or self.max_replicas == 1:
+        if facts.keeps_global_batch or facts.batch_size is None or self.max_replicas == 1:
             return ""
-        return joint_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
+        return global_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
 
     def ledger(self) -> TimeLedger:
         """Returns where the time of every rank went, up to its last sign of life. Asks no worker.
@@ -376,7 +373,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         config = dict(self._settings.config)
         if BATCH_SIZE in config:
             options = self._settings.batch_options
-            config[BATCH_SIZE] = options.joint_size(config[BATCH_SIZE], self._controller.num_workers)
+            config[BATCH_SIZE] = options.global_size(config[BATCH_SIZE], self._controller.num_workers)
         return ReadOnlyConfig(config)
 
     @property

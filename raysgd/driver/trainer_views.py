@@ -23,8 +23,8 @@ def in_words(num_workers: int | None, max_replicas: int, backend: str, history: 
     told = ["shut down" if num_workers is None else f"{num_workers} of {most}", backend]
     if history.records:
         told.insert(1, f"epoch {history.records[-1].epoch}")
-    losses = sum(event.is_loss for event in history.events)
-    return told + ([f"{readable.counted(losses, 'loss', 'losses')} of workers"] if losses else [])
+    losses = sum(event.is_failure for event in history.events)
+    return told + ([f"{readable.counted(losses, 'failure', 'failures')} of workers"] if losses else [])
 
 
 def show_options(trainer: object, *settings: Any) -> None:

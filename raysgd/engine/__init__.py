@@ -10,7 +10,7 @@ What it leaves to others: frameworks (a `Replica` brings its own), communication
 front end). Nothing in here imports a training framework, and the modules that only decide (`policies`, `liveness`,
 `ranks`) do not import Ray either.
 
-To read it: `controller` runs calls in their turn, and `recovery` follows a loss. Both use the `lifecycle` of the
+To read it: `controller` runs calls in their turn, and `recovery` follows a failure. Both use the `lifecycle` of the
 group, the `monitor` of what runs, and `snapshots`. The `group` owns its workers, `startup` has those beside it,
 `placement` the room that they hold, `worker` what runs in them.
 """

@@ -1,7 +1,7 @@
 """Lines: calls of workers on the driver's own node by a socket, in a tenth of the time that Ray takes for a call.
 
-The worker's end of a line is a call of Ray's, `attend`. It ends with the line, so Ray tells of the loss of a worker as
-always, and an answer that cannot go by the line goes as its result.
+The worker's end of a line is a call of Ray's, `attend`. It ends with the line, so Ray tells of the failure of a worker
+as always, and an answer that cannot go by the line goes as its result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps the workers alive and runs calls on them. The only place in raysgd where a call is run again.
 
 It runs in the driver and is synchronous: `run` blocks until every rank has answered or nothing more can be tried. What
-follows a loss of workers: `recovery`. When a snapshot is taken: ADR 4.
+follows a failure: `recovery`. When a snapshot is taken: ADR 4.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class ElasticController:
             return group
         with self.turns.take():
             if self._lifecycle.group is None:  # it may be there by now, if another thread was first
-                self.recovery.rebuild("restarted", "the last workers were stopped")
+                self.recovery.restart_workers("restarted", "the last workers were stopped")
             return self._lifecycle.running
 
     def stand_by(self) -> None:
@@ -333,7 +333,7 @@ class ElasticController:
             if self._lifecycle.take_over():
                 self._monitor.settle_last_hold()
             elif as_fits:
-                self.recovery.rebuild("started", "a new trainer")
+                self.recovery.restart_workers("started", "a new trainer")
             else:
                 self._lifecycle.start(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
@@ -405,7 +405,7 @@ class ElasticController:
 
         Args:
             call: What to run.
-            max_retries: How many times to start again after a loss of workers.
+            max_retries: How many times to start again after a failure.
             budget: Instead of `max_retries`, for work that is made of several calls: what they may use up together.
 
         Raises:
@@ -584,9 +584,10 @@ class ElasticController:
     def _run_to_end(self, call: Call, budget: RetryBudget) -> list[Any]:
         """Runs the call, and takes a snapshot behind it if that took much longer than expected.
 
-        Where only workers have the state, it is copied first, unless those that survive a loss could continue the call.
+        Where only workers have the state, it is copied first, unless those that survive a failure could continue the
+        call.
         """
-        if not call.can_rejoin and self._lifecycle.group is not None and self.snapshots.is_only_in_workers:
+        if not call.can_continue and self._lifecycle.group is not None and self.snapshots.is_only_in_workers:
             self._run(copy_call(), budget)
         values = self._run(call, budget)
         if self.snapshots.is_overdue:
@@ -681,7 +682,7 @@ class ElasticController:
         """Moves to other nodes, in place if that can be done."""
         self._monitor.begin()
         in_place = self.recovery.can_change()
-        if in_place is None:  # a loss, which the call will come upon
+        if in_place is None:  # a failure, which the call will come upon
             return
         if in_place:
             failed = self.recovery.change(self._lifecycle.leaving_nodes_in_use(), LEAVING)
@@ -689,7 +690,7 @@ class ElasticController:
             self.snapshot()
             failed = "left", LEAVING
         if failed is not None:
-            self.recovery.rebuild(*failed)
+            self.recovery.restart_workers(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""
@@ -699,21 +700,21 @@ class ElasticController:
             return
         self._monitor.begin()
         in_place = self.recovery.can_change()
-        if in_place is None:  # a loss, which the call will come upon: it is told and counted as one there
+        if in_place is None:  # a failure, which the call will come upon: it is told and counted as one there
             return
         if in_place:
             num_awaited = most if call.resume is None else self._lifecycle.resizing.num_awaited_by_call
             failed = self.recovery.grow(num_awaited, ROOM)
             if failed is not None:
-                self.recovery.rebuild(*failed)
+                self.recovery.restart_workers(*failed)
             return
         num_more = self._lifecycle.find_room()
         if not num_more:
             return
         target = len(group) + num_more
         self.snapshot()
-        if self.num_workers < target:  # else a loss came between, and what is free was used already
-            self.recovery.rebuild("grown", f"resources for {target} workers are free")
+        if self.num_workers < target:  # else a failure came between, and what is free was used already
+            self.recovery.restart_workers("grown", f"resources for {target} workers are free")
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
         """Makes new replicas in the workers, in the group that they are in. What was trained is dropped.

@@ -1,4 +1,4 @@
-"""All workers as one: start them, run a function on all or some, learn who survived a loss, stop them.
+"""All workers as one: start them, run a function on all or some, learn who survived a failure, stop them.
 
 Faults of remote workers come back as `Outcome`s; they are never raised from here, and nothing is retried here.
 """

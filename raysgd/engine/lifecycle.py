@@ -1,6 +1,6 @@
 """The life of a trainer's group: how it is started, where more workers find room, and how it ends.
 
-What follows the loss of workers: `recovery`.
+What follows the failure of workers: `recovery`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.keeper import keeper
 from raysgd.engine.placement import session
 from raysgd.engine.policies import (
-    ResizeCheck,
     Resizing,
     RetryBudget,
     ScalingPolicy,
+    Wait,
     capacity,
     classify,
     resizing,
@@ -67,14 +67,16 @@ class ElasticRules:
     """The rules by which a group follows what happens in the cluster.
 
     Attributes:
-        resize_check_s: How often a running call looks for room to grow; "auto" and None as in `resizing`.
+        wait: Whether survivors of a failure wait for new workers, see `resizing`.
+        resize_interval_s: How often a running call looks for room to grow; None: never.
         leaving_nodes: Asks for the nodes that will go away soon.
-        keeps_joint_batch: Whether a step of fewer workers is the same step, for calls that survivors can continue.
+        keeps_global_batch: Whether a step of fewer workers is the same step, for calls that survivors can continue.
     """
 
-    resize_check_s: ResizeCheck = None
+    wait: Wait = True
+    resize_interval_s: float | None = None
     leaving_nodes: Callable[[], frozenset[str]] = frozenset
-    keeps_joint_batch: Callable[[], bool] = lambda: False
+    keeps_global_batch: Callable[[], bool] = lambda: False
 
 
 class Lifecycle:
@@ -343,8 +345,9 @@ class Lifecycle:
     @property
     def resizing(self) -> Resizing:
         """The way the number of workers changes, as of now."""
-        keeps_joint_batch = self.spec.regroups and self._rules.keeps_joint_batch()
-        return resizing(self._rules.resize_check_s, keeps_joint_batch, self.scaling.max_workers, self._num_short)
+        keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
+        rules, most = self._rules, self.scaling.max_workers
+        return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
 
     def note_short_of_memory(self) -> None:
         """Notes that memory has run out with so many workers as there are."""
@@ -543,4 +546,4 @@ def pay_for_start(budget: RetryBudget) -> None:
             f"Worker start-up failed: a worker process died, and the {budget.num_restarts} allowed retries "
             "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
         )
-    budget.pay_for_rebuild()
+    budget.pay_for_restart()

@@ -71,7 +71,7 @@ class Monitor:
         self._snapshot = 0  # the newest inside the call that was taken over
         self._infos: object = None
         self._expect_no_answers()
-        # A call of few workers is asked soon; many are busy when they begin or go on after a loss.
+        # A call of few workers is asked soon; many are busy when they begin or go on after a failure.
         first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
         is_soon = of_call and first_s <= _FIRST_ROUND_S
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
@@ -83,7 +83,7 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Watches what follows the call: a loss, or a change of the ranks that were held for it."""
+        """Watches what follows the call: a failure, or a change of the ranks that were held for it."""
         if self.is_on:
             before = self.heartbeats
             self.begin()
@@ -238,7 +238,7 @@ class Monitor:
         parts = group.ask_beside("beside", replica.part_of_snapshot, newest)
         if None in parts.values() and self._once.is_first("snapshots too fast"):
             logger.warning(
-                "snapshots inside the call come too fast to collect each, so a rebuild may go back further. Use "
+                "snapshots inside the call come too fast to collect each, so a restart may go back further. Use "
                 "a larger `snapshot_every_n_steps`: so many steps should take a second or more"
             )
         captures = [parts[rank] for rank in range(len(group)) if parts.get(rank) is not None]
@@ -324,15 +324,15 @@ def decide_hold(
     num_more: int = 0,
     num_ready: int = 0,
     num_coming: int = 0,
-) -> Literal["leave", "rebuild larger", "step in", "start standby"] | None:
+) -> Literal["leave", "restart larger", "step in", "start standby"] | None:
     """Pure: why the running call has to stop for a change of the group; or to start workers that can step in later.
 
     Args:
         is_leaving: Whether some of the workers are on nodes that are going away.
         may_grow: Whether more workers are wanted, and looked for while a call runs.
         is_growth_due: Whether it is time to look for room again.
-        regroups: Whether workers can step in without a rebuild.
-        num_more: How many more workers a rebuild would give; 0 if unknown.
+        regroups: Whether workers can step in without a restart.
+        num_more: How many more workers a restart would give; 0 if unknown.
         num_ready: Standby workers that are ready.
         num_coming: Standby workers that are starting.
     """
@@ -341,7 +341,7 @@ def decide_hold(
     if not may_grow:
         return None
     if not regroups:
-        return "rebuild larger" if num_more else None
+        return "restart larger" if num_more else None
     if is_growth_due:
         return "start standby"
     return "step in" if num_ready and not num_coming else None

@@ -32,9 +32,9 @@ _NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
 _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
-Decision = Literal["rejoin", "rebuild", "raise error", "give up"]
+Decision = Literal["continue", "restart", "raise error", "give up"]
 """What follows a failed call: the survivors form a new group and continue it; new workers start, restore the last
-snapshot, and run it again; the error of user code is raised; the loss is."""
+snapshot, and run it again; the error of user code is raised; the failure is."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,10 @@ class ScalingPolicy:
         return delay * (1.0 + self.jitter * self.draw())
 
 
-ResizeCheck = float | Literal["auto"] | None
-"""The setting of users: seconds; "auto"; None for groups that grow between calls only."""
+Wait = bool | Literal["auto"]
+"""The setting of users: whether survivors wait for new workers; "auto": where they have to."""
 
 AUTO: Literal["auto"] = "auto"
-_AUTO_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Resizing:
 
     Attributes:
         check_s: How often a running call looks for room to grow; None: growing waits for the next call.
-        num_awaited: Survivors of a loss wait for new workers until they are so many.
+        num_awaited: Survivors of a failure wait for new workers until they are so many.
         num_awaited_by_call: So does a call that can grow while it runs, before it begins.
         minds_memory: Whether survivors wait where their shares would take more memory than is free, and after all
             where memory runs out in their first step.
@@ -127,21 +126,24 @@ class Resizing:
     minds_memory: bool = False
 
 
-def resizing(option: ResizeCheck, keeps_joint_batch: bool, max_workers: int, num_short: int = 0) -> Resizing:
+def resizing(
+    wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
+) -> Resizing:
     """Return how the number of workers changes.
 
     Args:
-        option: What the user set.
-        keeps_joint_batch: Whether survivors can go on, with steps that do not depend on their number.
+        wait: Whether survivors wait for new workers, as the user set it.
+        interval_s: How often a running call looks for room to grow; None: never.
+        keeps_global_batch: Whether survivors can go on, with steps that do not depend on their number.
         max_workers: How many there are meant to be.
         num_short: With how many, at most, memory has run out; 0 if it never has.
     """
-    if option == AUTO and keeps_joint_batch:
+    if wait == AUTO and keeps_global_batch:
         enough = min(max_workers, num_short + 1)
-        return Resizing(_AUTO_S, enough, enough, minds_memory=True)
-    if option is None or option == AUTO:
-        return Resizing(None, max_workers, max_workers)
-    return Resizing(option, 1, max_workers)
+        return Resizing(interval_s, enough, enough, minds_memory=True)
+    if wait:
+        return Resizing(None if wait == AUTO else interval_s, max_workers, max_workers)
+    return Resizing(interval_s, 1, max_workers)
 
 
 @dataclass(frozen=True)
@@ -226,17 +228,18 @@ def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
 class RetryBudget:
     """The restarts that one call may use up, or several that make up one piece of work.
 
-    A rejoin is free where there was progress: at least a step of the call, and more than one since the last rejoin.
+    Continuing in place is free where there was progress: at least a step of the call, and more than one since the last
+    time.
     Anything else costs one, and so does a worker that hangs: its code may do so again and again. Survivors that went on
     and completed no step do not go on again: the way they went on may be what ended them.
 
     Attributes:
         num_spent: How many were used up.
-        num_refused: How many losses came when none was left.
+        num_refused: How many failures came when none was left.
 
     Args:
-        num_restarts: How many there are, possibly without end; with 0 the first loss ends the call, whatever it would
-            cost.
+        num_restarts: How many there are, possibly without end; with 0 the first failure ends the call, whatever it
+            would cost.
     """
 
     def __init__(self, num_restarts: float) -> None:
@@ -247,16 +250,16 @@ class RetryBudget:
         """Starts afresh, for the next piece of work."""
         self.num_spent = 0
         self.num_refused = 0
-        self._rejoined_at: int | None = None  # steps done in all when survivors went on, since the workers were new
+        self._continued_at: int | None = None  # steps done in all when survivors went on, since the workers were new
         self._has_hung = False
 
     @property
     def is_spent(self) -> bool:
         return self.num_spent >= self.num_restarts
 
-    def rejoin_obstacle(self, progress: int) -> str | None:
+    def obstacle_to_continuing(self, progress: int) -> str | None:
         """Returns why survivors stop after `progress` steps in all; None when going on is free or can be paid for."""
-        if self._rejoined_at is not None and progress <= self._rejoined_at:
+        if self._continued_at is not None and progress <= self._continued_at:
             return "no step was completed since the survivors went on the last time"
         if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
             return "no retry is left to pay for going on"
@@ -267,42 +270,42 @@ class RetryBudget:
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
-        """Return whether a rejoin costs nothing. What fails at every step completes one between two losses."""
-        least = 1 if self._rejoined_at is None else self._rejoined_at + 2
+        """Return whether continuing in place is free. What fails at every step completes one between two failures."""
+        least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung
 
-    def pay_for_rejoin(self, progress: int) -> None:
+    def pay_for_continuing(self, progress: int) -> None:
         self.num_spent += not self._is_free(progress)
-        self._rejoined_at, self._has_hung = progress, False
+        self._continued_at, self._has_hung = progress, False
 
-    def pay_for_rebuild(self) -> None:
+    def pay_for_restart(self) -> None:
         self.num_spent += 1
-        self._rejoined_at, self._has_hung = None, False
+        self._continued_at, self._has_hung = None, False
 
     def refuse(self) -> None:
-        """Notes a loss that nothing is left for."""
+        """Notes a failure that nothing is left for."""
         self.num_refused += 1
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides what follows a failed call. The loss of workers is retried; an error in user code only if you say so.
+    """Decides what follows a failed call. The failure of workers is retried; an error in user code only if you say so.
 
     Attributes:
-        rejoins: Whether survivors are kept where that is possible.
-        retries_user_errors: Whether an error in user code costs a retry, and new workers, as a loss does.
+        continues: Whether survivors are kept where that is possible.
+        retries_user_errors: Whether an error in user code costs a retry, and new workers, as a failure does.
     """
 
-    rejoins: bool = False
+    continues: bool = False
     retries_user_errors: bool = False
 
-    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Decision:
-        """Return what to do next; `can_rejoin` says whether the call could continue with the survivors."""
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
+        """Return what to do next; `can_continue` says whether the call could continue with the survivors."""
         if diagnosis.kind == "user":
-            return "rebuild" if self.retries_user_errors and not budget.is_spent else "raise error"
-        if self.rejoins and can_rejoin and budget.num_restarts > 0:
-            return "rejoin"
-        return "give up" if budget.is_spent else "rebuild"
+            return "restart" if self.retries_user_errors and not budget.is_spent else "raise error"
+        if self.continues and can_continue and budget.num_restarts > 0:
+            return "continue"
+        return "give up" if budget.is_spent else "restart"
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:

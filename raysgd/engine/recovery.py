@@ -1,9 +1,9 @@
-"""What follows the loss of workers: who is left, how they go on, and what is done where they cannot.
+"""What follows the failure of workers: who is left, how they go on, and what is done where they cannot.
 
 `Recovery.recover` comes first. The survivors form a new group in place, with standby workers and new ones as far as
 there are any (ADR 9 says why, ADR 11 when they wait for a new worker). Where that cannot be done, other replicas
 restore the last snapshot: new ones in the processes that are left, or all in new workers. Where nothing is left to try,
-the loss is raised. The same changes let workers leave and step in between two steps or calls.
+the failure is raised. The same changes let workers leave and step in between two steps or calls.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or
 
 
 class CannotForm(Exception):
-    """The ranks cannot form a new group: only a rebuild is left.
+    """The ranks cannot form a new group: only a restart is left.
 
     Args:
         reason: Why; empty where that is plain, because no one is left.
         staying: Who is left.
-        is_loss: Whether a worker was lost that is not counted among those who are gone.
+        is_failure: Whether a worker was lost that is not counted among those who are gone.
     """
 
-    def __init__(self, reason: str, staying: Collection[int], is_loss: bool = False) -> None:
+    def __init__(self, reason: str, staying: Collection[int], is_failure: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.staying, self.is_loss = reason, staying, is_loss
+        self.reason, self.staying, self.is_failure = reason, staying, is_failure
 
 
 @dataclass
@@ -117,11 +117,11 @@ class Change:
 
 
 Failed = tuple[EventKind, str]
-"""A change that cannot be made in place: what the rebuild is called in the history, and what led to it."""
+"""A change that cannot be made in place: what the restart is called in the history, and what led to it."""
 
 
 class Recovery:
-    """Mends the group of a trainer after a loss, or replaces it.
+    """Mends the group of a trainer after a failure, or replaces it.
 
     Args:
         lifecycle: Holds the group.
@@ -137,7 +137,7 @@ class Recovery:
         self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
         self._start_budget = start_budget
-        self._went_on_at: int | None = None  # with larger shares of the joint batch: steps of the call until then
+        self._went_on_at: int | None = None  # with larger shares of the global batch: steps of the call until then
 
     # ------------------------------------------------------------------------------------------- a call failed
 
@@ -158,9 +158,9 @@ class Recovery:
         if parted := call.parted(told):
             self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
             raise UnevenStepsError(parted) from diagnosis.faults[0].error
-        if call.can_rejoin and self._is_short_of_memory(diagnosis):
+        if call.can_continue and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
-        decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
+        decision = self._failures.decide(diagnosis, budget, call.can_continue)
         if decision == "raise error":
             raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
         if decision == "give up":
@@ -170,8 +170,8 @@ class Recovery:
                 behind = set(everyone) - set(self._lifecycle.running.answering(everyone))
             self._give_up(diagnosis, budget, words(diagnosis, behind))
         cause = words(diagnosis)
-        if decision == "rejoin":
-            failed = self._rejoin(report, budget)
+        if decision == "continue":
+            failed = self._continue_in_place(report, budget)
             if failed is None:
                 return True
             _, cause = failed
@@ -179,9 +179,9 @@ class Recovery:
             self._monitor.tell_stuck()
         if budget.is_spent:
             self._give_up(diagnosis, budget, cause)
-        budget.pay_for_rebuild()
+        budget.pay_for_restart()
         self._lifecycle.hooks.on_failure(diagnosis)
-        self.rebuild("rebuilt", cause, after=report)
+        self.restart_workers("restored", cause, after=report)
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
@@ -200,7 +200,7 @@ class Recovery:
         if failed is None:
             return True
         self._monitor.await_snapshot()
-        self.rebuild(*failed)
+        self.restart_workers(*failed)
         return self._is_restored_inside
 
     @property
@@ -209,7 +209,7 @@ class Recovery:
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def _give_up(self, diagnosis: Diagnosis, budget: RetryBudget, cause: str) -> NoReturn:
-        """Raises a loss for good."""
+        """Raises a failure for good."""
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()
         hint = (
@@ -257,11 +257,11 @@ class Recovery:
 
     # --------------------------------------------------------------------------------------- changes in place
 
-    def _rejoin(self, report: GroupReport, budget: RetryBudget) -> Failed | None:
-        """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
+    def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> Failed | None:
+        """After a failure: lets the survivors form a new group, with spares and new workers as far as there are any.
 
         Returns:
-            Why only a rebuild is left; None when it worked.
+            Why only a restart is left; None when it worked.
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
@@ -273,16 +273,16 @@ class Recovery:
         def cause(gone: Collection[int]) -> str:
             return words(classify(report), gone) + silent
 
-        return self._make(Change("rejoined", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
+        return self._make(Change("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """The survivors of a loss, freed of what they waited for."""
+        """The survivors of a failure, freed of what they waited for."""
         survivors = self._lifecycle.running.settle(report, tell_stuck)
         self._lifecycle.suspect(survivors)
         return survivors
 
     def _is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
-        """Return whether the survivors of a loss went on, and found no memory for their shares in the first step."""
+        """Return whether the survivors of a failure went on, and found no memory for their shares in the first step."""
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
         signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
@@ -312,7 +312,7 @@ class Recovery:
             parts: What each rank copied of its progress when it was held inside a call.
 
         Returns:
-            Why only a rebuild is left; None when it worked.
+            Why only a restart is left; None when it worked.
         """
         group = self._lifecycle.running
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
@@ -339,7 +339,7 @@ class Recovery:
             cause: Why.
 
         Returns:
-            Why only a rebuild is left; None when it worked, or there was no one to step in.
+            Why only a restart is left; None when it worked, or there was no one to step in.
         """
         lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
         lifecycle.start_standby()
@@ -379,9 +379,9 @@ class Recovery:
         except CannotForm as failed:
             lost = gone(failed.staying)
             cause = change.cause(lost)
-            is_loss = change.kind == "rejoined" or bool(lost) or failed.is_loss
+            is_failure = change.kind == "continued" or bool(lost) or failed.is_failure
             reason = f"{cause}; {failed.reason}" if failed.reason else cause
-            return "rebuilt" if is_loss else change.kind, reason
+            return "restored" if is_failure else change.kind, reason
         except BaseException as error:  # Ctrl-C too: a group that is formed half-way must never be used
             lifecycle.end_call(type(error).__name__)
             raise
@@ -391,11 +391,11 @@ class Recovery:
         lifecycle.hooks.on_change(group)
         lost, source = gone(range(len(group))), formed.progress_reports[formed.source]
         if change.budget is not None:
-            change.budget.pay_for_rejoin(source.progress)
+            change.budget.pay_for_continuing(source.progress)
         is_smaller = len(group) < self._scaling.max_workers
-        may_lack_memory = change.kind == "rejoined" and is_smaller and lifecycle.resizing.minds_memory
+        may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
-        kind: EventKind = "rejoined" if lost else change.kind
+        kind: EventKind = "continued" if lost else change.kind
         if kind != "grown" or len(group) > len(before):  # else nothing has changed: newcomers are dead
             lifecycle.record(kind, len(before), change.began, change.cause(lost), source.words)
         lifecycle.owe_spares()
@@ -432,14 +432,14 @@ class Recovery:
         """Return who lives after a group could not be formed.
 
         Raises:
-            CannotForm: It failed for another reason than the loss of workers.
+            CannotForm: It failed for another reason than the failure of workers.
         """
         diagnosis = classify(report)
         reason = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", reason)
         survivors = self._settled(report) if diagnosis.kind != "user" else []
         if diagnosis.kind == "user" or len(survivors) == failed.num_workers:
-            raise CannotForm(reason, range(len(failed.staying)), is_loss=diagnosis.kind != "user")
+            raise CannotForm(reason, range(len(failed.staying)), is_failure=diagnosis.kind != "user")
         return survivors
 
     # ----------------------------------------------------------------------------------- who forms the next group
@@ -508,7 +508,7 @@ class Recovery:
         while True:
             if change.goes_on:
                 progress = formed.progress_reports[formed.source].progress
-                obstacle = change.budget.rejoin_obstacle(progress) if change.budget is not None else None
+                obstacle = change.budget.obstacle_to_continuing(progress) if change.budget is not None else None
                 if obstacle is not None:
                     raise CannotForm(obstacle, formed.staying)
             group.remove_workers([r for r in range(len(group)) if r not in formed.staying and r not in group.gone])
@@ -542,14 +542,14 @@ class Recovery:
         return True
 
     def _fewest(self, change: Change, formed: NextGroup) -> int:
-        """Return with how few workers those who stay can go on after a loss, as far as memory is known."""
-        if change.kind != "rejoined" or not change.num_awaited or not self._lifecycle.resizing.minds_memory:
+        """Return with how few workers those who stay can go on after a failure, as far as memory is known."""
+        if change.kind != "continued" or not change.num_awaited or not self._lifecycle.resizing.minds_memory:
             return 0
         return fewest(formed.progress_reports, len(self._lifecycle.running))
 
     # ------------------------------------------------------------------------------- back to the last snapshot
 
-    def rebuild(self, kind: EventKind, cause: str, after: GroupReport | None = None) -> None:
+    def restart_workers(self, kind: EventKind, cause: str, after: GroupReport | None = None) -> None:
         """Kills what is left, sizes a new group by what is free, starts it, and restores the last snapshot.
 
         Args:
@@ -576,9 +576,9 @@ class Recovery:
         except BaseException as error:  # Ctrl-C too: a group that is restored half-way must never be used
             lifecycle.kill_group()
             if kind != "started":
-                is_loss = isinstance(error, WorkersLostError)
-                why = "no other group could be had" if is_loss else type(error).__name__
-                lifecycle.record("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
+                is_failure = isinstance(error, WorkersLostError)
+                why = "no other group could be had" if is_failure else type(error).__name__
+                lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
             raise
 
     def _try_renew(self, after: GroupReport) -> int | None:
@@ -602,7 +602,7 @@ class Recovery:
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
         num_awaited = lifecycle.resizing.num_awaited
-        change = Change("rebuilt", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
+        change = Change("restored", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
         try:
             formed = self.form(change, staying)
         except CannotForm as failed:
@@ -712,7 +712,7 @@ class Recovery:
         return None
 
     def _has_lost_workers(self, report: GroupReport) -> bool:
-        """Return whether a call failed for the loss of workers; raises where it failed for another reason."""
+        """Return whether a call failed for the failure of workers; raises where it failed for another reason."""
         if report.ok:
             return False
         diagnosis = classify(report)

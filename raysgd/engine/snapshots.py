@@ -384,7 +384,7 @@ class Snapshots:
         Args:
             transfer: Brings it; no worker has to live for that.
             rank_states: What each rank has for itself.
-            call: What brought the state to the workers; is run again after a loss if the transfer fails.
+            call: What brought the state to the workers; is run again after a failure if the transfer fails.
         """
         self.completed(call)
         coming = NewestSnapshot(None, transfer, self.landed_token, rank_states, needs_worker=False)
@@ -480,7 +480,7 @@ class Snapshots:
 
         self.take(parts, fetch, is_first=is_first)
 
-    # -------------------------------------------------------------------------------------------- after a loss
+    # -------------------------------------------------------------------------------------------- after a failure
 
     @property
     def is_lost(self) -> bool:

@@ -46,7 +46,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class SnapshotStatus:
-    """The state that a rebuild would start from.
+    """The state that a restart would start from.
 
     Attributes:
         age_s: How long ago it reached the driver.
@@ -81,17 +81,17 @@ class TrainerStatus:
         samples_per_s: Throughput of the training call that is running, or else of the last one; None before the first.
         straggler: The rank that the others wait for; None when no one stands out or it was not measured.
         data: The samples of the present pass; None where the library does not divide the data.
-        losses: What each loss meant for the work, oldest first: where survivors went on, what became of the samples;
-            where all workers restarted, what from; where that was not possible, what is left.
-        num_failures: Losses that were recovered from.
-        num_rejoins: Of these, how often the survivors went on.
-        num_rebuilds: Of these, how often all workers restarted.
+        failures: What each failure meant for the work, oldest first: where survivors went on, what became of the
+            samples; where all workers restarted, what from; where that was not possible, what is left.
+        num_failures: Failures that were recovered from.
+        num_continued: Of these, how often the survivors went on.
+        num_restored: Of these, how often all workers restarted.
         num_resizes: How often the number of workers became another one.
         events: The history of the workers.
         snapshot: The last snapshot; None while there is none.
         snapshot_pace: After which calls one is taken, in words.
         ledger: Where the time of the ranks went; None where that is not measured.
-        joint_batch: How large a step is where that follows the number of workers, in words; else empty.
+        global_batch: How large a step is where that follows the number of workers, in words; else empty.
         has_session_ended: Whether the workers ended with their Ray session.
     """
 
@@ -101,16 +101,16 @@ class TrainerStatus:
     samples_per_s: float | None
     straggler: int | None
     data: DataLedger | None
-    losses: tuple[str, ...]
+    failures: tuple[str, ...]
     num_failures: int
-    num_rejoins: int
-    num_rebuilds: int
+    num_continued: int
+    num_restored: int
     num_resizes: int
     events: tuple[GroupEvent, ...]
     snapshot: SnapshotStatus | None
     snapshot_pace: str = ""
     ledger: TimeLedger | None = None
-    joint_batch: str = ""
+    global_batch: str = ""
     has_session_ended: bool = False
 
     @property
@@ -139,18 +139,19 @@ class TrainerStatus:
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
         speed += "" if self.bytes_per_s is None else f", {self.bytes_per_s / 1e6:.4g} MB/s"
-        losses = "loss" if self.num_failures == 1 else "losses"
+        failures = "failure" if self.num_failures == 1 else "failures"
         workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
         rows = [
             ("workers", "its Ray session has ended" if self.has_session_ended else workers),
             ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
             (
                 "recoveries",
-                f"{self.num_failures} {losses}: {self.num_rejoins} rejoined, {self.num_rebuilds} rebuilt",
+                f"{self.num_failures} {failures}: {self.num_continued} continued in place, "
+                f"{self.num_restored} restored",
             ),
         ]
-        if self.joint_batch:
-            rows.append(("batch", self.joint_batch))
+        if self.global_batch:
+            rows.append(("batch", self.global_batch))
         if self.data is not None:
             rows.append(("data", str(self.data)))
         snapshot = "; ".join(filter(None, [str(self.snapshot or ""), self.snapshot_pace]))
@@ -206,10 +207,10 @@ def compose(
         samples_per_s=samples_per_s,
         straggler=find_straggler([worker.own_s for worker in workers]),
         data=ledgers[0] if ledgers else None,  # at any moment all ranks have the same, up to a step
-        losses=tuple(event.detail for event in history.events if event.is_loss and event.detail),
+        failures=tuple(event.detail for event in history.events if event.is_failure and event.detail),
         num_failures=history.num_failures,
-        num_rejoins=history.count("rejoined"),
-        num_rebuilds=history.count("rebuilt"),
+        num_continued=history.count("continued"),
+        num_restored=history.count("restored"),
         num_resizes=sum(event.old_size != event.new_size for event in history.events if event.kind != "started"),
         events=tuple(history.events),
         snapshot=_snapshot_status(snapshots),

@@ -36,7 +36,7 @@ _ADVICE = {
     "waiting for a slower rank": "`trainer.status()` names the rank; give all ranks alike machines and data",
     "copying snapshots": "copy less often: a larger `snapshot_every_n_steps`",
     "copying to undo a batch": "`Recovery(undo=False)` copies nothing, and restarts from the snapshot instead",
-    "recovering from losses": "`spare_workers=1` shortens recoveries",
+    "recovering from failures": "`spare_workers=1` shortens recoveries",
 }
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Accounts:
         account.take_back(account.told_until - now)
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
-        """Another process has the rank: books the time between, and the steps that the loss undid."""
+        """Another process has the rank: books the time between, and the steps that the failure undid."""
         last = account.newest
         if last is not None and not spent.is_successor and before is None:  # it goes on from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))

@@ -140,14 +140,14 @@ def grouped_series(rows: Rows, metrics: Sequence[str] | None = None) -> list[tup
 
 
 def shown_events(events: Events) -> list[GroupEvent]:
-    """Return the events that changed the work: losses and resizes."""
+    """Return the events that changed the work: failures and resizes."""
     return [event for event in events if event.kind not in _NEVER_SHOWN]
 
 
 def _in_words(rows: Rows, events: Events) -> list[str]:
-    losses = sum(event.is_loss for event in events)
+    losses = sum(event.is_failure for event in events)
     told = [readable.counted(len(rows), "epoch")]
-    return told + ([f"{readable.counted(losses, 'loss', 'losses')} of workers"] if losses else [])
+    return told + ([f"{readable.counted(losses, 'failure', 'failures')} of workers"] if losses else [])
 
 
 def _series(name: str, index: int, rows: Rows) -> Series:

@@ -31,9 +31,9 @@ _NUMBERS: dict[str, tuple[str, Callable[[TrainerStatus], float | None]]] = {
         "Samples used in the epoch",
         lambda status: None if status.data is None else status.data.used,
     ),
-    "raysgd_losses": ("Losses of workers that a trainer recovered from", lambda status: status.num_failures),
-    "raysgd_rejoins": ("Losses after which the survivors went on", lambda status: status.num_rejoins),
-    "raysgd_rebuilds": ("Losses after which all workers restarted", lambda status: status.num_rebuilds),
+    "raysgd_failures": ("Failures of workers that a trainer recovered from", lambda status: status.num_failures),
+    "raysgd_continued": ("Failures after which the survivors went on", lambda status: status.num_continued),
+    "raysgd_restored": ("Failures after which all workers restarted", lambda status: status.num_restored),
     "raysgd_resizes": ("Changes of the number of workers", lambda status: status.num_resizes),
     "raysgd_snapshot_timestamp_seconds": (
         "When the last snapshot reached the driver, in seconds since the epoch",

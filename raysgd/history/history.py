@@ -65,11 +65,11 @@ class History(Sequence[dict[str, Any]]):
     A row also has "epoch", "seconds" (of the training call) and "num_workers".
 
     Args:
-        events: Where losses and resizes are listed; by default a new list.
+        events: Where failures and resizes are listed; by default a new list.
 
     Attributes:
         records: Every call of `train`, `validate` and `test`, in order.
-        events: Losses of workers and resizes.
+        events: Failures of workers and resizes.
         stop_reason: Why a callback stopped the run; None if none did.
 
     Examples:

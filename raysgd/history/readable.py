@@ -63,8 +63,8 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
     """A number of things.
 
     Examples:
-        >>> counted(1, "epoch"), counted(2, "epoch"), counted(0, "loss", "losses")
-        ('1 epoch', '2 epochs', '0 losses')
+        >>> counted(1, "epoch"), counted(2, "epoch"), counted(0, "failure", "failures")
+        ('1 epoch', '2 epochs', '0 failures')
     """
     return f"{how_many} {thing if how_many == 1 else things or thing + 's'}"
 

@@ -48,7 +48,7 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
         >>> split_batch_size(21, num_workers=2)
         BatchSplit(requested=21, effective=20, per_worker=10)
     """
-    num_samples = check_joint_size(requested)
+    num_samples = check_global_size(requested)
     size = check_count("num_workers", num_workers, _PLAIN)
     per_worker = num_samples // size
     if per_worker == 0:
@@ -59,16 +59,16 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
     return BatchSplit(requested=num_samples, effective=per_worker * size, per_worker=per_worker)
 
 
-def joint_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
+def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
     """Return how large a step is where that follows the number of workers, and what would keep its size.
 
     Examples:
-        >>> joint_batch_in_words(2, 32, can_be_constant=True)
-        "2 workers x 32 samples: a joint batch of 64; joint_batch='constant' keeps 32"
+        >>> global_batch_in_words(2, 32, can_be_constant=True)
+        '2 workers x 32 samples: a global batch of 64; split_batches=True keeps 32'
     """
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    advice = f"; joint_batch='constant' keeps {batch_size}" if can_be_constant else ""
-    return f"{workers} x {batch_size} samples: a joint batch of {num_workers * batch_size}{advice}"
+    advice = f"; split_batches=True keeps {batch_size}" if can_be_constant else ""
+    return f"{workers} x {batch_size} samples: a global batch of {num_workers * batch_size}{advice}"
 
 
 def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
     return with_entries(config, {BATCH_SIZE: split_batch_size(config[BATCH_SIZE], num_workers).per_worker})
 
 
-def check_joint_size(requested: Any) -> int:
+def check_global_size(requested: Any) -> int:
     """Refuses what is no batch size, and returns it as Python's.
 
     Raises:

@@ -22,7 +22,7 @@ class RunnerFacts:
         epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
         ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
         has_validation: Whether there is data to validate on, or a `validate` of the user's, which may need none.
-        keeps_joint_batch: Whether the joint batch does not depend on the number of workers.
+        keeps_global_batch: Whether the global batch does not depend on the number of workers.
         batch_size: How many samples a train loader of one worker has in a batch; None where that is not known.
     """
 
@@ -35,7 +35,7 @@ class RunnerFacts:
     epoch_obstacle: str | None = None
     ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
     has_validation: bool = False
-    keeps_joint_batch: bool = False
+    keeps_global_batch: bool = False
     batch_size: int | None = None
 
     @property

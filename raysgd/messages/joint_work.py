@@ -55,7 +55,7 @@ def difference(told: Mapping[int, Any]) -> str:
     return (
         f"The workers did not do the same in a call: {_told(works)}. Replicas that exchange gradients have to compute "
         "and apply the same ones in the same order. Let the branches of your code follow from what is equal on all "
-        'workers, such as a mean over them, and not from a batch or a rank. Or pass `parallel="none"` and keep the '
+        'workers, such as a mean over them, and not from a batch or a rank. Or pass `strategy="none"` and keep the '
         "replicas equal yourself."
     )
 

@@ -11,7 +11,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from raysgd import _arguments as checks
-from raysgd.engine.policies import AUTO, ResizeCheck
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidCountError
 from raysgd.messages.batch_options import BatchOptions
@@ -22,14 +21,14 @@ from raysgd.utils import BATCH_SIZE
 SettingsT = TypeVar("SettingsT", bound="ReplicaSettings")
 
 STREAMS_NEED = (
-    "a stream, whose `batch(size)` is always the joint batch of all workers, in even shares: pass "
-    '`joint_batch="constant"` to the trainer, and neither `balance` nor `add_dist_sampler=False`.'
+    "a stream, whose `batch(size)` is always the global batch of all workers, in even shares: pass "
+    "`split_batches=True` to the trainer, and neither `balance` nor `add_dist_sampler=False`."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """The number of workers, what each of them gets, and what follows the loss of one.
+    """The number of workers, what each of them gets, and what follows the failure of one.
 
     The front ends' docstrings say what each field means.
 
@@ -46,29 +45,22 @@ class GroupSettings:
     placement: Placement = field(default_factory=Placement)
     initialization_hook: Callable[[], Any] | None = None
     use_local: bool = False
-    recovery: str = "rejoin"
+    recovery: Recovery = field(default_factory=Recovery)
     min_workers: int = 1
     spare_workers: int = 0
-    resize_check_s: ResizeCheck = AUTO
 
     def __post_init__(self) -> None:
         checks.refuse_text(use_local=self.use_local)
         if self.initialization_hook is not None and not callable(self.initialization_hook):
             raise TypeError(f"`initialization_hook={self.initialization_hook!r}`: need a function without parameters.")
         checks.check_amount("num_cpus_per_worker", self.num_cpus_per_worker)
-        if self.recovery not in ("rejoin", "rebuild"):
-            raise ValueError(
-                f'`recovery={self.recovery!r}`: allowed are "rejoin" (the survivors of a loss continue) and "rebuild" '
-                "(all workers restart). Limits and snapshots belong to `recovery_options`."
-            )
+        checks.check_kind("recovery", self.recovery, Recovery)
         self._check_counts()
         checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
-        only_then = "groups that grow between calls only"
-        checks.check_auto_seconds("resize_check_s", self.resize_check_s, only_then, may_be_least=False)
 
     def _check_counts(self) -> None:
         checks.check_num_workers(
-            "min_workers", self.min_workers, hint="It is the number of workers to wait for after a loss."
+            "min_workers", self.min_workers, hint="It is the number of workers to wait for after a failure."
         )
         if self.min_workers > self.num_workers:
             raise InvalidCountError(
@@ -91,7 +83,7 @@ class GroupSettings:
             obstacles: What else prevents that: whether it applies, and the argument that asks for it.
             way_out: The arguments that do not.
         """
-        own = ((self.is_driver_only, "`use_local=True`"), (self.recovery == "rebuild", '`recovery="rebuild"`'))
+        own = ((self.is_driver_only, "`use_local=True`"), (not self.recovery.in_place, "`Recovery(in_place=False)`"))
         for applies, what in (*own, *obstacles):
             if self.spare_workers and applies:
                 raise ValueError(
@@ -108,8 +100,8 @@ class ReplicaSettings:
         training_operator_cls: The operator class.
         config: What it is passed. Under `BATCH_SIZE` it holds the batch size of all workers.
         use_gpu: Whether each worker has GPUs.
-        recovery_options: Limits of time, and when the state is copied.
-        batch_options: How large the joint batch is, and how it is divided.
+        recovery: What follows a failure.
+        batch_options: How large the global batch is, and how it is divided.
         revision: How many times operators were made again, by `reload` or `reset_config`.
         config_changes: Of each `update_config` since then, the values of the entries before it.
         callbacks_revision: How many times the callbacks in the workers were replaced.
@@ -122,7 +114,7 @@ class ReplicaSettings:
     config: Mapping[str, Any]
     _: KW_ONLY
     use_gpu: bool = False
-    recovery_options: Recovery = field(default_factory=Recovery)
+    recovery: Recovery = field(default_factory=Recovery)
     batch_options: BatchOptions = field(default_factory=BatchOptions)
     revision: int = 0
     config_changes: tuple[Mapping[str, Any], ...] = ()
@@ -146,18 +138,15 @@ class ReplicaSettings:
         return self.batch_options.config_for(self.config, num_workers)
 
     @property
-    def keeps_joint_batch(self) -> bool:
-        """True if the joint batch does not depend on the number of workers."""
-        return self.batch_options.is_joint or BATCH_SIZE in self.config
+    def keeps_global_batch(self) -> bool:
+        """True if the global batch does not depend on the number of workers."""
+        return self.batch_options.is_global or BATCH_SIZE in self.config
 
     @property
     def obstacle_of_streams(self) -> str | None:
         """The reason why these settings do not work with a stream; None where they do."""
         options = self.batch_options
-        return None if options.is_joint and options.balance is None else STREAMS_NEED
-
-    def __post_init__(self) -> None:
-        checks.check_kind("recovery_options", self.recovery_options, Recovery)
+        return None if options.is_global and options.balance is None else STREAMS_NEED
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 What a pass over a stream promises:
 
-* Which rows a joint batch has does not depend on the number of workers, and each row is in one joint batch.
-* A pass continues at any joint batch, with any number of workers, without reading what came before it again, but for
+* Which rows a global batch has does not depend on the number of workers, and each row is in one global batch.
+* A pass continues at any global batch, with any number of workers, without reading what came before it again, but for
   what was in shuffle buffers, and for rows of a format that cannot be entered in the middle.
-* The shares of the workers in a joint batch differ by one row at most.
+* The shares of the workers in a global batch differ by one row at most.
 
 It knows no framework and no workers: who trains puts the sums between ranks in.
 

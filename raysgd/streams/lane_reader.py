@@ -316,10 +316,10 @@ Place: TypeAlias = int | LanePosition
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The position of a pass, behind a joint batch. It means the same for any number of workers.
+    """The position of a pass, behind a global batch. It means the same for any number of workers.
 
     Attributes:
-        num_rows: Rows in the joint batches so far.
+        num_rows: Rows in the global batches so far.
         turn: Which lane is dealt from next: its place in the order of turns.
         lanes: Where each lane is; None where that follows from `num_rows`.
     """

@@ -3,7 +3,7 @@
 Shards are given to lanes in rounds, one to each. Where fewer are left than there are lanes, neighboring lanes share
 one: each reads every k-th row of it. So all lanes have about the same number of rows, however many shards there are.
 
-Joint batches are dealt from the lanes in turn, row by row. All this is arithmetic on counts, without any data.
+Global batches are dealt from the lanes in turn, row by row. All this is arithmetic on counts, without any data.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ ENDLESS = 2**62
 
 
 class DealtRows(NamedTuple):
-    """The rows of a joint batch.
+    """The rows of a global batch.
 
     Attributes:
         counts: How many are of each lane.
@@ -210,7 +210,7 @@ def _order(num_lanes: int) -> list[int]:
 
 
 class LaneSlice(NamedTuple):
-    """A run of rows of one lane in a joint batch.
+    """A run of rows of one lane in a global batch.
 
     Attributes:
         lane: The lane.
@@ -224,7 +224,7 @@ class LaneSlice(NamedTuple):
 
 
 def slices(counts: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
-    """Return which rows of lanes the rows `start` to `stop` of a joint batch are; it begins with those of lower lanes.
+    """Return which rows of lanes the rows `start` to `stop` of a global batch are; it begins with those of lower lanes.
 
     >>> slices([2, 0, 3, 1], start=1, stop=4)
     [LaneSlice(lane=0, start=1, stop=2), LaneSlice(lane=2, start=0, stop=2)]

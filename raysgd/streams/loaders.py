@@ -1,8 +1,8 @@
-"""The loading of one worker's part of the joint batches: what is ordered, and who makes it.
+"""The loading of one worker's part of the global batches: what is ordered, and who makes it.
 
 Batches are made where they are needed, or ahead of the training in processes, each of which reads some of the worker's
 lanes. These are forked, so nothing of the stream has to be pickled. They hold no state that anyone needs: what they
-have made ahead is made again after a loss.
+have made ahead is made again after a failure.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Collate(Protocol):
 
 
 class BatchOrder(NamedTuple):
-    """An order for batches of one joint batch.
+    """An order for batches of one global batch.
 
     Attributes:
         batches: For each batch that the worker takes of it the rows of lanes; nothing for a batch without any.
-        counts: How many rows of each lane the joint batch has.
+        counts: How many rows of each lane the global batch has.
         places: Where each lane is ahead of it.
         num_seen: How far to look in the watched lanes behind it; 0 for not at all.
     """
@@ -86,11 +86,11 @@ class BatchMaker:
     def __init__(self, of_pass: StreamPass, watched: range, collate: Callable[[list[Any]], Any]) -> None:
         self.watched = watched
         self._pass, self._collate = of_pass, collate
-        self._places: Sequence[Place] = ()  # as the present joint batch begins
+        self._places: Sequence[Place] = ()  # as the present global batch begins
         near = range(max(0, watched.start - _NUM_NEIGHBORS), min(of_pass.num_lanes, watched.stop + _NUM_NEIGHBORS))
         self._opened = of_pass.open_shards(near)
         self._readers: dict[int, LaneReader] = {}
-        self._passed: dict[int, int] = {}  # rows of the present joint batch; negative for a lane that is behind
+        self._passed: dict[int, int] = {}  # rows of the present global batch; negative for a lane that is behind
 
     def make(self, order: BatchOrder) -> MadeBatches:
         """Make the batches of an order."""
@@ -116,7 +116,7 @@ class BatchMaker:
         return collated(self._collate, rows, places)
 
     def _peek(self, lane: int, num_rows: int) -> tuple[int, LanePosition]:
-        """Return how many rows a lane has left, up to a number, and where it is as a joint batch begins."""
+        """Return how many rows a lane has left, up to a number, and where it is as a global batch begins."""
         reader = self._reader(lane)
         reader.skip(-self._passed[lane])
         self._passed[lane] = 0
@@ -165,7 +165,7 @@ class LoaderInThread:
     """Makes batches when they are needed, in the thread that needs them.
 
     Attributes:
-        num_ahead: How many joint batches to order ahead of the one that is needed.
+        num_ahead: How many global batches to order ahead of the one that is needed.
     """
 
     num_ahead = 0
@@ -192,7 +192,7 @@ class LoaderProcesses:
     Args:
         makers: What each of them makes, in the order of their lanes.
         join: Makes one batch of the parts that have rows.
-        num_ahead: How many joint batches to make ahead.
+        num_ahead: How many global batches to make ahead.
         begin: Called first in each process.
     """
 

@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd._arguments import is_integer
 from raysgd._numbers.seeds import seed_of
-from raysgd.streams.joint_reader import JointReader, Shares, StartSum, StreamBatch, alone
+from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of
 from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderInThread, LoaderProcesses, collated
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
-"""Makes what divides joint batches, of the size of one and the number of workers."""
+"""Makes what divides global batches, of the size of one and the number of workers."""
 _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
 
@@ -30,7 +30,7 @@ class StreamSignature:
 
     Attributes:
         num_shards: How many shards there are.
-        batch_size: Rows in a joint batch.
+        batch_size: Rows in a global batch.
         digest: Of the names, lengths and versions of the shards.
     """
 
@@ -46,8 +46,8 @@ class StreamData:
     Attributes:
         loader: The stream.
         shards: Its shards.
-        divide: How joint batches are divided.
-        is_training: Whether a worker without a row in a joint batch repeats some.
+        divide: How global batches are divided.
+        is_training: Whether a worker without a row in a global batch repeats some.
     """
 
     loader: Pipeline
@@ -57,13 +57,13 @@ class StreamData:
 
     @property
     def batch_size(self) -> int:
-        """Rows in a joint batch."""
+        """Rows in a global batch."""
         assert self.loader.batch_size is not None, "checked when the stream was registered"
         return self.loader.batch_size
 
     @property
     def num_rows(self) -> int | None:
-        """Rows in the joint batches of a pass; None if that is not known."""
+        """Rows in the global batches of a pass; None if that is not known."""
         num_rows = self.loader.num_rows(self.shards)
         if num_rows is None or not self.loader.drop_last:
             return num_rows
@@ -137,7 +137,7 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
     Args:
         stream: The stream.
         name: What it was registered as: "train" or "validation".
-        divide: How joint batches are divided.
+        divide: How global batches are divided.
         world_size: How many workers there are.
 
     Raises:
@@ -226,7 +226,7 @@ class StreamSource:
         seed: Decides the order of every pass; the same on all ranks.
         collate: Makes a batch of a list of rows.
         item: Makes what is yielded: of the batch, the weight of its gradient, its rows that count, those of all ranks,
-            whether a joint step begins and ends with it, the seeds of a logical shard, and whether the pass ends.
+            whether a global step begins and ends with it, the seeds of a logical shard, and whether the pass ends.
         no_batch: Yielded in the place of a batch without rows.
 
     Attributes:
@@ -258,13 +258,13 @@ class StreamSource:
 
     @property
     def most_batches(self) -> int:
-        """The number of batches that a rank takes for a joint step, one after the other."""
+        """The number of batches that a rank takes for a global step, one after the other."""
         shares: Any = self._shares
         return int(shares.num_batches(self.data.batch_size))
 
     @property
     def num_shards(self) -> int:
-        """The number of logical shards of a joint batch; 0 where it is divided by ranks."""
+        """The number of logical shards of a global batch; 0 where it is divided by ranks."""
         return getattr(self._shares, "num_shards", 0)
 
     @property
@@ -290,7 +290,7 @@ class StreamSource:
         watched = self._watched(of_pass)
         loading = partial(self._loading, of_pass, watched)
         ranks, pad = self._ranks, data.is_training
-        reader = JointReader(of_pass, self._shares, ranks.rank, begin, watched, loading, self._start_sum, pad)
+        reader = GlobalReader(of_pass, self._shares, ranks.rank, begin, watched, loading, self._start_sum, pad)
         return self._items(reader, pass_index, consumed)
 
     def _watched(self, of_pass: StreamPass) -> range:
@@ -309,17 +309,17 @@ class StreamSource:
         makers = [BatchMaker(of_pass, watched[each.start : each.stop], make) for each in lanes]
         return LoaderProcesses(makers, join, loader.prefetch, frameworks.begin_process)
 
-    def _items(self, reader: JointReader, pass_index: int, consumed: int) -> Iterator[Any]:
+    def _items(self, reader: GlobalReader, pass_index: int, consumed: int) -> Iterator[Any]:
         for batch in reader:
             if batch.is_first:
                 self._note(batch)
-            weight = batch.num_rows * self._ranks.world_size / batch.num_joint if batch.num_joint else 0.0
+            weight = batch.num_rows * self._ranks.world_size / batch.num_global if batch.num_global else 0.0
             own = self._no_batch if batch.batch is None else batch.batch
             self._measure(batch)
             seeds = self._seeds(pass_index, consumed, batch) if self.num_shards else None
             ends_pass = batch.is_last and batch.after.num_rows == self._end
             place = batch.is_first, batch.is_last, seeds, ends_pass
-            yield self._item(own, weight, batch.num_rows, batch.num_joint, *place)
+            yield self._item(own, weight, batch.num_rows, batch.num_global, *place)
             if batch.is_last:
                 consumed = batch.after.num_rows
         self._end = consumed
@@ -330,7 +330,7 @@ class StreamSource:
         """Evaluate where no rank knows how many rows there are: each takes the rows of the lanes that it watches."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
-        for batch in JointReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
+        for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
             yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
 
     def _measure(self, batch: StreamBatch) -> None:
@@ -346,7 +346,7 @@ class StreamSource:
         return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:
-        """Keep the position behind a joint batch. How many of these steps are done, the training says later."""
+        """Keep the position behind a global batch. How many of these steps are done, the training says later."""
         num_rows = batch.after.num_rows
         self._positions[num_rows], self.left_out = batch.after, batch.after.left_out
         if len(self._positions) > _NUM_POSITIONS:

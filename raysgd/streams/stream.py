@@ -76,7 +76,7 @@ class Stream(ABC):
     def map(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
         """Return the stream with a function of each row in its place.
 
-        A function that draws random numbers gives a row that is read again, as after a loss, other ones; `seeded`
+        A function that draws random numbers gives a row that is read again, as after a failure, other ones; `seeded`
         prevents that.
 
         Args:
@@ -129,15 +129,15 @@ class Stream(ABC):
         prefetch: int = 2,
         on_error: str = "raise",
     ) -> Pipeline:
-        """Return the stream in joint batches. This is the last call in a chain.
+        """Return the stream in global batches. This is the last call in a chain.
 
         Args:
-            size: Rows in a joint batch: of all workers together, however many there are.
-            drop_last: Whether to leave out a last joint batch that is not full.
+            size: Rows in a global batch: of all workers together, however many there are.
+            drop_last: Whether to leave out a last global batch that is not full.
             collate: Makes a batch of a list of rows. None: what the framework uses. With several loader processes the
                 worker itself calls it.
             num_workers: How many processes load for each worker, side by side; 0: the worker loads what it needs next.
-            prefetch: How many joint batches they load ahead.
+            prefetch: How many global batches they load ahead.
             on_error: What follows a row that cannot be read, or that a function fails for: "raise", or "skip" to leave
                 it out. Warnings and `status()` say how many were left out.
 
@@ -152,7 +152,7 @@ class Stream(ABC):
         return self if isinstance(self, Pipeline) else Pipeline(self)
 
     def __len__(self) -> int:
-        """Return the number of rows in a pass; of joint batches once they are formed.
+        """Return the number of rows in a pass; of global batches once they are formed.
 
         Raises:
             TypeError: It is not known.
@@ -292,11 +292,11 @@ class Pipeline(Stream):
         buffer: How many rows are mixed, by all workers together; 1 for the order of the source.
         seed: Decides the order; None for the seed of the training.
         limit: How many rows a pass has at most; None for all.
-        batch_size: Rows in a joint batch; None until that was said.
-        drop_last: Whether a last joint batch that is not full is left out.
+        batch_size: Rows in a global batch; None until that was said.
+        drop_last: Whether a last global batch that is not full is left out.
         collate: Makes a batch of a list of rows; None for what the framework uses.
         num_workers: How many processes make the batches of a worker; 0 for none.
-        prefetch: How many joint batches they make ahead.
+        prefetch: How many global batches they make ahead.
         skips: Whether rows are left out that cannot be read, or that a step fails for.
     """
 
@@ -388,7 +388,7 @@ class Pipeline(Stream):
         if collate is not None and not callable(collate):
             raise TypeError(f"`collate={collate!r}`: need a function of a list of rows, or None.")
         check_num_workers("num_workers", options["num_workers"], "It is the number of loader processes.", least=0)
-        check_count("prefetch", options["prefetch"], "It is the number of joint batches to load ahead.")
+        check_count("prefetch", options["prefetch"], "It is the number of global batches to load ahead.")
         self._check_rows("batch")
         return replace(self, batch_size=size, skips=on_error == "skip", **options)
 

@@ -15,7 +15,7 @@ from raysgd.testing import in_driver
 from raysgd.testing.targets import check_ranks, controller_of, group_of
 from raysgd.testing.traps import Trap, arm, disarm_everywhere, send_itself
 
-IN_WORKERS = ("validate", "snapshot", "rejoin")
+IN_WORKERS = ("validate", "snapshot", "continue")
 """Moments that come up in the worker itself; `step:N` is another one."""
 
 IN_DRIVER = ("save", "load", "state_dict", "get_model", "setup")
@@ -38,7 +38,7 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
             * "step:N": as it begins its training step number N from now on, counted from 0.
             * "validate": as it begins to evaluate.
             * "snapshot": as it copies its state, right behind a call or, with `snapshot_every_n_steps`, inside one.
-            * "rejoin": as it is to go on in a new group, after another rank was lost.
+            * "continue": as it is to go on in a new group, after another rank was lost.
             * "setup": as the worker with this rank is set up, the next time that all workers are started.
             * "save", "load", "state_dict", "get_model": as the driver begins this call of the trainer.
 

@@ -31,7 +31,7 @@ class Trap:
 
     Attributes:
         act: What.
-        place: Where: "step", "validate", "snapshot" or "rejoin".
+        place: Where: "step", "validate", "snapshot" or "continue".
         num_before: How many times the place is passed unharmed before.
         once: Whether it happens a single time.
         key: Names it, over all processes.
@@ -89,7 +89,7 @@ _traps: list[Trap] = []  # of this process
 
 def _set(replica: Any, trap: Trap) -> str | None:
     """Sets the trap, in the worker, beside its work. Returns why it cannot."""
-    needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "rejoin": "regroup"}
+    needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "continue": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
     _traps.append(trap)

@@ -2,7 +2,7 @@
 
 What it guarantees:
 
-* One optimizer step of N workers is the step of one process on the joint batch, also where the shares are uneven.
+* One optimizer step of N workers is the step of one process on the global batch, also where the shares are uneven.
 * `train()` and `validate()` report, on any number of workers, the numbers that one process over the same samples would.
 * A worker that dies costs at most the call in progress; the call is run again from the state before it.
 

@@ -14,7 +14,7 @@ from raysgd.tf.data.batch_streams import lockstep_dataset
 from raysgd.tf.fit import acts_on_steps, merger, one_part, stopper, tracker
 from raysgd.tf.objects import datasets, learning_rates, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
-from raysgd.tf.parallel import joint_metrics
+from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import refuse_xla
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.operator import class_of_creators
@@ -129,7 +129,7 @@ class CreatorOperator(TrainingOperator):
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options)
         if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
-            joint_metrics.share_first(synchronizer.group, model.weights)
+            global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
@@ -161,7 +161,7 @@ class CreatorOperator(TrainingOperator):
         data, shares = self._validation_options(options)
         merge = merger(
             model,
-            lambda: joint_metrics.merge_statistics(synchronizer.group, [model]),
+            lambda: global_metrics.merge_statistics(synchronizer.group, [model]),
             lambda: synchronizer.evaluating(shares),
         )
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data

@@ -107,7 +107,7 @@ class FitStream:
         return self._num_exchanges // self._exchanges.num_per_step
 
     def ledger(self) -> DataLedger | None:
-        """Return the joint batches of the epoch of Keras, running or last. May be called from a second thread."""
+        """Return the global batches of the epoch of Keras, running or last. May be called from a second thread."""
         if self._num_exchanges_before is None or self.place is None:
             return self._last_ledger
         place, due = self._present_place(), self._num_due

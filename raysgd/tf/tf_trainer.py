@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from raysgd import _arguments as checks
 from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
+from raysgd.detached.cluster import start
+from raysgd.detached.protocol import Detached
 from raysgd.driver.changing import ChangingTrainer
 from raysgd.driver.keeping import Content, load_into_all, load_snapshot_into_all
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
-from raysgd.host.cluster import start
-from raysgd.host.protocol import Host
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.messages.placement import Placement
@@ -76,7 +76,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         use_gpu: Whether to reserve a GPU for each worker.
         verbose: Keras's verbosity, on rank 0 only.
         training_operator_cls: The operator class, not an instance; instead of the creators.
-        num_workers: How many workers to train with. After losses there may be fewer for a while.
+        num_workers: How many workers to train with. After failures there may be fewer for a while.
         resources_per_worker: What else each worker needs of Ray's custom resources, such as `{"fast_disk": 1}`.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
         placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
@@ -85,28 +85,20 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             apply to a worker in the driver.
         backend: "sockets": each worker has its own model, and gradients are averaged. "mwms": one
             `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
-        joint_batch: "per_worker": a batch of an operator's dataset is that of one worker, unless it registers another
-            `sharding`. "constant": it is that of all workers together, and so is `config[BATCH_SIZE]`, on any number of
+        split_batches: False: a batch of an operator's dataset is that of one worker, unless it registers another
+            `sharding`. True: it is that of all workers together, and so is `config[BATCH_SIZE]`, on any number of
             workers. With creators a batch always is.
         initialization_hook: Called without arguments in each worker process before anything else.
         timeout_s: Seconds that workers may wait for each other.
         seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
-        recovery: What follows a loss of workers. "rejoin": the others keep their processes and continue where they are,
-            if that can be done, see `docs/tensorflow.md`; else, and with "rebuild" or "mwms": all workers restart
-            from the last snapshot.
         min_workers: With fewer than these, wait for resources.
         spare_workers: How many more workers wait, ready, to step in for one that is lost. Until then they validate
             while the others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on
             one of them. They hold resources.
-        resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
-            joint batch does not depend on the number of workers (creators, `BATCH_SIZE`, "constant"), the others go on
-            at once if memory is free for their larger shares, and the new one steps in during the epoch; otherwise they
-            wait for it. A number: they go on in any case, and look so often, during an epoch, for
-            room to grow back. None: they wait, and growing waits for the next call.
-        recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
-        host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
-            a handle with the same methods. See `docs/hosts.md`.
+        recovery: What follows a failure: who waits for whom, limits of time, and snapshots; a `raysgd.Recovery`.
+        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
+            handle with the same methods. See `docs/detached.md`.
         **unknown: Refused, with a guess at what was meant.
 
     Raises:
@@ -144,20 +136,18 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
-        joint_batch: Literal["per_worker", "constant"] = "per_worker",
+        split_batches: bool = False,
         initialization_hook: Callable[[], Any] | None = None,
         timeout_s: float = 1800.0,
         seed: int | None = None,
         use_local: bool = False,
-        recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
-        resize_check_s: float | Literal["auto"] | None = "auto",
-        recovery_options: Recovery = Recovery(),
-        host: str | Host | None = None,
+        recovery: Recovery = Recovery(),
+        detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
-        checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery_options=Recovery)
+        checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery=Recovery)
         checks.refuse_text(use_gpu=use_gpu)
         num_workers = arguments.resolve_num_workers(num_workers, num_replicas)
         settings = TFSettings(
@@ -165,8 +155,8 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             checks.check_config(config),
             random.SystemRandom().randrange(2**31) if seed is None else seed,
             use_gpu=bool(use_gpu),
-            recovery_options=recovery_options,
-            batch_options=BatchOptions(joint_batch),
+            recovery=recovery,
+            batch_options=BatchOptions(split_batches),
             verbose=verbose,
             num_workers=num_workers,
         )
@@ -183,11 +173,10 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
-            resize_check_s=resize_check_s,
         )
         arguments.check_spares(group)
-        arguments.check_snapshots_inside(recovery_options.snapshot_every_n_steps, backend)
-        arguments.check_undo(recovery_options.undo)
+        arguments.check_snapshots_inside(recovery.snapshot_every_n_steps, backend)
+        arguments.check_undo(recovery.undo)
         arguments.check_config(settings, num_workers, backend)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
@@ -196,9 +185,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
-        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-            """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-            return super().__new__(cls) if host is None else start(cls, host, args, kwargs)
+        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
+            """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
+            return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _settings_to_send(self, settings: TFSettings) -> TFSettings:
         """Return the settings with the dataset that `fit` is to validate on in a form for other processes."""
@@ -228,7 +217,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         variables = _variables_for_workers()
         if self.backend == "mwms" and self.max_replicas > 1:
             return MultiWorkerConnection(variables)
-        form_timeout_s = self.recovery_options.form_timeout_s
+        form_timeout_s = self.recovery.form_timeout_s
         return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=form_timeout_s)
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
@@ -276,7 +265,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         """The config, with the batch size under `BATCH_SIZE` that a step really takes, on any number of workers."""
         config = dict(self._settings.config)
         if BATCH_SIZE in config and not self._trains_with_fit:
-            config[BATCH_SIZE] = self._settings.batch_options.joint_size(config[BATCH_SIZE], self.max_replicas)
+            config[BATCH_SIZE] = self._settings.batch_options.global_size(config[BATCH_SIZE], self.max_replicas)
         return config
 
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:

@@ -25,7 +25,7 @@ from raysgd.tf.data.ray_dataset import dataset_over, loader_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals
-from raysgd.tf.parallel.joint_metrics import check_aggregation
+from raysgd.tf.parallel.global_metrics import check_aggregation
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
 from raysgd.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, required, rung
@@ -281,20 +281,20 @@ class TrainingOperator(BaseOperator):
 
         Args:
             train_dataset: A `tf.data.Dataset` of batches, the same on every worker. Or a dataset of Ray Data, or
-                `raysgd.data.RayBatches` of one. Or a stream, with `joint_batch="constant"`.
+                `raysgd.data.RayBatches` of one. Or a stream, with `split_batches=True`.
             validation_dataset: The same for validation.
             sharding: `"worker"`: a batch is that of one worker. `"global"`: a batch is that of all workers together, as
-                with TensorFlow's strategies, and always with `joint_batch="constant"`. A dataset whose auto-shard
+                with TensorFlow's strategies, and always with `split_batches=True`. A dataset whose auto-shard
                 policy is OFF is used as it is.
 
         Raises:
             TypeError: Something else than a dataset.
             ValueError: An unknown sharding, or a dataset without batches.
-            InvalidRegistrationError: A stream, where a joint batch is not constant.
+            InvalidRegistrationError: A stream, where a global batch is not constant.
         """
         if sharding not in ("worker", "global"):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
-        if self._raysgd.context.settings.batch_options.is_constant:
+        if self._raysgd.context.settings.batch_options.split_batches:
             sharding = "global"
         given = {"train": train_dataset, "validation": validation_dataset}
         loaders: dict[str, RayLoader] = {}

@@ -3,7 +3,7 @@
 What it guarantees:
 
 * `train()` and `validate()` report, on any number of workers, the numbers that one process over the same samples would.
-* One optimizer step of N workers is the step of one process on the joint batch, also where the shares are uneven.
+* One optimizer step of N workers is the step of one process on the global batch, also where the shares are uneven.
 * A worker that dies costs at most the call in progress; the call is run again from the state before it.
 
 What it leaves to others: the model, the loss and the data are the user's; collectives are `torch.distributed`'s.

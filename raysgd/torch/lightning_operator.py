@@ -154,7 +154,8 @@ class LightningOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Trains on all batches, until `on_train_batch_start` returns -1 on any worker.
 
-        If it goes on after a loss, a worker that was there before does not call the hooks at the beginning of an epoch.
+        If it goes on after a failure, a worker that was there before does not call the hooks at the beginning of an
+        epoch.
 
         Returns:
             What `training_epoch_end` returns where there is one. Else, for each number that `training_step` returns or
@@ -375,7 +376,7 @@ class LightningOperator(TrainingOperator):
 
     @contextmanager
     def _epoch(self, stage: str, hook: str, meters: AverageMeterCollection) -> Iterator[None]:
-        """Takes what the module logs, and lets it know what is going on. The same meters go on after a loss."""
+        """Takes what the module logs, and lets it know what is going on. The same meters go on after a failure."""
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
             self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)

@@ -20,12 +20,13 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
+from raysgd.detached.cluster import start
+from raysgd.detached.protocol import Detached
 from raysgd.driver.changing import ChangingTrainer
+from raysgd.driver.trainer_views import show_options
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
-from raysgd.host.cluster import start
-from raysgd.host.protocol import Host
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.placement import Placement
@@ -55,12 +56,18 @@ from raysgd.worker.state.replica_state import RESUME
 class TorchTrainer(ChangingTrainer[OperatorT]):
     """Trains a `TrainingOperator` on one or many workers.
 
-    Args:
+    Args: What is trained
         training_operator_cls: The operator class, not an instance.
-        initialization_hook: Called without arguments in each worker process before anything else, to set environment
-            variables for instance.
         config: Passed to the operator. Under the key `BATCH_SIZE` it may hold the batch size of all workers together.
-        num_workers: How many workers to train with. After losses there may be fewer for a while.
+        seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The
+            global generators are seeded in each worker: alike before `setup`, then each worker's own.
+        add_dist_sampler: Whether registered loaders over map-style datasets are divided over the workers.
+        scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
+            never.
+        use_tqdm: Whether to show a progress bar in `train`.
+
+    Args: Where it runs
+        num_workers: How many workers to train with. After failures there may be fewer for a while.
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
         use_gpu: True reserves GPUs for each worker; "auto" does so if the driver sees one.
         num_gpus_per_worker: How many, with `use_gpu`. A part of one lets workers share it, over gloo.
@@ -70,49 +77,46 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             apply to a worker in the driver.
+        initialization_hook: Called without arguments in each worker process before anything else, to set environment
+            variables for instance.
         backend: "nccl", "gloo", "auto" (NCCL where each worker has a GPU, else gloo), or "horovod", which has to be
             built first with `python -m raysgd.horovod.install`.
-        wrap_ddp: The older way to say `parallel="none"`.
-        parallel: How several workers are kept equal: "ddp" (`DistributedDataParallel`, or with Horovod its
-            `DistributedOptimizer`), "fsdp" (models and optimizer states divided over the workers), "none" (the operator
-            does it). None means "ddp".
-        fsdp_args: Options for "fsdp": `min_block_parameters`, `reshard_after_forward`, `mp_policy`, `offload_policy`.
         timeout_s: Seconds that a collective may take. With NCCL the default comes from the environment variable
             NCCL_TIMEOUT_S.
+        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
+        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
+            handle with the same methods. See `docs/detached.md`.
+
+    Args: What a step computes
+        strategy: How several workers are kept equal: "ddp" (`DistributedDataParallel`, or with Horovod its
+            `DistributedOptimizer`), "fsdp" (models and optimizer states divided over the workers), "none" (the operator
+            does it). None means "ddp".
+        strategy_options: For "fsdp": `min_block_parameters`, `reshard_after_forward`, `mp_policy`, `offload_policy`.
+        wrap_ddp: The older way to say `strategy="none"`.
         use_fp16: True for PyTorch's own mixed precision on GPUs, "apex" for Apex.
         precision: "fp32", "fp16", "bf16" (PyTorch's own mixed precision, on CPUs too) or "apex"; instead of `use_fp16`.
-        joint_batch: "per_worker": the batch size of a loader counts one worker. "constant": it counts all
-            workers together, divided as evenly as can be and held constant when the number of workers changes; so is
+        split_batches: False: the batch size of a loader counts one worker. True: it counts all workers together,
+            divided as evenly as can be and held constant when the number of workers changes; so is
             `config[BATCH_SIZE]`. With DDP.
-        max_batch_per_worker: The most samples of a constant joint batch that fit into a worker. One with a larger share
-            takes it in several batches, whose gradients add up to one step.
-        balance: "speed": shares of a constant joint batch follow the measured speed of the workers. None: even shares.
+        micro_batch_size: The most samples of a split batch that fit into a worker. One with a larger share takes it in
+            several batches, whose gradients add up to one step.
+        balance: "speed": shares of a split batch follow the measured speed of the workers. None: even shares.
         deterministic: Whether weights have the same bits whatever happens to workers, as on `num_workers` workers that
-            nothing happens to; see `docs/operator.md`. With DDP.
-        step_options: What a step does beside forward and backward pass: accumulation, clipping, compilation, batch
-            norms of all workers, checkpoints of activations.
-        use_tqdm: Whether to show a progress bar in `train`.
-        add_dist_sampler: Whether registered loaders over map-style datasets are divided over the workers.
-        scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
-            never.
-        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
-        recovery: What follows a loss of workers. "rejoin": the others keep their processes and continue where they are,
-            if that can be done, see `docs/fault-tolerance.md`; else, and with "rebuild": all workers restart
-            from the last snapshot.
+            nothing happens to; see `docs/operator.md`. With DDP. The kernels of GPUs have to be deterministic, too.
+        accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
+        clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
+        clip_grad_value: Bound for each single number of the gradients.
+        sync_batchnorm: Whether batch norms look at the batches of all workers. On GPUs.
+        compile: Whether models are compiled by `torch.compile`; a dict holds options for it.
+        activation_checkpointing: Whether the elements of `ModuleList` and `Sequential` are computed a second time in
+            the backward pass instead of being kept, which saves memory.
+
+    Args: What follows a failure
+        recovery: Who waits for whom, limits of time, and snapshots; a `raysgd.Recovery`.
         min_workers: With fewer than these, wait for resources.
-        spare_workers: How many more workers wait, ready, to step in for one that is lost. Until then they validate
-            while the others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on
-            one of them. They hold resources.
-        resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
-            joint batch does not depend on the number of workers (`BATCH_SIZE`, `joint_batch="constant"`), the others go
-            on at once if memory is free for their larger shares, and the new one steps in during the epoch; otherwise
-            they wait for it. A number: they go on in any case, and look so often, during an epoch, for
-            room to grow back. None: they wait, and growing waits for the next call.
-        recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
-        seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The
-            global generators are seeded in each worker: alike before `setup`, then each worker's own.
-        host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
-            a handle with the same methods. See `docs/hosts.md`.
+        spare_workers: How many more workers wait, ready, to step in for a lost one. Until then they validate while the
+            others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on one of
+            them. They hold resources.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
@@ -123,7 +127,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
 
     Examples:
         >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
-        >>> options = {"num_workers": 2, "joint_batch": "constant"}
+        >>> options = {"num_workers": 2, "split_batches": True}
         >>> trainer = TorchTrainer(training_operator_cls=MyOperator, **options)  # doctest: +SKIP
         >>> for _ in range(5):  # doctest: +SKIP
         ...     print(trainer.train(), trainer.validate())
@@ -132,10 +136,9 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
     num_gpus_per_worker: float
     use_fp16: bool | str
     precision: str | None
-    parallel: str
-    step_options: StepOptions
-    joint_batch: str
-    max_batch_per_worker: int | None
+    strategy: str
+    split_batches: bool
+    micro_batch_size: int | None
     balance: str | None
     deterministic: bool
     use_tqdm: bool
@@ -151,8 +154,11 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         self,
         training_operator_cls: type[OperatorT],
         *,
-        initialization_hook: Callable[[], Any] | None = None,
         config: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        add_dist_sampler: bool = True,
+        scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
+        use_tqdm: bool = False,
         num_workers: int = 1,
         num_cpus_per_worker: float = 1,
         use_gpu: bool | Literal["auto"] = "auto",
@@ -161,29 +167,29 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
+        initialization_hook: Callable[[], Any] | None = None,
         backend: Literal["auto", "gloo", "nccl", "horovod"] = "auto",
-        wrap_ddp: bool = True,
-        parallel: Literal["ddp", "fsdp", "none"] | None = None,
-        fsdp_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        use_local: bool = False,
+        detached: str | Detached | None = None,
+        strategy: Literal["ddp", "fsdp", "none"] | None = None,
+        strategy_options: Mapping[str, Any] | None = None,
+        wrap_ddp: bool = True,
         use_fp16: bool | Literal["apex"] = False,
         precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
-        joint_batch: Literal["per_worker", "constant"] = "per_worker",
-        max_batch_per_worker: int | None = None,
+        split_batches: bool = False,
+        micro_batch_size: int | None = None,
         balance: Literal["speed"] | None = None,
         deterministic: bool = False,
-        step_options: StepOptions = StepOptions(),
-        use_tqdm: bool = False,
-        add_dist_sampler: bool = True,
-        scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
-        use_local: bool = False,
-        recovery: Literal["rejoin", "rebuild"] = "rejoin",
+        accumulate_grad_batches: int = 1,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        sync_batchnorm: bool = False,
+        compile: bool | Mapping[str, Any] = False,
+        activation_checkpointing: bool = False,
+        recovery: Recovery = Recovery(),
         min_workers: int = 1,
         spare_workers: int = 0,
-        resize_check_s: float | Literal["auto"] | None = "auto",
-        recovery_options: Recovery = Recovery(),
-        seed: int | None = None,
-        host: str | Host | None = None,
         **unknown: NoReturn,
     ) -> None:
         num_workers = checks.check_num_workers(
@@ -193,31 +199,36 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_place(num_workers, use_local)
         self.serialize_data_creation = arguments.take_others(unknown)
         known = TorchTrainer.__init__.__annotations__
-        checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
+        checks.refuse_unknown("TorchTrainer", unknown, known, recovery=Recovery)
         arguments.check_operator_class(training_operator_cls)
         asked, use_gpu = use_gpu, arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
         chosen_backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
-        chosen_parallel = arguments.resolve_parallel(parallel, wrap_ddp)
+        chosen_strategy = arguments.resolve_strategy(strategy, wrap_ddp)
         settings = TorchSettings(
             training_operator_cls,
             checks.check_config(config),
             use_gpu=use_gpu,
-            recovery_options=recovery_options,
+            recovery=recovery,
             scheduler_step_freq=scheduler_step_freq,
             use_fp16=use_fp16,
             precision=precision,
-            parallel=chosen_parallel,
+            strategy=chosen_strategy,
             use_horovod=chosen_backend == "horovod",
             use_tqdm=use_tqdm,
             add_dist_sampler=add_dist_sampler,
-            step_options=step_options,
-            fsdp_options=arguments.fsdp_options(fsdp_args, chosen_parallel),
-            batch_options=BatchOptions(joint_batch, max_batch_per_worker, balance, deterministic, num_workers),
+            step_options=StepOptions(
+                accumulate_grad_batches=accumulate_grad_batches,
+                clip_grad_norm=clip_grad_norm,
+                clip_grad_value=clip_grad_value,
+                sync_batchnorm=sync_batchnorm,
+                compile=compile,
+                activation_checkpointing=activation_checkpointing,
+            ),
+            fsdp_options=arguments.fsdp_options(strategy_options, chosen_strategy),
+            batch_options=BatchOptions(split_batches, micro_batch_size, balance, deterministic, num_workers),
             seed=seed,
         )
-        if recovery == "rebuild":  # no batch is repeated then
-            settings = replace(settings, recovery_options=replace(settings.recovery_options, undo=False))
         group = GroupSettings(
             num_workers=num_workers,
             backend=chosen_backend,
@@ -230,26 +241,26 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
-            resize_check_s=resize_check_s,
         )
-        arguments.check_spares(group, chosen_parallel)
+        arguments.check_spares(group, chosen_strategy)
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
+        show_options(self, settings.step_options)
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
         arguments.warn_of_unused_gpus(asked)
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
-        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-            """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
+            """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
                 arguments.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
-            if host is None:
+            if detached is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")
             kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # a host has none itself
-            handle = start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+            handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
             arguments.warn_of_unused_gpus(asked)
             return handle
 
@@ -260,21 +271,21 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
 
     @property
     def wrap_ddp(self) -> bool:
-        """True if models are wrapped in `DistributedDataParallel`; the older way to ask for `parallel`."""
-        return self.parallel == "ddp"
+        """True if models are wrapped in `DistributedDataParallel`; the older way to ask for `strategy`."""
+        return self.strategy == "ddp"
 
     def _make_connection(self) -> Connection:
         if self.backend == "horovod":
-            return HorovodConnection(self.timeout_s, self.recovery_options.form_timeout_s)
-        return TorchConnection(self.backend, self.timeout_s, self.recovery_options.form_timeout_s)
+            return HorovodConnection(self.timeout_s, self.recovery.form_timeout_s)
+        return TorchConnection(self.backend, self.timeout_s, self.recovery.form_timeout_s)
 
     @property
     def _keeps_survivors(self) -> bool:
-        return self.parallel == "ddp" and self.backend != "horovod"
+        return self.strategy == "ddp" and self.backend != "horovod"
 
     @property
     def _renews_survivors(self) -> bool:
-        return self.parallel == "fsdp"
+        return self.strategy == "fsdp"
 
     @property
     def _reservation_timeout_s(self) -> float:
@@ -285,8 +296,8 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
             return
         steps_apart = training and self.num_workers > 1 and not self._facts.is_synchronous
-        joint_option = self._settings.batch_options.joint_option if training else ""
-        arguments.check_dataset(dataset, name, steps_apart=steps_apart, joint_option=joint_option)
+        global_option = self._settings.batch_options.global_option if training else ""
+        arguments.check_dataset(dataset, name, steps_apart=steps_apart, global_option=global_option)
 
     def _goes_on_with(self, dataset: Any) -> bool:
         return dataset is None or call_data.is_known(dataset)
@@ -335,7 +346,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
     ) -> Any:
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
 
-        With `parallel="fsdp"` it writes a folder, in which each worker has a file: no process needs the whole state.
+        With `strategy="fsdp"` it writes a folder, in which each worker has a file: no process needs the whole state.
         All workers and the driver have to see its path. `load` reads it into any number of workers.
 
         Args:
@@ -407,7 +418,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
     def _check_reload(self, training_operator_cls: Any) -> None:
         arguments.check_operator_class(training_operator_cls)
         if self._facts.is_sharded or self.backend == "horovod":
-            what = '`backend="horovod"`' if self.backend == "horovod" else '`parallel="fsdp"`'
+            what = '`backend="horovod"`' if self.backend == "horovod" else '`strategy="fsdp"`'
             raise ValueError(f"`reload` cannot work with {what}: save, and load into a new trainer with the new class.")
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:

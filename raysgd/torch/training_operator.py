@@ -74,7 +74,7 @@ class TrainingOperator(BaseOperator):
     Attributes:
         world_size: Number of workers.
         timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
-        global_step: Batches trained on by the stock `train_epoch`. Those that make one joint batch count as one.
+        global_step: Batches trained on by the stock `train_epoch`. Those that make one global batch count as one.
         train_loader: The registered train loader, as this worker iterates over it.
         validation_loader: The registered validation loader, as this worker iterates over it.
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`

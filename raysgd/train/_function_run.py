@@ -76,7 +76,7 @@ class FunctionRun:
         decode: Undoes the encoding of what leaves a worker.
         data: Divides the data; None for none.
         max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
-        resize_check_s: How often to look.
+        resize_interval_s: How often to look.
         on_wait: Called some ten times a second while a step is waited for.
         answers: What functions may ask for, by name.
     """
@@ -91,14 +91,14 @@ class FunctionRun:
         decode: Callable[[Any], dict[str, Any]],
         data: DivideData | None = None,
         max_workers: int = 1,
-        resize_check_s: float = 60.0,
+        resize_interval_s: float = 60.0,
         on_wait: Callable[[], None] | None = None,
         answers: Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
         self._controller, self._hooks = controller, hooks
         self._spec, self._data, self._decode = spec, data, decode
         self._checkpoints, self._retries = checkpoints, retries
-        self._max_workers, self._resize_check_s = max_workers, resize_check_s
+        self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._answers = on_wait, answers or {}
         self._queues = MessageQueues()
         self._attempt: int | None = None  # the group of workers that the function was started on last
@@ -268,13 +268,13 @@ class FunctionRun:
         self,
         function: Callable[..., Any],
         args_for: Callable[..., list[tuple[Any, ...]]] | None = None,
-        may_rejoin: bool = True,
+        may_continue: bool = True,
     ) -> list[Any]:
         may_grow = self._controller.num_workers < self._max_workers and self._may_grow()
         if may_grow:
             self._checkpoints.flush()  # what is on its way would be lost with the workers that make place
         call = Call(
-            function, args_for or self._starts, changes_state=may_grow, on_wait=self._on_wait, may_rejoin=may_rejoin
+            function, args_for or self._starts, changes_state=may_grow, on_wait=self._on_wait, may_continue=may_continue
         )
         values = self._controller.run(call, budget=self._retries.budget)
         if self._can_be_joined and self._attempt != self._joined_attempt:
@@ -291,7 +291,7 @@ class FunctionRun:
         now = time.monotonic()
         if not (may_join or self.may_restart) or now < self._next_check:
             return False
-        self._next_check = now + self._resize_check_s
+        self._next_check = now + self._resize_interval_s
         if may_join and self._controller.admits_others():
             self._controller.stand_by()
             return False
@@ -348,7 +348,7 @@ class FunctionRun:
         for is_taken in (False, True):
             tokens = {rank: token for rank, token in waiting.items() if bool(taken[rank]) is is_taken}
             told = self._told_to_store(tokens, taken)
-            moved = self._call(FunctionReplica.store, told, may_rejoin=False) if tokens else []
+            moved = self._call(FunctionReplica.store, told, may_continue=False) if tokens else []
             if None in moved:
                 return False
             self._warn_of({rank: names for rank, names in enumerate(moved) if names})

@@ -91,7 +91,7 @@ class BackendConfig:
         return NoConnection()
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:
-        """Return whether survivors of a loss can form another group while a function runs."""
+        """Return whether survivors of a failure can form another group while a function runs."""
         return False
 
 

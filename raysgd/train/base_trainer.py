@@ -18,9 +18,9 @@ from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.trial import TrialFolder, new_trial_folder
+from raysgd.detached.cluster import start
+from raysgd.detached.protocol import Detached
 from raysgd.exceptions import TrainingFailedError
-from raysgd.host.cluster import start
-from raysgd.host.protocol import Host
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit import arguments
 from raysgd.train.fit import restore as restoring
@@ -63,8 +63,8 @@ class BaseTrainer(ABC):
         preprocessor: Fit on and applied to the datasets before the loop begins.
         metadata: What each checkpoint says of itself, as a dict of what JSON can hold.
         resume_from_checkpoint: What `get_checkpoint` returns at first.
-        host: The name of a host for the trainer, whose `fit` then outlives this program, or a `raysgd.Host`. What you
-            get is a handle with the same methods. See `docs/hosts.md`. It has nothing to do with the name of a run.
+        detached: A name, under which `fit` outlives this program, or a `raysgd.Detached`. What you get is a handle
+            with the same methods. See `docs/detached.md`.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -84,10 +84,10 @@ class BaseTrainer(ABC):
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
-        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
             """Notes the arguments: a trial of Ray Tune changes some of them, and `restore` uses them again."""
-            if host is not None:
-                return start(cls, host, args, kwargs)
+            if detached is not None:
+                return start(cls, detached, args, kwargs)
             trainer = super().__new__(cls)
             names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
             trainer._arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -102,7 +102,7 @@ class BaseTrainer(ABC):
         preprocessor: Any = None,
         metadata: dict[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
-        host: str | Host | None = None,
+        detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, BaseTrainer.__init__.__annotations__)

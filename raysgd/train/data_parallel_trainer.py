@@ -16,7 +16,7 @@ from raysgd._arguments import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.reports import ValidationConfig
-from raysgd.host.protocol import Host
+from raysgd.detached.protocol import Detached
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
 from raysgd.train.executor import check_elastic, check_spares
@@ -46,7 +46,7 @@ class DataParallelTrainer(BaseTrainer):
         train_loop_config: Its argument.
         backend_config: How the workers are connected. Default: not at all.
         scaling_config: How many workers, and what each needs. With `num_workers=(least, most)` the run begins with as
-            many as there is room for, goes on with what is left after a loss, and grows back after a checkpoint.
+            many as there is room for, goes on with what is left after a failure, and grows back after a checkpoint.
         dataset_config: Who gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By itself "train" is divided,
             and every worker gets all of the others.
         run_config: Where the run writes, what it keeps, when it stops.
@@ -56,7 +56,7 @@ class DataParallelTrainer(BaseTrainer):
         resume_from_checkpoint: What `raysgd.train.get_checkpoint` returns at first.
         validation_config: How checkpoints are validated beside the training, which `report(..., validation=True)` asks
             for.
-        host: The name of a host for the trainer, as in `BaseTrainer`.
+        detached: A name, under which `fit` outlives this program, as in `BaseTrainer`.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -102,7 +102,7 @@ class DataParallelTrainer(BaseTrainer):
         preprocessor: Any = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
-        host: str | Host | None = None,
+        detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, DataParallelTrainer.__init__.__annotations__)
@@ -205,7 +205,7 @@ class FurtherOptions(TypedDict, total=False):
     preprocessor: Any
     resume_from_checkpoint: Checkpoint | None
     validation_config: ValidationConfig | None
-    host: str | Host | None
+    detached: str | Detached | None
 
 
 class TorchTrainer(DataParallelTrainer):

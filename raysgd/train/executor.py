@@ -140,9 +140,9 @@ class BackendExecutor:
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
         additional_resources_per_worker: Other resources for each.
-        max_retries: The loss of workers with this number is the one that is raised; -1 for none. They are counted again
-            for each start, each training and each `run`, and workers that die while they are started count too.
-        resize_check_s: How often a run on fewer workers than it might have looks for more.
+        max_retries: The failure of workers with this number is the one that is raised; -1 for none. They are counted
+            again for each start, each training and each `run`, and workers that die while they are started count too.
+        resize_interval_s: How often a run on fewer workers than it might have looks for more.
         heartbeat_s: A worker process that gives no sign of life for so long is lost.
         placement: What else workers need, and how they are placed.
         rules: What a front end wants otherwise than `Trainer` does.
@@ -160,14 +160,14 @@ class BackendExecutor:
         additional_resources_per_worker: Mapping[str, float] | None = None,
         max_retries: int = 3,
         *,
-        resize_check_s: float = 60.0,
+        resize_interval_s: float = 60.0,
         heartbeat_s: float = 60.0,
         placement: Placement | None = None,
         rules: ExecutorRules | None = None,
     ) -> None:
         workers = ScalingConfig(num_workers=num_workers)
         least, most = workers.worker_range
-        check_seconds("resize_check_s", resize_check_s)
+        check_seconds("resize_interval_s", resize_interval_s)
         check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
         check_amount("num_cpus_per_worker", num_cpus_per_worker)
         check_amount("num_gpus_per_worker", num_gpus_per_worker)
@@ -199,7 +199,7 @@ class BackendExecutor:
         self._num_ahead = num_ahead if rules.num_ahead is None else rules.num_ahead
         self._renews_retries = bool(read(constants.TRAIN_RENEW_RETRIES_ENV, 0))
         self._max_retries = LossCounter(max_retries, rules.retry_advice)
-        self._resize_check_s = resize_check_s
+        self._resize_interval_s = resize_interval_s
         self._controller: ElasticController | None = None
         self._hooks: PluginHooks
         self.checkpoint_manager = CheckpointManager()
@@ -279,18 +279,18 @@ class BackendExecutor:
             self._scaling,
             self._failure_policy(),
             release_timeout_s=_RELEASE_S,
-            rules=ElasticRules(self._resize_check_s if self._rules.is_elastic else None, leaving_nodes=leaving),
+            rules=ElasticRules(not self._rules.is_elastic, self._resize_interval_s, leaving),
             start_budget=self._max_retries.budget,
             hooks=self._hooks,
         )
 
     def _failure_policy(self) -> FailurePolicy:
-        rejoins = self._rules.is_elastic
+        continues = self._rules.is_elastic
         if self._rules.failures is not None:
-            return replace(self._rules.failures, rejoins=rejoins)
+            return replace(self._rules.failures, continues=continues)
         if self._renews_retries:
-            return RenewingPolicy(rejoins=rejoins, take_landing=self._checkpoints.take_landing)
-        return FailurePolicy(rejoins=rejoins)
+            return RenewingPolicy(continues=continues, take_landing=self._checkpoints.take_landing)
+        return FailurePolicy(continues=continues)
 
     def _leaving_nodes(self) -> frozenset[str]:
         """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
@@ -397,7 +397,7 @@ class BackendExecutor:
             self._backend.decode_data,
             data,
             self._scaling.max_workers,
-            self._resize_check_s,
+            self._resize_interval_s,
             on_wait,
             answers={PREEMPTION: self._preemption, **(answers or {})},
         )
@@ -564,7 +564,7 @@ def check_spares(num_spares: Any, is_elastic: bool) -> None:
     check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
     if num_spares and not is_elastic:
         raise ValueError(
-            f"`spare_workers={num_spares}` without `elastic=True`: they step in where functions go on after a loss. "
+            f"`spare_workers={num_spares}` without `elastic=True`: they step in where functions go on after a failure. "
             "Pass both, or neither."
         )
 
@@ -584,7 +584,7 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
     least, most = num_workers
     if least == most:
         raise ValueError(
-            f"`elastic=True` and `num_workers={most}`: after a loss, fewer workers continue, so pass the "
+            f"`elastic=True` and `num_workers={most}`: after a failure, fewer workers continue, so pass the "
             f"least and the most, such as `num_workers=({max(1, most - 1)}, {most})`."
         )
     if not config.can_regroup(num_gpus):
@@ -594,7 +594,7 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
         )
     if not restarts_allowed(max_retries):
         raise ValueError(
-            "`elastic=True` where the first loss ends the run: allow more, with `max_retries` of at least 2 in "
+            "`elastic=True` where the first failure ends the run: allow more, with `max_retries` of at least 2 in "
             "`Trainer`, with `FailureConfig(max_failures=...)` of at least 1 in `fit`, or -1 for any number."
         )
 

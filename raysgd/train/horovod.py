@@ -1,7 +1,7 @@
 """Horovod in training functions: over the trainer's own workers, without `mpirun` and without ssh.
 
 Horovod is initialized when the function begins; the `hvd.init()` with which functions for Horovod begin is harmless.
-After a loss all workers are new processes with a new Horovod.
+After a failure all workers are new processes with a new Horovod.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TensorFlow in training functions: `TF_CONFIG` for its strategies, and shards of Ray Data for them.
 
-After a loss all workers are new processes with a new `TF_CONFIG`, as `MultiWorkerMirroredStrategy` needs it.
+After a failure all workers are new processes with a new `TF_CONFIG`, as `MultiWorkerMirroredStrategy` needs it.
 """
 
 from __future__ import annotations

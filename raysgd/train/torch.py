@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from raysgd._imports import lazy_names
 from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device, get_devices
 from raysgd.train._torch.checkpoint import TorchCheckpoint
-from raysgd.train._torch.joint_steps import batch_failed
+from raysgd.train._torch.global_steps import batch_failed
 from raysgd.train._torch.loaders import prepare_data_loader
 from raysgd.train._torch.prepared import (
     backward,

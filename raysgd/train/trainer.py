@@ -16,11 +16,11 @@ from raysgd._arguments import is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
+from raysgd.detached.cluster import start as start_host
+from raysgd.detached.protocol import Detached
 from raysgd.engine.placement import num_gpus
 from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.exceptions import InactiveWorkerGroupError
-from raysgd.host.cluster import start as start_host
-from raysgd.host.protocol import Host
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._function_run import FunctionRun
@@ -46,15 +46,16 @@ class Trainer:
     Args:
         backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config.
         num_workers: How many; or a pair, the smallest and the largest number: the trainer then begins with as many as
-            there is room for, goes on with what is left after a loss, and grows back after a checkpoint.
+            there is room for, goes on with what is left after a failure, and grows back after a checkpoint.
         use_gpu: Whether each worker gets a GPU.
         resources_per_worker: Other amounts for each worker than one "CPU" and that "GPU"; other names are custom
             resources.
         logdir: Where runs put their folders: a path, of which a relative one is under `~/ray_results`, or a URI such as
             `s3://bucket/results`. Default: a new folder in `~/ray_results`.
-        max_retries: The loss of workers with this number in a run is the one that is raised: 3 allows two. -1 allows
+        max_retries: The failure of workers with this number in a run is the one that is raised: 3 allows two. -1 allows
             any number.
-        resize_check_s: How often a run on fewer workers than it might have looks for room; it grows after a checkpoint.
+        resize_interval_s: How often a run on fewer workers than it might have looks for room; it grows after a
+            checkpoint.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
@@ -67,8 +68,8 @@ class Trainer:
             optimizer and loaders, the latter with `exact=True`. Needs a pair as `num_workers`.
         spare_workers: How many more workers wait, ready, to step in for lost ones where the function is. They hold
             resources. Needs `elastic=True`, and a function that counts its passes by `loader.epoch`.
-        host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
-            a handle with the same methods. See `docs/hosts.md`.
+        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
+            handle with the same methods. See `docs/detached.md`.
 
     Attributes:
         logdir: The folder of this trainer, in which each run has its own: a path, or a `Folder` in a store.
@@ -98,14 +99,14 @@ class Trainer:
         logdir: str | Path | None = None,
         max_retries: int = 3,
         *,
-        resize_check_s: float = 60.0,
+        resize_interval_s: float = 60.0,
         heartbeat_s: float = 60.0,
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         elastic: bool = False,
         spare_workers: int = 0,
-        host: str | Host | None = None,
+        detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
@@ -120,7 +121,7 @@ class Trainer:
         placement = Placement(needs.additional_resources_per_worker, accelerator_type, placement_strategy, runtime_env)
         self._config = resolve(backend)
         self._use_gpu = use_gpu
-        pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
+        pace: dict[str, Any] = {"resize_interval_s": resize_interval_s, "heartbeat_s": heartbeat_s}
         self._executor = BackendExecutor(
             self._config,
             num_workers,
@@ -152,9 +153,9 @@ class Trainer:
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
-        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-            """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-            return super().__new__(cls) if host is None else start_host(cls, host, args, kwargs)
+        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
+            """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
+            return super().__new__(cls) if detached is None else start_host(cls, detached, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Starts the workers and connects them.

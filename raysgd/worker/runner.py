@@ -39,7 +39,7 @@ class ClassRunner(OperatorChanges):
     def __init__(self, settings: Any, world: World) -> None:
         self._ledger = Ledger()
         self._last_left = 0
-        self._copies = StateCopies(settings.recovery_options.snapshot_every_n_steps, self._ledger)
+        self._copies = StateCopies(settings.recovery.snapshot_every_n_steps, self._ledger)
         self._settings, self._first_world = settings, world
         self._take(self._make_hosted(settings.after(0), world))
 

@@ -54,7 +54,7 @@ class InstalledCallbacks:
     # ---------------------------------------------------------------------------------------------- around a step
 
     def begin_epoch(self, epoch: Any, operator: Any) -> None:
-        """Called before steps; an epoch that continues after a loss has begun already, unless this worker is new."""
+        """Called before steps; an epoch that continues after a failure has begun already, unless this worker is new."""
         if epoch is not self._epoch:
             self._epoch = epoch
             for each in self._callbacks:

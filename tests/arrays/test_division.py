@@ -1,4 +1,4 @@
-"""How a joint batch is divided by uneven shares."""
+"""How a global batch is divided by uneven shares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.arrays.division import Division, ShardedJointBatch, even_counts, even_shares, proportional_counts
+from raysgd.arrays.division import Division, ShardedGlobalBatch, even_counts, even_shares, proportional_counts
 
 
 def random_divisions(num: int, seed: int) -> Iterator[tuple[Division, int, list[float]]]:
@@ -15,7 +15,7 @@ def random_divisions(num: int, seed: int) -> Iterator[tuple[Division, int, list[
     for _ in range(num):
         division = Division(draw.randint(1, 80), draw.randint(1, 9), draw.choice([None, draw.randint(1, 12)]))
         speeds = [draw.uniform(0.1, 5.0) for _ in range(division.world_size)] if draw.random() < 0.5 else []
-        yield division, draw.randint(1, division.joint_size), speeds
+        yield division, draw.randint(1, division.global_size), speeds
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_no_batch_of_any_worker_is_a_single_sample_where_another_split_exists() 
 
 
 def test_above_the_cap_a_share_is_taken_in_several_batches() -> None:
-    division = Division(joint_size=18, world_size=2, cap=4)
+    division = Division(global_size=18, world_size=2, cap=4)
     assert division.num_batches(18) == 3
     assert [tuple(part) for part in division.parts(18, rank=0)] == [(0, 3, 6), (3, 6, 6), (6, 9, 6)]
-    assert [tuple(part) for part in division.parts(2, rank=0)] == [(0, 2, 2)], "a short joint batch fits at once"
+    assert [tuple(part) for part in division.parts(2, rank=0)] == [(0, 2, 2)], "a short global batch fits at once"
 
 
 def test_each_sample_belongs_to_one_batch_of_one_worker_in_the_order_of_ranks() -> None:
@@ -130,14 +130,14 @@ def test_all_workers_take_equally_many_batches_and_none_above_the_cap() -> None:
 def test_logical_shards_are_cut_alike_for_any_number_of_workers() -> None:
     draw = random.Random(7)
     for _ in range(300):
-        joint_size, num_shards, cap = draw.randint(1, 50), draw.randint(1, 8), draw.choice([None, 1, 2])
-        num_samples = draw.randint(1, joint_size)
-        num_shards = max(num_shards, -(-joint_size // cap)) if cap else num_shards
-        alone = ShardedJointBatch(joint_size, 1, num_shards, cap).parts(num_samples, 0)
+        global_size, num_shards, cap = draw.randint(1, 50), draw.randint(1, 8), draw.choice([None, 1, 2])
+        num_samples = draw.randint(1, global_size)
+        num_shards = max(num_shards, -(-global_size // cap)) if cap else num_shards
+        alone = ShardedGlobalBatch(global_size, 1, num_shards, cap).parts(num_samples, 0)
         assert [at for part in alone for at in range(part.start, part.stop)] == list(range(num_samples))
         assert num_samples == 1 or cap or all(part.stop - part.start > 1 for part in alone)
         world_size = draw.randint(1, 10)
-        shards = ShardedJointBatch(joint_size, world_size, num_shards, cap)
+        shards = ShardedGlobalBatch(global_size, world_size, num_shards, cap)
         parts = [shards.parts(num_samples, rank) for rank in range(world_size)]
         assert [part for of_rank in parts for part in of_rank if part.start < part.stop] == alone
         assert max(len(of_rank) for of_rank in parts) <= shards.num_batches(num_samples)

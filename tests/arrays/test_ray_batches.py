@@ -29,7 +29,7 @@ def ids(share: RayShare) -> list[list[int]]:
     return [batch["id"].tolist() for batch in share.arrays()]
 
 
-def test_every_row_is_in_one_batch_and_joint_batches_are_in_order() -> None:
+def test_every_row_is_in_one_batch_and_global_batches_are_in_order() -> None:
     shares = RayBatches(Rows(list(range(11))), batch_size=2).shares(2)
     assert [ids(share) for share in shares] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
 

@@ -69,7 +69,7 @@ class InWorkers(Callback):
         return WorkerCallback()
 
 
-LOSS = GroupEvent("rejoined", 2, 1, 0.1, "rank 1 died")
+LOSS = GroupEvent("continued", 2, 1, 0.1, "rank 1 died")
 
 
 class TestInTrainerRun:
@@ -83,7 +83,7 @@ class TestInTrainerRun:
             callbacks.process([{"loss": 0.5}], [LOSS], "somewhere")
             callbacks.process([{"loss": 0.4}], [LOSS], "somewhere")
         begin = ("begin", "train", {"lr": 1}, tmp_path)
-        results = [("event", "rejoined"), ("result", 0.5, 2), ("checkpoint", "somewhere"), ("result", 0.4, 3)]
+        results = [("event", "continued"), ("result", 0.5, 2), ("checkpoint", "somewhere"), ("result", 0.4, 3)]
         assert notes.calls == [begin, ("result", 1.0, 1), *results, ("end", None)]
         assert notes.run.history["loss"] == [1.0, 0.5, 0.4]
         assert "_timestamp" not in notes.run.history.metrics
@@ -123,7 +123,7 @@ class TestInRunConfig:
         callbacks.report({"loss": 0.5, "training_iteration": 2})
         callbacks.end_run(has_failed=False)
         begin = ("begin", trial.trainable_name, {"lr": 0.1}, Path(trial.local_path))
-        results = [("result", 1.0, 1), ("event", "rejoined"), ("result", 0.5, 2)]
+        results = [("result", 1.0, 1), ("event", "continued"), ("result", 0.5, 2)]
         assert notes.calls == [begin, *results, ("end", None)]
         assert callbacks.is_stopping
         assert "pid" not in notes.run.history.metrics

@@ -12,7 +12,6 @@ import torch
 from raysgd.callbacks import EMA, SWA, Callback, Run
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, OwnEpochOperator
 
 Make = Callable[..., TorchTrainer]
@@ -129,7 +128,7 @@ def near(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class TestEMA:
-    @pytest.mark.parametrize("options", [{}, {"step_options": StepOptions(accumulate_grad_batches=2)}])
+    @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
     def test_is_the_average_of_all_steps(self, make_local: Make, options: dict[str, Any]) -> None:
         ema, trainer = EMA(decay=0.8), make_local(**options)
         trainer.fit(2, callbacks=[ema])
@@ -306,7 +305,7 @@ class TestSWA:
 
 def test_models_that_are_divided_are_refused() -> None:
     operator = SimpleNamespace(_raysgd=SimpleNamespace(parallel=SimpleNamespace(is_sharded=True)))
-    with pytest.raises(ValueError, match='`parallel="fsdp"` divides them'):
+    with pytest.raises(ValueError, match='`strategy="fsdp"` divides them'):
         EMA().worker_callback().on_begin(operator)
 
 

@@ -6,6 +6,8 @@ Covers `raysgd.driver.fit_loop` and `raysgd.driver.fit_methods`; `raysgd.history
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,16 @@ from torch.utils.data import DataLoader
 
 from raysgd._numbers.metric_names import name_in_test
 from raysgd._numbers.results import CallProgress
-from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
+from raysgd.callbacks import (
+    Callback,
+    Checkpointing,
+    EarlyStopping,
+    GradientNorms,
+    HTMLReport,
+    JSONLogger,
+    ProgressBar,
+    Run,
+)
 from raysgd.engine.shared.call import CallHandle
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
 from raysgd.history import history as history_module
@@ -24,6 +35,13 @@ from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator, dataset
 
 Make = Callable[..., TorchTrainer]
+
+
+class Terminal(io.StringIO):
+    """One that can draw over a line."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class NoValidation(LinearOperator):
@@ -431,3 +449,35 @@ class TestTheHistoryOfATrainer:
 
     def test_knows_what_happened_to_the_workers(self, make_local: Make) -> None:
         assert [event.kind for event in make_local().history.events] == ["started"]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "options", "is_shown"),
+    [
+        (True, {}, True),
+        (True, {"progress": False}, False),
+        (False, {}, False),
+        (False, {"progress": True}, True),
+    ],
+)
+def test_fit_shows_its_progress_where_someone_looks_on(
+    is_terminal: bool,
+    options: dict[str, Any],
+    is_shown: bool,
+    make_local: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("sys.stderr", Terminal() if is_terminal else io.StringIO())
+    callbacks = [HTMLReport(tmp_path / "report.html"), Checkpointing(tmp_path / "saved")]
+    make_local().fit(1, callbacks=callbacks, folder=tmp_path, **options)
+    told = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ("finished in" in told) is is_shown
+    assert (f"report: {tmp_path / 'report.html'}" in told) is is_shown
+    assert (f"newest checkpoint: {callbacks[1].newest}" in told) is is_shown  # type: ignore[attr-defined]
+
+
+def test_a_bar_of_the_users_own_is_the_only_one(make_local: Make) -> None:
+    own = io.StringIO()
+    make_local().fit(1, callbacks=[ProgressBar("plain", stream=own)], progress=True)
+    assert own.getvalue().count("finished in") == 1

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from raysgd.callbacks import GoodputMonitor, GradientNorms, LearningRateMonitor, ProfilerTrace, Run, ThroughputMonitor
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]
@@ -67,7 +66,7 @@ class TestGradientNorms:
         make_local(Noting).train()
         return norms
 
-    @pytest.mark.parametrize("options", [{}, {"step_options": StepOptions(clip_grad_norm=0.01)}])
+    @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.01}])
     def test_are_those_before_clipping(self, make_local: Make, options: dict[str, Any]) -> None:
         [row] = make_local(**options).fit(1, callbacks=[GradientNorms()])
         first = self.expected(make_local)[0]
@@ -120,7 +119,7 @@ class TestGoodput:
     def test_of_functions_only_recoveries_are_known(self) -> None:
         run, monitor = Run(name="function"), GoodputMonitor()
         monitor.on_run_begin(run)
-        run.history.events.append(GroupEvent("rejoined", 2, 2, 1.0, "lost rank 1"))
+        run.history.events.append(GroupEvent("continued", 2, 2, 1.0, "lost rank 1"))
         for goodput, recovery_s in ((0.75, 1.0), (1.0, 0.0)):
             result = {"loss": 1.0, "time_this_iter_s": 4.0}
             monitor.on_result(run, result)

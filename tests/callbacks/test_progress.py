@@ -240,7 +240,7 @@ def test_a_row_tells_of_another_number_of_workers() -> None:
     stream, run = io.StringIO(), make_run()
     bar = ProgressBar("plain", stream=stream)
     bar.on_result(run, dict(ROW))
-    bar.on_event(run, GroupEvent("rejoined", 4, 3, 0.5, "rank 1 was lost"))
+    bar.on_event(run, GroupEvent("continued", 4, 3, 0.5, "rank 1 was lost"))
     bar.on_result(run, {**ROW, "num_workers": 3})
     bar.on_result(run, {**ROW, "num_workers": 3})
     assert ["3 workers" in line for line in stream.getvalue().splitlines()] == [False, True, False]

@@ -71,7 +71,7 @@ def make_history() -> History:
         train = {"num_samples": 600, "batch_count": 10, "train_loss": 1 / epoch, "last_train_loss": 0.1, "lr": 0.1}
         history.add(CallRecord("train", epoch, train, began, 6.0, workers))
         history.add(CallRecord("validation", epoch, {"val_loss": 2 / epoch, "accuracy": 0.5}, began + 6, 2.0, workers))
-    history.events.append(GroupEvent("rejoined", 4, 3, 1.5, "rank 1 was lost", "no sample was lost", at=133.0))
+    history.events.append(GroupEvent("continued", 4, 3, 1.5, "rank 1 was lost", "no sample was lost", at=133.0))
     return history
 
 
@@ -151,10 +151,10 @@ def test_losses_are_marked_where_they_happened(tmp_path: Path) -> None:
     ("events", "told"),
     [
         ([], "all the time"),
-        ([("rejoined", 4, 3)], "4 → 3"),
-        ([("rejoined", 4, 3), ("grown", 3, 4)], "4 → 3 → 4"),
-        ([("hung", 4, 4), ("rebuilt", 4, 4)], "4 again after each loss"),
-        ([("rejoined", 4, 3), ("grown", 3, 4)] * 4, "between 3 and 4"),
+        ([("continued", 4, 3)], "4 → 3"),
+        ([("continued", 4, 3), ("grown", 3, 4)], "4 → 3 → 4"),
+        ([("hung", 4, 4), ("restored", 4, 4)], "4 again after each failure"),
+        ([("continued", 4, 3), ("grown", 3, 4)] * 4, "between 3 and 4"),
     ],
 )
 def test_the_numbers_of_workers_are_named(tmp_path: Path, events: list[Any], told: str) -> None:
@@ -185,7 +185,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_names_values_and_reasons_are_text(tmp_path: Path) -> None:
-    history = History([GroupEvent("rebuilt", 2, 2, 1.0, HOSTILE, HOSTILE, at=101.0)])
+    history = History([GroupEvent("restored", 2, 2, 1.0, HOSTILE, HOSTILE, at=101.0)])
     history.add(CallRecord("train", 1, {HOSTILE: 0.5, "note": HOSTILE}, 100.0, 5.0, 2))
     history.add(CallRecord("train", 2, {HOSTILE: 0.25}, 106.0, 5.0, 2))
     history.add(CallRecord(HOSTILE, 2, {}, 111.0, 5.0, 2))  # type: ignore[arg-type]  # out of a file

@@ -42,7 +42,7 @@ def test_a_loss_is_in_the_report_and_the_log_stays_clean(ray_cluster: None, tmp_
         with TorchTrainer(training_operator_cls=LinearOperator, num_workers=2) as trainer:
             history = trainer.fit(3, callbacks=callbacks)
             assert repr(trainer).startswith("<TorchTrainer of LinearOperator: ")
-            assert "rejoined" in trainer._repr_html_()
+            assert "continued" in trainer._repr_html_()
     finally:
         logger.removeHandler(handler)
     page = Page(tmp_path / "report.html")

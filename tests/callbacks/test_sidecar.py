@@ -74,7 +74,7 @@ class TestALongRun:
             history.add(CallRecord("train", epoch, {"train_loss": 1 / epoch}, 1.0, 2.0, 4))
             history.add(CallRecord("validation", epoch, {"accuracy": 1 - 1 / epoch}, 1.0, 2.0, 4))
             if epoch % 100 == 7:
-                history.events.append(GroupEvent("rejoined", 4, 4, 0.5, f"in {epoch}"))
+                history.events.append(GroupEvent("continued", 4, 4, 0.5, f"in {epoch}"))
             if epoch % 10 == 0:
                 sidecars.write(str(folder / "last.pt"), Sidecar(epoch, history))
 

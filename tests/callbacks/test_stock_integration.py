@@ -80,7 +80,7 @@ def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
     with TorchTrainer(training_operator_cls=LinearOperator, **options) as trainer:
         traces = ProfilerTrace(tmp_path / "traces", (1, 2))
         together = train(trainer, tmp_path / "together", KillInSecondEpoch(), traces)
-        assert [event.is_loss for event in trainer.history.events].count(True) == 1
+        assert [event.is_failure for event in trainer.history.events].count(True) == 1
     for name in ("val_loss", "grad_norm", "max_grad_norm", "lr"):
         assert together.history[name] == pytest.approx(alone.history[name], abs=1e-6)
     assert torch.allclose(together.average, alone.average, rtol=0, atol=1e-6)

@@ -16,7 +16,6 @@ import torch
 from raysgd.callbacks import Callback, WorkerCallback
 from raysgd.exceptions import CallbackError, UnpicklableError, WorkerError
 from raysgd.torch import TorchTrainer
-from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]
@@ -105,14 +104,14 @@ class TestAroundASteps:
         operator_cls: type[LinearOperator],
         make_local: Make,
     ) -> None:
-        trainer = make_local(operator_cls, step_options=StepOptions(clip_grad_norm=1e-3))
+        trainer = make_local(operator_cls, clip_grad_norm=1e-3)
         trainer.fit(1, callbacks=[Norms()])
         norms = trainer.get_local_operator().norms  # type: ignore[attr-defined]
         assert len(norms) == 5
         assert min(norms) > 0.01
 
     def test_a_step_of_several_batches_is_one(self, make_local: Make) -> None:
-        trainer = make_local(step_options=StepOptions(accumulate_grad_batches=2))
+        trainer = make_local(accumulate_grad_batches=2)
         [row] = trainer.fit(1, callbacks=[Mean(), Norms()])
         assert row["count"] == 3
         assert len(trainer.get_local_operator().norms) == 3  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ class TestARunOfAClassBasedTrainer:
     HISTORY: ClassVar[dict[str, Any]] = {
         "rows": [{"epoch": 3, "train_loss": 0.5, "val_accuracy": 0.75}],
         "records": [{"began_at": NOW - 90, "seconds": 30}],
-        "events": [{"kind": "rejoined", "cause": "lost rank 1"}],
+        "events": [{"kind": "continued", "cause": "lost rank 1"}],
         "stop_reason": None,
     }
 
@@ -136,15 +136,15 @@ class TestARunOfAClassBasedTrainer:
         assert "epochs:      3" in text
         assert "train_loss=0.5, val_accuracy=0.75" in text
         assert "2, the newest is epoch_0003.ckpt" in text
-        assert "rejoined: lost rank 1" in text
+        assert "continued: lost rank 1" in text
         assert "not noted: the newest checkpoint is 60 s old" in text
 
     def test_what_happened_is_read_from_all_parts_of_the_history(self, tmp_path: Path) -> None:
         self.write_sidecar(tmp_path, 3)
         beside, part = tmp_path / "epoch_0003.ckpt.run.json", "history-0123456789abcdef.json"
         beside.write_text(json.dumps({**json.loads(beside.read_text()), "parts": [part, "../x.json", 3]}))
-        write_lines(tmp_path / part, {"events": [{"kind": "rejoined", "cause": "lost rank 7"}]})
-        write_lines(tmp_path.parent / "x.json", {"events": [{"kind": "rejoined", "cause": "elsewhere"}]})
+        write_lines(tmp_path / part, {"events": [{"kind": "continued", "cause": "lost rank 7"}]})
+        write_lines(tmp_path.parent / "x.json", {"events": [{"kind": "continued", "cause": "elsewhere"}]})
         text = status_of(tmp_path)
         assert "lost rank 7" in text
         assert "lost rank 1" in text

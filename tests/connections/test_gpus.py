@@ -117,9 +117,9 @@ def test_where_cuda_has_looked_already_everything_stays(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("words", "is_loss"),
+    ("words", "is_failure"),
     [("invalid usage (run with NCCL_DEBUG=WARN for details)", False), ("unhandled system error", True)],
 )
-def test_two_ranks_on_one_gpu_are_no_loss(words: str, is_loss: bool) -> None:
+def test_two_ranks_on_one_gpu_are_no_loss(words: str, is_failure: bool) -> None:
     error = torch.distributed.DistBackendError(f"NCCL error in: NCCLUtils.cpp:93, {words}, NCCL version 2.28.9")
-    assert TorchConnection("nccl", 1.0, 1.0).is_connection_error(error) is is_loss
+    assert TorchConnection("nccl", 1.0, 1.0).is_connection_error(error) is is_failure

@@ -140,7 +140,7 @@ def test_two_workers_train_as_one_process_does(two: TorchTrainer, parallel: str,
     ]
     for operator_cls, window in cases:
         steps = StepOptions(accumulate_grad_batches=window)
-        found = run_together(two, experiment(operator_cls, precision=precision, parallel=parallel, step_options=steps))
+        found = run_together(two, experiment(operator_cls, precision=precision, strategy=parallel, step_options=steps))
         expected = big_batch(DeepOperator, 2 * window, precision)
         case = f"{operator_cls.__name__}, {window} batches a step"
         assert_close(found.model[0], expected.model[0], TOLERANCE[precision], case)
@@ -194,7 +194,7 @@ def test_samples_count_alike_whatever_batch_they_come_in(two: TorchTrainer, para
     """Four batches a step are the whole pass here: its gradient is that of all samples at once."""
     steps = StepOptions(accumulate_grad_batches=4)
     expected = run_alone(experiment(WeightedOperator, step_options=steps))
-    found = run_together(two, experiment(WeightedOperator, parallel=parallel, step_options=steps))
+    found = run_together(two, experiment(WeightedOperator, strategy=parallel, step_options=steps))
     assert_close(found.model[0], expected.model[0], 1e-6, parallel)
     assert found.results[0]["num_samples"] == 21
 
@@ -218,7 +218,7 @@ def test_the_rest_of_a_window_is_stepped_at_the_end_of_pass_and_call(two: TorchT
 
     for operator_cls in (Counts, type("CountsInOwn", (Counts, RungsOperator), {"optimizer_step": steps_at_boundary})):
         calls = (("train", 3), ("train", 4))
-        options = {"parallel": parallel, "step_options": StepOptions(accumulate_grad_batches=2)}
+        options = {"strategy": parallel, "step_options": StepOptions(accumulate_grad_batches=2)}
         found = run_together(two, experiment(operator_cls, calls=calls, **options))
         assert found.seen[0] == found.seen[1] == [1, 2, 3, 5, 6], operator_cls.__name__
 
@@ -245,7 +245,7 @@ class StopsEarlyOperator(DeepOperator):
 def test_a_loop_that_stops_early_leaves_nothing_behind(two: TorchTrainer, parallel: str, precision: str) -> None:
     """What waits then was not exchanged, and is."""
     options = {"precision": precision, "step_options": StepOptions(accumulate_grad_batches=2)}
-    found = run_together(two, experiment(StopsEarlyOperator, parallel=parallel, **options))
+    found = run_together(two, experiment(StopsEarlyOperator, strategy=parallel, **options))
     assert found.results[0]["is_boundary"] == 0
     expected = run_alone(Experiment(DeepOperator, {**CONFIG, "batch_size": 6}, (("train", 3),), options))
     kept = [model for model in found.model if all(tensor is not None for tensor in model.values())]
@@ -318,7 +318,7 @@ def test_a_hook_that_is_none_is_refused(two: TorchTrainer) -> None:
 def test_evaluation_is_exact_and_needs_no_other_rank(two: TorchTrainer, parallel: str) -> None:
     """13 samples, 3 a batch: one rank has a batch more. Evaluation comes first, between and after training."""
     calls = (("validate", None), ("train", None), ("validate", None), ("train", 2), ("validate", 1))
-    found = run_together(two, experiment(DeepOperator, calls=calls, parallel=parallel))
+    found = run_together(two, experiment(DeepOperator, calls=calls, strategy=parallel))
     assert [result["num_samples"] for result in found.results] == [13, 21, 13, 12, 6]
     whole = run_alone(Experiment(DeepOperator, CONFIG, (("validate", None),)))
     assert found.results[0]["val_loss"] == pytest.approx(whole.results[0]["val_loss"], rel=1e-6)
@@ -338,7 +338,7 @@ def test_what_is_clipped_is_the_true_gradient_of_all(
     differences = [(expected.model[0][name] - tensor).abs().max() for name, tensor in free.model[0].items()]
     assert max(differences) > 2 * TOLERANCE[precision], "the bound has to make a difference"
     for parallel in ("ddp", "fsdp"):
-        found = run_together(two, experiment(DeepOperator, precision=precision, parallel=parallel, step_options=steps))
+        found = run_together(two, experiment(DeepOperator, precision=precision, strategy=parallel, step_options=steps))
         assert_close(found.model[0], expected.model[0], TOLERANCE[precision], parallel)
 
 
@@ -389,7 +389,7 @@ def test_checkpoints_travel_between_all_kinds(two: TorchTrainer, three: TorchTra
     """Between sizes, formats and ways to keep equal, models and optimizers arrive to the last bit."""
     states = {}
     for parallel, precision in KINDS:
-        spec = spec_of(precision=precision, parallel="ddp" if parallel == "single" else parallel)
+        spec = spec_of(precision=precision, strategy="ddp" if parallel == "single" else parallel)
         if parallel == "single":
             runner = TorchRunner(spec, World(0, 1))
             runner.setup()
@@ -399,7 +399,7 @@ def test_checkpoints_travel_between_all_kinds(two: TorchTrainer, three: TorchTra
             states[parallel, precision] = two.apply_all_workers(trained_state(spec))[0]
     assert not equal(states["ddp", "fp32"]["models"], states["ddp", "fp16"]["models"])
     for (kind, state), (parallel, precision) in itertools.product(states.items(), KINDS):
-        spec = spec_of(precision=precision, parallel="ddp" if parallel == "single" else parallel)
+        spec = spec_of(precision=precision, strategy="ddp" if parallel == "single" else parallel)
         case = f"{kind} -> {parallel}, {precision}"
         if parallel == "single":
             runner = TorchRunner(spec, World(0, 1))
@@ -417,15 +417,15 @@ def test_checkpoints_travel_between_all_kinds(two: TorchTrainer, three: TorchTra
 
 
 def test_a_restored_group_goes_on_alike_however_it_is_divided(two: TorchTrainer) -> None:
-    state = two.apply_all_workers(trained_state(spec_of(parallel="fsdp")))[0]
-    ends = [two.apply_all_workers(restored_state(spec_of(parallel=way), state))[0][1] for way in ("ddp", "fsdp")]
+    state = two.apply_all_workers(trained_state(spec_of(strategy="fsdp")))[0]
+    ends = [two.apply_all_workers(restored_state(spec_of(strategy=way), state))[0][1] for way in ("ddp", "fsdp")]
     assert_close(ends[1]["models"], ends[0]["models"], 1e-6, "models")
     assert_close(ends[1]["optimizers"], ends[0]["optimizers"], 1e-6, "optimizers")
 
 
 def test_what_an_optimizer_keeps_from_the_start_is_divided_too(two: TorchTrainer) -> None:
     found = [
-        two.apply_all_workers(trained_state(spec_of(optimizer="adagrad", parallel=way)))[0] for way in PARALLEL[:2]
+        two.apply_all_workers(trained_state(spec_of(optimizer="adagrad", strategy=way)))[0] for way in PARALLEL[:2]
     ]
     assert_close(found[1]["models"], found[0]["models"], 1e-6, "models")
     assert_close(found[1]["optimizers"], found[0]["optimizers"], 1e-6, "optimizers")
@@ -443,14 +443,14 @@ def test_what_is_done_to_models_changes_neither_names_nor_numbers(two: TorchTrai
         StepOptions(activation_checkpointing=True, compile={"backend": "eager"}),
     ):
         fsdp = FSDPOptions(min_block_parameters=1)  # every layer is a group
-        options = {"parallel": parallel, "step_options": model_options, "fsdp_options": fsdp}
+        options = {"strategy": parallel, "step_options": model_options, "fsdp_options": fsdp}
         found = run_together(two, experiment(DeepOperator, (("train", None), ("validate", None)), **options))
         assert list(found.model[0]) == list(expected.model[0])
         assert_close(found.model[0], expected.model[0], 1e-6, f"{parallel}, {model_options}")
 
 
 def test_buffers_and_state_of_batch_norm_survive_division(two: TorchTrainer) -> None:
-    spec = TorchSettings(BatchNormOperator, {"num_samples": 24}, parallel="fsdp")
+    spec = TorchSettings(BatchNormOperator, {"num_samples": 24}, strategy="fsdp")
     state = two.apply_all_workers(trained_state(spec))[0]
     assert list(state["models"][0]) == list(BatchNormOperator.make_model(None).state_dict())  # type: ignore[arg-type]
     found = two.apply_all_workers(restored_state(spec, state))[0][0]
@@ -480,7 +480,7 @@ def test_models_that_are_frozen_in_turns_train_alike_in_every_way(two: TorchTrai
     config = {"noise_dim": 2, "batch_size": 4, "seed": 0}
     states = []
     for parallel in ("ddp", "fsdp"):
-        spec = TorchSettings(Adversaries, config, parallel=parallel)
+        spec = TorchSettings(Adversaries, config, strategy=parallel)
         state = two.apply_all_workers(trained_state(spec))[0]
         states.append(state["models"])
     assert_close(states[1], states[0], 1e-6, "fsdp")

@@ -21,7 +21,7 @@ def made_by(use_gpu: bool, **options: Any) -> Any:
     """The arguments of the controller, and what stands for the controller itself."""
     settings = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0, **options)
     make_replica = ReplicaMaker(
-        None, SimpleNamespace(use_gpu=use_gpu, recovery_options=Recovery(), training_operator_cls=object)
+        None, SimpleNamespace(use_gpu=use_gpu, recovery=Recovery(), training_operator_cls=object)
     )
     with patch.object(controlling, "ElasticController") as made:
         controlling.make_controller(
@@ -55,9 +55,9 @@ def test_workers_get_what_the_placement_says() -> None:
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"keeps_joint_batch": True}, True),
-        ({"keeps_joint_batch": False}, False),
-        ({"keeps_joint_batch": True, "epoch_obstacle": "`Own` overrides `train_epoch`"}, False),
+        ({"keeps_global_batch": True}, True),
+        ({"keeps_global_batch": False}, False),
+        ({"keeps_global_batch": True, "epoch_obstacle": "`Own` overrides `train_epoch`"}, False),
     ],
 )
 def test_what_follows_a_loss_goes_by_what_the_replicas_say_of_their_steps(
@@ -68,4 +68,4 @@ def test_what_follows_a_loss_goes_by_what_the_replicas_say_of_their_steps(
     told = RunnerFacts(**rest, train_data=None, validation_data=None, keeps_own_state=False, **facts)
     made.return_value.facts = [told, told]
     rules = made.call_args.kwargs["rules"]
-    assert (rules.resize_check_s, rules.keeps_joint_batch()) == ("auto", expected)
+    assert (rules.wait, rules.resize_interval_s, rules.keeps_global_batch()) == ("auto", 60.0, expected)

@@ -17,11 +17,11 @@ from raysgd.messages.epochs import EpochAnswer
 class Controller:
     """Answers a call with what each rank has measured, after so many rejoins."""
 
-    def __init__(self, num_samples: list[int], used: int, num_rejoins: int = 0) -> None:
+    def __init__(self, num_samples: list[int], used: int, num_continued: int = 0) -> None:
         self.history = SimpleNamespace(events=[], count=lambda kind: len(self.history.events))
         self._beats = [Heartbeat(num_samples=num) for num in num_samples]
         self._used = used
-        self._num_rejoins = num_rejoins
+        self._num_rejoins = num_continued
 
     def run(self, call: Any, max_retries: int) -> list[EpochAnswer]:
         self.history.events += [call] * self._num_rejoins
@@ -50,9 +50,9 @@ def test_a_call_without_samples_has_no_rate() -> None:
     assert after_a_call(Controller([0, 0], used=0)).samples_per_s is None
 
 
-@pytest.mark.parametrize(("used", "num_rejoins", "is_told"), [(100, 1, True), (80, 1, False), (100, 0, False)])
+@pytest.mark.parametrize(("used", "num_continued", "is_told"), [(100, 1, True), (80, 1, False), (100, 0, False)])
 def test_samples_whose_metrics_were_lost_are_named_in_the_log(
-    used: int, num_rejoins: int, is_told: bool, caplog: pytest.LogCaptureFixture
+    used: int, num_continued: int, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    after_a_call(Controller([30, 50], used, num_rejoins))
+    after_a_call(Controller([30, 50], used, num_continued))
     assert ("cover 80 of 100 samples" in caplog.text) is is_told

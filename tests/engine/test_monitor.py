@@ -108,7 +108,7 @@ def test_ranks_of_a_group_that_ends_while_they_are_told_of_are_not_ended_again(m
     trainer.during_calls(10)
     trainer.walk(5, Lost((0, 1, 2)))
     assert [group.killed_ranks for group in trainer.cluster.groups] == [[], []]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
 
 
 def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
@@ -188,7 +188,7 @@ def test_a_new_worker_owes_no_answer_of_the_one_whose_rank_it_got() -> None:
 
 
 def test_a_rank_that_freezes_while_a_new_group_is_restored_is_ended_too() -> None:
-    trainer = Trainer(heartbeat_s=5.0, rejoins=False)
+    trainer = Trainer(heartbeat_s=5.0, continues=False)
     trainer.walk(1)
     trainer.cluster.standby_is_slow = True
     trainer.cluster.restores.append(Lost((1,)))
@@ -200,7 +200,7 @@ def test_a_rank_that_freezes_while_a_new_group_is_restored_is_ended_too() -> Non
     trainer.during_calls(10, happens)
     assert trainer.walk(5, Lost((0,), after={1: 0, 2: 0})) == [6, 6]
     assert [group.killed_ranks for group in trainer.cluster.groups] == [[], [1]]
-    assert trainer.kinds == ["hung", "rebuilt"]
+    assert trainer.kinds == ["hung", "restored"]
 
 
 def test_a_driver_that_stood_still_itself_holds_nothing_against_the_ranks() -> None:
@@ -347,7 +347,7 @@ def test_a_call_that_cannot_be_gone_on_with_is_not_held() -> None:
 
 
 def test_a_full_group_is_not_held_to_grow() -> None:
-    trainer = Trainer(num_slots=6, resize_check_s=1.0)
+    trainer = Trainer(num_slots=6, wait=False, resize_interval_s=1.0)
     trainer.during_calls(6)
     trainer.walk(9)
     assert [replica.proposals for replica in trainer.group.replicas] == [[]] * 3
@@ -398,7 +398,7 @@ def test_ranks_that_copy_inside_the_call_are_asked_four_times_a_second(snapshots
 
 
 def test_a_part_that_is_not_kept_any_more_makes_no_snapshot(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Trainer(rejoins=False)
+    trainer = Trainer(continues=False)
     trainer.group.replicas[1].part_of_snapshot = lambda number: None
 
     def happens(second: int) -> None:
@@ -454,7 +454,7 @@ def test_a_snapshot_on_its_way_is_not_overtaken_by_one_from_inside() -> None:
         (dict(may_grow=True, num_ready=2, num_coming=1), None),
         (dict(may_grow=True, regroups=False), None),
         (dict(may_grow=True, regroups=False, num_ready=1), None),
-        (dict(may_grow=True, regroups=False, num_more=2), "rebuild larger"),
+        (dict(may_grow=True, regroups=False, num_more=2), "restart larger"),
     ],
 )
 def test_a_call_stops_for_a_node_that_leaves_and_for_workers_that_are_all_ready(

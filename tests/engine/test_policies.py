@@ -11,10 +11,10 @@ from raysgd.engine.policies import (
     Decision,
     Diagnosis,
     FailurePolicy,
-    ResizeCheck,
     Resizing,
     RetryBudget,
     ScalingPolicy,
+    Wait,
     WaitForWorkers,
     are_alike,
     capacity,
@@ -161,46 +161,46 @@ def test_free_pieces_on_two_nodes_are_no_reason_to_grow() -> None:
     assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == 0
 
 
-def spent(num_restarts: int, num_rebuilds: int) -> RetryBudget:
+def spent(num_restarts: int, num_restored: int) -> RetryBudget:
     """A budget of which so much was used up by rebuilds."""
     budget = RetryBudget(num_restarts)
-    for _ in range(num_rebuilds):
-        budget.pay_for_rebuild()
+    for _ in range(num_restored):
+        budget.pay_for_restart()
     return budget
 
 
 @pytest.mark.parametrize(
     ("kind", "num_restarts", "max_restarts", "expected"),
     [
-        ("died", 0, 3, "rebuild"),
-        ("died", 2, 3, "rebuild"),
+        ("died", 0, 3, "restart"),
+        ("died", 2, 3, "restart"),
         ("died", 3, 3, "give up"),
         ("died", 0, 0, "give up"),
-        ("disconnected", 0, 1, "rebuild"),
+        ("disconnected", 0, 1, "restart"),
         ("disconnected", 1, 1, "give up"),
         ("user", 0, 3, "raise error"),
         ("user", 3, 3, "raise error"),
     ],
 )
-@pytest.mark.parametrize(("rejoins", "can_rejoin"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("continues", "can_continue"), [(False, True), (True, False)])
 def test_only_losses_are_retried_and_only_within_the_budget(
     kind: FailureKind,
     num_restarts: int,
     max_restarts: int,
     expected: Decision,
-    rejoins: bool,
-    can_rejoin: bool,
+    continues: bool,
+    can_continue: bool,
 ) -> None:
     budget = spent(max_restarts, num_restarts)
-    assert FailurePolicy(rejoins).decide(Diagnosis(kind, (fault(),)), budget, can_rejoin) == expected
+    assert FailurePolicy(continues).decide(Diagnosis(kind, (fault(),)), budget, can_continue) == expected
 
 
 @pytest.mark.parametrize(
     ("kind", "num_spent", "max_restarts", "expected"),
     [
-        ("died", 0, 3, "rejoin"),
-        ("disconnected", 0, 3, "rejoin"),
-        ("died", 3, 3, "rejoin"),  # it may be free; that is known only when the survivors say how far they are
+        ("died", 0, 3, "continue"),
+        ("disconnected", 0, 3, "continue"),
+        ("died", 3, 3, "continue"),  # it may be free; that is known only when the survivors say how far they are
         ("died", 0, 0, "give up"),
         ("user", 0, 3, "raise error"),
     ],
@@ -208,22 +208,22 @@ def test_only_losses_are_retried_and_only_within_the_budget(
 def test_survivors_are_kept_where_they_can_go_on(
     kind: FailureKind, num_spent: int, max_restarts: int, expected: Decision
 ) -> None:
-    decision = FailurePolicy(rejoins=True).decide(Diagnosis(kind, (fault(),)), spent(max_restarts, num_spent), True)
+    decision = FailurePolicy(continues=True).decide(Diagnosis(kind, (fault(),)), spent(max_restarts, num_spent), True)
     assert decision == expected
 
 
 @pytest.mark.parametrize(
     ("num_spent", "max_restarts", "expected"),
-    [(0, 1, "rebuild"), (1, 1, "raise error"), (0, 0, "raise error"), (9, float("inf"), "rebuild")],
+    [(0, 1, "restart"), (1, 1, "raise error"), (0, 0, "raise error"), (9, float("inf"), "restart")],
 )
 def test_an_error_in_user_code_is_retried_where_that_is_asked_for(
     num_spent: int, max_restarts: float, expected: Decision
 ) -> None:
     budget = RetryBudget(max_restarts)
     for _ in range(num_spent):
-        budget.pay_for_rebuild()
+        budget.pay_for_restart()
     policy = FailurePolicy(retries_user_errors=True)
-    assert policy.decide(Diagnosis("user", (fault(),)), budget, can_rejoin=False) == expected
+    assert policy.decide(Diagnosis("user", (fault(),)), budget, can_continue=False) == expected
 
 
 # -------------------------------------------------------------------------------------------- the budget
@@ -244,13 +244,13 @@ NOTHING_LEFT = "no retry is left to pay for going on"
         (3, (0,), 0, NO_STEP),
         (3, (0,), 1, None),
         (3, (0, 1, 2), 2, NO_STEP),
-        (3, (5, "rebuild"), 5, None),
-        (3, (0, "rebuild"), 0, None),
-        (3, (5, "rebuild", 0), 0, NO_STEP),
+        (3, (5, "restart"), 5, None),
+        (3, (0, "restart"), 0, None),
+        (3, (5, "restart", 0), 0, NO_STEP),
         (1, (0,), 2, None),  # progress is free also when nothing is left
         (1, (0,), 1, NOTHING_LEFT),  # what fails at every step makes none
-        (1, ("rebuild",), 0, NOTHING_LEFT),
-        (1, ("rebuild",), 1, None),
+        (1, ("restart",), 0, NOTHING_LEFT),
+        (1, ("restart",), 1, None),
         (0, (), 100, NOTHING_LEFT),
     ],
 )
@@ -259,8 +259,8 @@ def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
 ) -> None:
     budget = RetryBudget(num_restarts)
     for event in went_on_at:
-        budget.pay_for_rejoin(event) if isinstance(event, int) else budget.pay_for_rebuild()
-    assert budget.rejoin_obstacle(progress) == expected
+        budget.pay_for_continuing(event) if isinstance(event, int) else budget.pay_for_restart()
+    assert budget.obstacle_to_continuing(progress) == expected
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
 def test_going_on_is_free_while_there_is_progress(num_restarts: int, went_on_at: list[int], is_spent: bool) -> None:
     budget = RetryBudget(num_restarts)
     for progress in went_on_at:
-        budget.pay_for_rejoin(progress)
+        budget.pay_for_continuing(progress)
     assert budget.is_spent is is_spent
 
 
@@ -283,11 +283,11 @@ def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None
     for progress in (10, 20, 30):
         if progress != 20:
             budget.note_hang()
-        assert budget.rejoin_obstacle(progress) is None
-        budget.pay_for_rejoin(progress)
+        assert budget.obstacle_to_continuing(progress) is None
+        budget.pay_for_continuing(progress)
     assert budget.is_spent
     budget.note_hang()
-    assert budget.rejoin_obstacle(40) == NOTHING_LEFT
+    assert budget.obstacle_to_continuing(40) == NOTHING_LEFT
 
 
 # -------------------------------------------------------------------------------------------- who goes on from whom
@@ -342,7 +342,7 @@ def test_replicas_are_alike_where_all_are_behind_the_same_completed_step(
 def test_a_budget_counts_what_was_used_up() -> None:
     budget = RetryBudget(3)
     found = []
-    for pay in (budget.pay_for_rebuild, lambda: budget.pay_for_rejoin(5), lambda: budget.pay_for_rejoin(0)):
+    for pay in (budget.pay_for_restart, lambda: budget.pay_for_continuing(5), lambda: budget.pay_for_continuing(0)):
         pay()
         found.append((budget.num_spent, budget.is_spent))
     assert found == [(1, False), (1, False), (2, False)]
@@ -351,7 +351,7 @@ def test_a_budget_counts_what_was_used_up() -> None:
 def test_a_budget_without_end_is_never_spent() -> None:
     budget = RetryBudget(float("inf"))
     for _ in range(100):
-        budget.pay_for_rebuild()
+        budget.pay_for_restart()
     assert (budget.num_spent, budget.is_spent) == (100, False)
 
 
@@ -376,24 +376,25 @@ def test_survivors_are_enough_if_their_shares_fit_into_memory(
 
 @pytest.mark.parametrize(("num_short", "enough"), [(0, 1), (3, 4), (4, 5), (5, 6), (6, 6), (7, 6)])
 def test_survivors_wait_for_more_than_those_with_whom_memory_ran_out(num_short: int, enough: int) -> None:
-    assert resizing("auto", True, 6, num_short) == Resizing(60.0, enough, enough, minds_memory=True)
+    assert resizing("auto", 60.0, True, 6, num_short) == Resizing(60.0, enough, enough, minds_memory=True)
 
 
 @pytest.mark.parametrize(
-    ("option", "keeps_joint_batch", "expected"),
+    ("wait", "keeps_global_batch", "expected"),
     [
         ("auto", False, Resizing(None, 4, 4)),
-        (None, True, Resizing(None, 4, 4)),
-        (None, False, Resizing(None, 4, 4)),
-        (2.0, True, Resizing(2.0, 1, 4)),
-        (2.0, False, Resizing(2.0, 1, 4)),
+        (True, True, Resizing(2.0, 4, 4)),
+        (True, False, Resizing(2.0, 4, 4)),
+        (False, True, Resizing(2.0, 1, 4)),
+        (False, False, Resizing(2.0, 1, 4)),
     ],
 )
-def test_where_a_step_would_be_another_one_survivors_wait_unless_a_number_says_that_they_do_not(
-    option: ResizeCheck, keeps_joint_batch: bool, expected: Resizing
+def test_where_a_step_would_be_another_one_survivors_wait_unless_they_are_not_to(
+    wait: Wait, keeps_global_batch: bool, expected: Resizing
 ) -> None:
-    assert resizing(option, keeps_joint_batch, 4) == expected
-    assert resizing(option, keeps_joint_batch, 4, num_short=3) == expected
+    assert resizing(wait, 2.0, keeps_global_batch, 4) == expected
+    assert resizing(wait, 2.0, keeps_global_batch, 4, num_short=3) == expected
+    assert resizing(wait, None, keeps_global_batch, 4) == replace(expected, check_s=None)
 
 
 def report(*kinds: FailureKind | None) -> GroupReport:

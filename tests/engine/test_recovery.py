@@ -46,7 +46,7 @@ def test_survivors_go_on_where_they_are_and_a_new_worker_takes_their_state(lost:
     assert [trainer.group.replicas[rank] for rank in survivors] == before, "the same processes"
     assert all(replica.is_primed for replica in trainer.group.replicas[len(survivors) :])
     assert trainer.group.functions == ["walk", "walk_on"]
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
     assert trainer.controller.history.num_failures == 1
     assert trainer.controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
 
@@ -103,7 +103,7 @@ def test_without_room_the_survivors_go_on_alone() -> None:
 def test_a_lost_connection_of_all_keeps_all() -> None:
     trainer = Trainer()
     assert trainer.walk(5, Lost((0, 1, 2), "disconnected")) == [5, 5, 5]
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["continued"], 1)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_a_rank_that_fails_at_every_step_or_hangs_again_and_again_uses_up_the_re
     else:
         with pytest.raises(WorkersLostError, match="the 3 allowed retries of this call are used up"):
             trainer.walk(20, *losses)
-    assert trainer.kinds.count("rejoined") == num_rejoined
+    assert trainer.kinds.count("continued") == num_rejoined
 
 
 def test_a_slow_survivor_of_a_death_is_replaced_at_no_cost() -> None:
     trainer = Trainer()
     trainer.cluster.stuck = {2}
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2}), max_retries=1) == [5, 5, 5]
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
 
 
 def test_a_call_that_changes_nothing_is_begun_again_by_the_survivors() -> None:
@@ -139,7 +139,7 @@ def test_a_call_that_changes_nothing_is_begun_again_by_the_survivors() -> None:
     trainer.walk(2)
     trainer.cluster.calls = deque([Lost((1,))])
     assert trainer.controller.run(Call(read)) == [(2, 1), (2, 1), (2, 0)]  # what the lost rank had for itself is gone
-    assert (trainer.kinds, trainer.group.functions) == (["rejoined"], ["walk", "read", "read"])
+    assert (trainer.kinds, trainer.group.functions) == (["continued"], ["walk", "read", "read"])
 
 
 def test_a_call_that_changes_the_state_and_cannot_be_gone_on_with_needs_the_snapshot() -> None:
@@ -147,20 +147,20 @@ def test_a_call_that_changes_the_state_and_cannot_be_gone_on_with_needs_the_snap
     trainer.walk(2)
     trainer.cluster.calls = deque([Lost((1,), after={0: 1, 2: 1})])
     assert trainer.controller.run(Call(walk, lambda worlds: [(3,)] * len(worlds), changes_state=True)) == [5, 5, 5]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
 
 
 def test_the_policy_may_ask_for_new_workers_always() -> None:
-    trainer = Trainer(rejoins=False)
+    trainer = Trainer(continues=False)
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert (trainer.kinds, trainer.cluster.sizes) == (["rebuilt"], [3, 3])
+    assert (trainer.kinds, trainer.cluster.sizes) == (["restored"], [3, 3])
 
 
 def test_an_exception_of_the_user_is_never_gone_on_from() -> None:
     trainer = Trainer()
     with pytest.raises(ZeroDivisionError):
         trainer.walk(5, Raised(1, ZeroDivisionError("by zero")))
-    assert "rejoined" not in trainer.kinds
+    assert "continued" not in trainer.kinds
 
 
 ENDED = (
@@ -271,7 +271,7 @@ def test_who_is_lost_while_somebody_new_is_awaited_is_left_out_and_the_others_go
 
         trainer.group.standby.arrive = arrive_late  # type: ignore[method-assign]
     assert trainer.walk(5, Lost((1, 3), after={0: 3, 2: 2})) == [5, 5, 5, 5]
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
     assert trainer.group.replicas[0] is survivor
     assert (trainer.group.handovers[0].source, trainer.group.handovers[0].takers) == (0, (1, 2, 3))
     event = trainer.controller.history.events[-1]
@@ -284,7 +284,7 @@ def test_where_all_are_lost_while_somebody_new_is_awaited_whoever_came_is_sent_a
     trainer.cluster.waits = deque([Lost((0, 2))])
     group = trainer.group
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
     assert len(group.standby.killed_standby) == 1
     assert trainer.controller.history.events[-1].cause == "lost rank 0, 1, 2 (RuntimeError: the process is gone)"
 
@@ -297,7 +297,7 @@ def test_survivors_that_completed_no_step_are_replaced_at_the_next_loss() -> Non
     trainer.walk(1)
     losses = [Lost((1,), after={0: 3, 2: 3})] * 2
     assert trainer.walk(5, *losses, max_retries=1) == [6, 6, 6]
-    assert trainer.kinds == ["rejoined", "rebuilt"]
+    assert trainer.kinds == ["continued", "restored"]
     assert "no step was completed since the survivors went on" in trainer.controller.history.events[-1].cause
 
 
@@ -306,7 +306,7 @@ def test_losses_without_progress_spend_one_retry_each_and_then_it_is_over() -> N
     trainer.walk(1)
     with pytest.raises(WorkersLostError, match="the 2 allowed retries of this call are used up"):
         trainer.walk(5, *[Lost((1,), after={0: 0, 2: 0})] * 4, max_retries=2)
-    assert trainer.kinds == ["rejoined", "rebuilt", "lost"]
+    assert trainer.kinds == ["continued", "restored", "lost"]
     assert not trainer.group.is_alive
     assert trainer.walk(2) == [3, 3, 3], "from the last completed call"
 
@@ -333,7 +333,7 @@ def test_where_survivors_cannot_go_on_new_workers_begin_the_call_again(name: str
     OBSTACLES[name](trainer)
     lost = (0, 1, 2) if name == "nobody is left" else (1,)
     assert trainer.walk(5, Lost(lost, after={0: 2, 2: 2}), max_retries=1) == [6, 6, 6]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
     assert [group.ended_by for group in trainer.cluster.groups] == ["kill", None]
     assert trainer.controller.history.num_failures == 1
 
@@ -347,7 +347,7 @@ def test_who_dies_while_the_group_is_formed_is_left_out_and_the_others_keep_thei
     survivor = trainer.group.replicas[2]
     trainer.cluster.regroups = deque([Lost(lost)])  # rank 2 is the newcomer, and rank 1 the one that was rank 2
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3}), max_retries=1) == totals
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["continued"], 1)
     assert survivor in trainer.group.replicas
     assert trainer.group.functions == ["walk", "walk_on"]
     assert trainer.group.standby.num_coming, "another one is on its way, and the others do not wait for it"
@@ -366,7 +366,7 @@ def test_a_survivor_that_answers_to_nothing_is_no_survivor() -> None:
     trainer = Trainer()
     trainer.cluster.silent = {0}
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
     assert trainer.controller.num_workers == 3
 
 
@@ -377,7 +377,7 @@ def test_whoever_came_in_vain_is_sent_away_where_too_few_go_on() -> None:
     trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
     assert trainer.walk(5, Lost((1, 2), after={0: 2})) == [5, 5, 5]
     assert len(group.standby.killed_standby) == 1
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
 
 
 def test_ctrl_c_while_the_group_is_formed_anew_gives_it_up() -> None:
@@ -400,7 +400,7 @@ def test_the_driver_goes_on_with_whoever_steps_in() -> None:
     driver = trainer.group.local_replica
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3})) == [5, 5, 5]
     assert trainer.group.replicas[0] is driver
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
 
 
 # -------------------------------------------------------------------------------------------- spares
@@ -460,7 +460,7 @@ def test_where_no_one_is_left_but_standby_workers_these_go_on_from_the_last_snap
     trainer = Trainer(num_slots=5, num_spares=2)
     trainer.walk(2)
     assert trainer.walk(5, Lost((0, 1, 2))) == [7, 7, 7]
-    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["rebuilt"])
+    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["restored"])
     assert trainer.controller.history.events[-1].num_kept == 0
 
 
@@ -468,7 +468,7 @@ def test_the_driver_does_not_leave_its_group_for_standby_workers() -> None:
     trainer = Trainer(num_slots=4, num_spares=1, use_local=True)
     trainer.cluster.stands = deque([Raised(0, ValueError("it cannot say how far it is"))])
     assert trainer.walk(5, Lost((1, 2))) == [5, 5, 5]
-    assert (len(trainer.cluster.groups), trainer.kinds) == (2, ["rebuilt"])
+    assert (len(trainer.cluster.groups), trainer.kinds) == (2, ["restored"])
 
 
 def test_a_spare_that_was_lost_is_replaced_before_the_next_call() -> None:
@@ -483,16 +483,21 @@ def test_whoever_is_slow_is_waited_for_unless_workers_may_step_in_later() -> Non
     waiting = Trainer()
     waiting.cluster.standby_is_slow = True
     assert waiting.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    going_on = Trainer(resize_check_s=60.0)
+    going_on = Trainer(wait=False, resize_interval_s=60.0)
     going_on.cluster.standby_is_slow = True
     assert going_on.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5]
     assert going_on.group.standby.num_coming == 1
 
 
-def four(keeps_joint_batch: bool = True, **options: Any) -> Trainer:
+def four(keeps_global_batch: bool = True, **options: Any) -> Trainer:
     """Four workers, and new ones that are ready only when somebody waits for them."""
     trainer = Trainer(
-        num_slots=4, max_workers=4, resize_check_s="auto", keeps_joint_batch=lambda: keeps_joint_batch, **options
+        num_slots=4,
+        max_workers=4,
+        wait="auto",
+        resize_interval_s=60.0,
+        keeps_global_batch=lambda: keeps_global_batch,
+        **options,
     )
     trainer.cluster.standby_is_slow = True
     return trainer
@@ -505,7 +510,7 @@ def four(keeps_joint_batch: bool = True, **options: Any) -> Trainer:
         ({}, 2.0, (1, 2), 2),
         ({}, 1.5, (1, 2), 3),  # two would have twice the share: one new worker is waited for
         ({}, 1.0, (1,), 4),
-        ({"keeps_joint_batch": False}, 9.0, (1,), 4),
+        ({"keeps_global_batch": False}, 9.0, (1,), 4),
         ({"min_workers": 4}, 9.0, (1,), 4),
         ({"use_local": True}, 9.0, (1,), 3),
     ],
@@ -518,11 +523,11 @@ def test_survivors_go_on_at_once_where_steps_stay_the_same_and_memory_is_free_fo
     for rank in after:
         trainer.group.replicas[rank].growth = growth
     assert trainer.walk(5, Lost(lost, after=after)) == [5] * num_workers
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
 
 
 def test_a_survivor_without_memory_waits_but_not_where_a_spare_is_ready() -> None:
-    options: dict[str, Any] = {"max_workers": 2, "resize_check_s": "auto", "keeps_joint_batch": lambda: True}
+    options: dict[str, Any] = {"max_workers": 2, "wait": "auto", "keeps_global_batch": lambda: True}
     waiting, with_spare = Trainer(num_slots=2, **options), Trainer(num_slots=3, num_spares=1, **options)
     [spare] = with_spare.group.standby.ready
     for trainer in (waiting, with_spare):
@@ -535,7 +540,7 @@ def test_a_survivor_without_memory_waits_but_not_where_a_spare_is_ready() -> Non
 def test_replicas_that_cannot_go_on_in_place_wait_for_all() -> None:
     trainer = four(renews=True)
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2, 3: 2})) == [5, 5, 5, 5]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
 
 
 def test_a_smaller_group_looks_for_room_at_once_and_is_grown_into_when_a_worker_is_ready() -> None:
@@ -549,7 +554,7 @@ def test_a_smaller_group_looks_for_room_at_once_and_is_grown_into_when_a_worker_
 
     trainer.during_calls(4, happens)
     assert trainer.walk(9, Lost((1,), after={0: 2, 2: 2, 3: 2})) == [9, 9, 9, 9]
-    assert trainer.kinds == ["rejoined", "grown"]
+    assert trainer.kinds == ["continued", "grown"]
 
 
 def test_a_call_that_can_grow_inside_does_not_wait_for_workers_that_are_not_ready() -> None:
@@ -568,11 +573,11 @@ def test_memory_that_runs_out_in_the_first_step_after_going_on_leads_to_waiting(
     trainer = four()
     began = Lost((1,), after={0: 2, 2: 2, 3: 2})
     assert trainer.walk(5, began, Raised(None, MemoryError("no room")), max_retries=1) == [5, 5, 5, 5]
-    assert trainer.kinds == ["rejoined", "grown"]
+    assert trainer.kinds == ["continued", "grown"]
     event = trainer.controller.history.events[-1]
     assert event.cause == "with 3 workers rank 0, 1, 2 raised MemoryError: no room"
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2, 3: 2})) == [10, 10, 10, 10], "they know better now"
-    assert trainer.kinds == ["rejoined", "grown", "rejoined"]
+    assert trainer.kinds == ["continued", "grown", "continued"]
 
 
 def test_memory_that_runs_out_again_though_nobody_has_come_is_an_error() -> None:
@@ -581,7 +586,7 @@ def test_memory_that_runs_out_again_though_nobody_has_come_is_an_error() -> None
     losses = Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, MemoryError()), Raised(None, MemoryError())
     with pytest.raises(MemoryError):
         trainer.walk(5, *losses)
-    assert trainer.kinds[0] == "rejoined"
+    assert trainer.kinds[0] == "continued"
 
 
 @pytest.mark.parametrize(
@@ -589,7 +594,7 @@ def test_memory_that_runs_out_again_though_nobody_has_come_is_an_error() -> None
     [
         ({}, [Raised(None, MemoryError())]),
         ({}, [Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, ValueError())]),
-        ({"keeps_joint_batch": False}, [Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, MemoryError())]),
+        ({"keeps_global_batch": False}, [Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, MemoryError())]),
     ],
 )
 def test_other_exceptions_are_the_users(options: dict[str, Any], events: list[Any]) -> None:
@@ -627,7 +632,7 @@ def test_between_two_calls_workers_step_in_without_a_new_group() -> None:
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5]
     trainer.cluster.num_slots = 3
     assert trainer.walk(1, max_retries=0) == [6, 6, 6]
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "grown"], 1)
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["continued", "grown"], 1)
     assert trainer.controller.history.num_failures == 1
 
 
@@ -651,7 +656,7 @@ def test_replicas_that_cannot_go_on_elsewhere_grow_from_the_snapshot() -> None:
     trainer.group.replicas[0].obstacle = "a hook of its own"
     trainer.cluster.num_slots = 3
     assert trainer.walk(1, max_retries=0) == [6, 6, 6]
-    assert (trainer.kinds, trainer.cluster.sizes) == (["rebuilt", "grown"], [3, 2, 3])
+    assert (trainer.kinds, trainer.cluster.sizes) == (["restored", "grown"], [3, 2, 3])
 
 
 def test_what_was_asked_for_and_came_is_grown_into_in_place() -> None:
@@ -665,15 +670,15 @@ def test_what_was_asked_for_and_came_is_grown_into_in_place() -> None:
     assert trainer.group.slots.num_asked == 1
     trainer.cluster.num_slots = 3
     assert trainer.walk(1) == [7, 7, 7]
-    assert (trainer.group.slots.num_asked, trainer.kinds) == (0, ["rebuilt", "grown", "grown"])
+    assert (trainer.group.slots.num_asked, trainer.kinds) == (0, ["restored", "grown", "grown"])
 
 
-@pytest.mark.parametrize(("lost", "kinds"), [((2,), ["grown"]), ((0,), ["rejoined"]), ((0, 2), ["rejoined"])])
+@pytest.mark.parametrize(("lost", "kinds"), [((2,), ["grown"]), ((0,), ["continued"]), ((0, 2), ["continued"])])
 def test_who_dies_while_the_group_grows_is_left_out(lost: tuple[int, ...], kinds: list[str]) -> None:
     trainer = shrunk()
     trainer.cluster.regroups = deque([Lost(lost)])
     assert trainer.walk(1, max_retries=0) == [6, 6, 6]
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", *kinds], 1)
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["continued", *kinds], 1)
 
 
 def test_nothing_is_noted_where_those_who_were_to_join_died_over_it() -> None:
@@ -682,14 +687,14 @@ def test_nothing_is_noted_where_those_who_were_to_join_died_over_it() -> None:
     start, trainer.group.standby.start = trainer.group.standby.start, lambda *_: 0  # type: ignore[method-assign]
     start(1, 3)
     assert trainer.walk(1) == [6, 6]
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
 
 
 def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
     trainer = shrunk()
     trainer.cluster.regroups = deque([Lost((0,), "disconnected")])
     assert trainer.walk(1, max_retries=0) == [6, 6, 6]
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "rebuilt"], 2)
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["continued", "restored"], 2)
     cause = trainer.controller.history.events[-1].cause
     assert cause.startswith("there is room for more workers; could not form a new group: rank 0 reports")
 
@@ -731,7 +736,7 @@ def test_a_loss_between_two_calls_is_a_loss_also_where_there_is_room_to_grow() -
     survivor = trainer.group.replicas[1]
     trainer.cluster.restores = deque([Lost((0,))])
     assert trainer.walk(3, Lost((0,), after={1: 1})) == [8, 8, 8]
-    assert trainer.kinds == ["rejoined", "rejoined"]
+    assert trainer.kinds == ["continued", "continued"]
     assert trainer.group.replicas[0] is survivor
     assert trainer.controller.history.num_failures == 2
     assert trainer.controller.history.events[-1].cause == "lost rank 0 (RuntimeError: the process is gone)"
@@ -741,7 +746,7 @@ def test_a_loss_that_is_found_while_the_group_grows_is_counted_and_named() -> No
     trainer = shrunk()
     trainer.cluster.stands = deque([Lost((0,))])
     assert trainer.walk(3, max_retries=0) == [8, 8, 8]
-    assert trainer.kinds == ["rejoined", "rejoined"]
+    assert trainer.kinds == ["continued", "continued"]
     assert trainer.controller.history.num_failures == 2
     assert trainer.controller.history.events[-1].cause == "lost rank 0; there is room for more workers"
 
@@ -754,7 +759,7 @@ def test_a_loss_on_the_way_from_a_node_that_is_going_away_is_counted_and_named()
     trainer.clock.now_s += 60
     trainer.cluster.stands = deque([Lost((0,))])
     trainer.walk(1, max_retries=0)
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
     assert trainer.controller.history.events[-1].cause == "lost rank 0; a node is going away"
 
 
@@ -762,7 +767,7 @@ def test_nobody_grows_for_somebody_who_is_dead() -> None:
     trainer = shrunk()
     trainer.group.standby.kill_unresponsive = trainer.group.standby.ready.clear  # type: ignore[method-assign]
     assert trainer.walk(1) == [6, 6]
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
     assert trainer.group.handovers == trainer.group.handovers[:1], "the group was left as it was"
 
 
@@ -770,14 +775,14 @@ def test_where_whoever_was_to_join_dies_at_the_last_moment_nothing_is_told() -> 
     trainer = shrunk()
     trainer.group.standby.take = lambda *_: []  # type: ignore[method-assign]
     assert trainer.walk(1) == [6, 6]
-    assert trainer.kinds == ["rejoined"]
+    assert trainer.kinds == ["continued"]
 
 
 # -------------------------------------------------------------------------------------------- held inside a call
 
 
 def test_a_call_is_held_for_workers_that_are_ready_and_gone_on_with() -> None:
-    trainer = Trainer(resize_check_s=2.0)
+    trainer = Trainer(wait=False, resize_interval_s=2.0)
     trainer.cluster.num_slots = 2
     trainer.walk(1, Lost((1,), after={0: 0, 2: 0}))
     trainer.cluster.standby_is_slow = True
@@ -790,7 +795,7 @@ def test_a_call_is_held_for_workers_that_are_ready_and_gone_on_with() -> None:
     trainer.clock.sleep = lambda seconds: None  # type: ignore[method-assign]  # nobody is ready before the call
     trainer.during_calls(6, happens)
     assert trainer.walk(9, max_retries=0) == [10, 10, 10]
-    assert trainer.kinds == ["rejoined", "grown"]
+    assert trainer.kinds == ["continued", "grown"]
     assert trainer.group.functions == ["walk", "walk_on", "replica_progress", "walk", "walk_on"]
     assert trainer.controller.history.num_failures == 1
 
@@ -827,7 +832,7 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
     trainer.during_calls(4, happens)
     trainer.cluster.regroups = deque([Lost((0,), "disconnected")])
     assert trainer.walk(9, max_retries=0) == [9, 9, 9]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
     assert "a node is going away; could not form a new group" in trainer.controller.history.events[-1].cause
     assert trainer.cluster.groups[1].functions == ["restore_inside", "walk_on"]
     assert [replica.num_own_calls for replica in trainer.group.replicas] == [1, 1, 1]
@@ -847,7 +852,7 @@ def snapshots_after(trainer: Trainer, num_steps: int) -> None:
 
 
 def test_new_workers_go_on_from_a_snapshot_taken_inside_the_call() -> None:
-    trainer = Trainer(rejoins=False)
+    trainer = Trainer(continues=False)
     trainer.walk(10)
     snapshots_after(trainer, 3)
     assert trainer.walk(5, Lost((0, 1, 2)), max_retries=1) == [15, 15, 15]
@@ -855,7 +860,7 @@ def test_new_workers_go_on_from_a_snapshot_taken_inside_the_call() -> None:
 
 
 def test_a_second_loss_goes_on_from_the_newest_of_them() -> None:
-    trainer = Trainer(rejoins=False)
+    trainer = Trainer(continues=False)
     snapshots_after(trainer, 3)
     trainer.cluster.calls = deque([Lost((0, 1, 2)), Lost((0, 1, 2))])
     assert trainer.controller.run(trainer.call(5)) == [5, 5, 5]
@@ -863,7 +868,7 @@ def test_a_second_loss_goes_on_from_the_newest_of_them() -> None:
 
 
 def test_a_completed_call_with_a_snapshot_inside_is_finished_from_there_before_the_next_one() -> None:
-    trainer = Trainer(rejoins=False, is_large=True)
+    trainer = Trainer(continues=False, is_large=True)
     trainer.controller.snapshot()
     snapshots_after(trainer, 3)
     trainer.cluster.transfer_s = HOURS  # that of the completed call does not come in time
@@ -912,7 +917,7 @@ def test_a_survivor_that_answers_later_than_another_ones_death_is_heard_of_stays
 
     trainer.group.leave_group = leave_late  # type: ignore[method-assign]
     trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
-    assert (trainer.kinds, last in trainer.group.infos) == (["rejoined"], True)
+    assert (trainer.kinds, last in trainer.group.infos) == (["continued"], True)
 
 
 def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -> None:
@@ -925,7 +930,7 @@ def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -
     assert trainer.group.functions == ["walk", "walk", "restore", "walk"]
     assert trainer.controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
     event = trainer.controller.history.events[-1]
-    assert (event.kind, event.old_size, event.new_size, event.num_kept) == ("rebuilt", 3, 3, 2)
+    assert (event.kind, event.old_size, event.new_size, event.num_kept) == ("restored", 3, 3, 2)
     assert trainer.walk(1) == [8, 8, 8]
 
 
@@ -935,10 +940,10 @@ def test_a_place_on_a_node_that_is_gone_is_no_room_to_grow() -> None:
     trainer.walk(5, Lost((1,)))
     assert len(trainer.group.slots) == 3
     assert trainer.walk(1) == [6, 6]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
     trainer.cluster.num_slots = 3
     assert trainer.walk(1) == [7, 7, 7]
-    assert trainer.kinds == ["rebuilt", "grown"]
+    assert trainer.kinds == ["restored", "grown"]
 
 
 def test_a_lost_connection_of_all_keeps_all_processes() -> None:
@@ -962,7 +967,7 @@ def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: l
     trainer.cluster.regroups = deque(then)
     assert trainer.walk(5, Lost(lost)) == [7, 7, 7]
     first, second = trainer.cluster.groups
-    assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["rebuilt"])
+    assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["restored"])
     assert trainer.controller.history.events[-1].num_kept == 0
 
 
@@ -973,7 +978,7 @@ def test_the_others_go_on_without_a_worker_that_dies_while_replicas_are_made_or_
     setattr(trainer.cluster, moment, deque([Lost((0,))]))
     trainer.cluster.standby_is_slow = True
     assert trainer.walk(5, Lost((1,))) == [7, 7]
-    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["rebuilt"])
+    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["restored"])
     assert trainer.walk(1) == [8, 8, 8], "the next call grows"
 
 
@@ -985,7 +990,7 @@ def test_where_all_die_while_they_are_given_the_state_others_start_in_their_plac
     trainer.walk(2)
     trainer.cluster.restores = deque([Lost((0, 1, 2))] * num_times)
     assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
-    assert (len(trainer.cluster.groups), trainer.kinds) == (num_groups, ["rebuilt"])
+    assert (len(trainer.cluster.groups), trainer.kinds) == (num_groups, ["restored"])
     assert trainer.controller.history.events[-1].num_kept == 0
     assert trainer.group.standby.replacements.num_left == 0, "those who start later are replaced before the next call"
 
@@ -1019,7 +1024,7 @@ def test_too_few_survivors_wait_for_room_as_new_workers_do() -> None:
 
     trainer.clock.at_sleep = make_room
     assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
-    assert trainer.kinds == ["rebuilt"]
+    assert trainer.kinds == ["restored"]
     assert not trainer.cluster.groups[0].is_alive
 
 
@@ -1041,7 +1046,7 @@ def test_a_state_that_no_snapshot_has_is_never_replaced_by_an_older_one() -> Non
 
 def test_a_rank_that_froze_is_ended_for_sure_where_only_standby_workers_are_kept() -> None:
     """Its place is given to another worker at once, so nothing else would end it."""
-    trainer = Trainer(rejoins=False, num_slots=4, num_spares=1)
+    trainer = Trainer(continues=False, num_slots=4, num_spares=1)
     trainer.walk(2)
     trainer.cluster.silent = {0}
     assert trainer.walk(5, Lost((1,))) == [7, 7, 7]

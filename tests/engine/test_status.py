@@ -103,10 +103,10 @@ def test_bytes_per_second_are_told_where_rows_are_measured() -> None:
     assert status().bytes_per_s is None
 
 
-def test_a_joint_batch_that_follows_the_number_of_workers_is_told() -> None:
-    words = "2 workers x 32 samples: a joint batch of 64"
-    assert f"batch:      {words}\n" in str(replace(status(), joint_batch=words))
-    assert words in replace(status(), joint_batch=words).as_card("a trainer")
+def test_a_global_batch_that_follows_the_number_of_workers_is_told() -> None:
+    words = "2 workers x 32 samples: a global batch of 64"
+    assert f"batch:      {words}\n" in str(replace(status(), global_batch=words))
+    assert words in replace(status(), global_batch=words).as_card("a trainer")
 
 
 def test_what_is_not_known_is_left_out() -> None:
@@ -136,20 +136,20 @@ def test_a_ledger_says_what_is_known(ledger: DataLedger, text: str) -> None:
 
 def test_losses_are_counted_by_how_they_ended() -> None:
     history = GroupHistory()
-    history.record("rejoined", 3, 2, 0.1, "lost rank 1", "no sample lost, 1 in flight are repeated")
-    history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
+    history.record("continued", 3, 2, 0.1, "lost rank 1", "no sample lost, 1 in flight are repeated")
+    history.record("restored", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
     history.record("restarted", 2, 2, 3.0, "the last workers were stopped", "from the last completed call")
     history.record("grown", 2, 3, 0.1, "there is room")
     history.record("lost", 3, 0, 0.2, "lost rank 2", "the last completed state is kept")
     history.record("ended", 3, 0, 0.2, "KeyboardInterrupt", "the last completed state is kept")
     found = status(history=history)
-    assert (found.num_failures, found.num_rejoins, found.num_rebuilds, found.num_resizes) == (2, 1, 1, 4)
-    assert found.losses == (
+    assert (found.num_failures, found.num_continued, found.num_restored, found.num_resizes) == (2, 1, 1, 4)
+    assert found.failures == (
         "no sample lost, 1 in flight are repeated",
         "from the last completed call",
         "the last completed state is kept",
     )
-    assert "2 losses: 1 rejoined, 1 rebuilt" in str(found)
+    assert "2 failures: 1 continued in place, 1 restored" in str(found)
     assert "lost rank 0, 1; restarted all workers and resumed with 2 workers after 3.00 s" in str(found)
 
 
@@ -178,7 +178,7 @@ def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:
 
 def test_the_card_shows_the_same_and_escapes_what_comes_from_outside() -> None:
     history = GroupHistory()
-    history.record("rebuilt", 2, 2, 3.0, "<script>alert(1)</script>")
+    history.record("restored", 2, 2, 3.0, "<script>alert(1)</script>")
     card = status(history=history)._repr_html_()
     assert "1234 samples/s" in card
     assert "<script>" not in card

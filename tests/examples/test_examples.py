@@ -33,7 +33,7 @@ PATIENCE_S = 60
 
 def lost_nothing(found: Result) -> bool:
     """Whether the run in which a worker was killed is the run in which none was, and that of one process."""
-    assert found["recovery"] == "rejoined"
+    assert found["recovery"] == "continued"
     assert found["times_seen"] == [found["epochs"]] * 2
     return max(found["difference_of_weights"], found["difference_to_one_process"]) < 1e-5
 

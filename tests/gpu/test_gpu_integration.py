@@ -24,7 +24,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.exchanges import StreamClock
-from raysgd.torch.parallel.options import FSDPOptions, StepOptions
+from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.train import Trainer
@@ -93,7 +93,7 @@ def make_local() -> Iterator[Callable[..., TorchTrainer]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_every_format_learns_what_a_cpu_learns(precision: str, make_local: Callable[..., TorchTrainer]) -> None:
-    options = {"step_options": StepOptions(accumulate_grad_batches=2, clip_grad_norm=10.0)}
+    options = {"accumulate_grad_batches": 2, "clip_grad_norm": 10.0}
     on_cpu, on_gpu = make_local(use_gpu=False, **options), make_local(use_gpu=True, precision=precision, **options)
     operator: Any = on_gpu.get_local_operator()
     assert (operator.device.type, operator.use_gpu, operator.device_ids) == ("cuda", True, [operator.device.index])
@@ -121,7 +121,7 @@ def test_the_stock_loop_never_waits_for_the_gpu(precision: str, make_local: Call
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-    make_local(Strict, use_gpu=True, precision=precision, step_options=StepOptions(clip_grad_norm=1.0)).train()
+    make_local(Strict, use_gpu=True, precision=precision, clip_grad_norm=1.0).train()
 
 
 def test_batches_come_pinned_and_nested_ones_are_copied(make_local: Callable[..., TorchTrainer]) -> None:
@@ -151,7 +151,7 @@ def test_activation_checkpointing_saves_memory(make_local: Callable[..., TorchTr
 
     peaks = []
     for checkpointing in (False, True):
-        trainer = make_local(Deep, use_gpu=True, step_options=StepOptions(activation_checkpointing=checkpointing))
+        trainer = make_local(Deep, use_gpu=True, activation_checkpointing=checkpointing)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer.train()
@@ -160,7 +160,7 @@ def test_activation_checkpointing_saves_memory(make_local: Callable[..., TorchTr
 
 
 def test_compiled_models_train_on_a_gpu(make_local: Callable[..., TorchTrainer]) -> None:
-    plain, compiled = make_local(use_gpu=True), make_local(use_gpu=True, step_options=StepOptions(compile=True))
+    plain, compiled = make_local(use_gpu=True), make_local(use_gpu=True, compile=True)
     assert compiled.train()["train_loss"] == pytest.approx(plain.train()["train_loss"], rel=1e-4)
 
 
@@ -257,7 +257,7 @@ def test_two_workers_share_a_gpu_over_gloo(ray_cluster: None) -> None:
 def test_a_loss_is_survived_on_gpus(ray_cluster: None) -> None:
     """In fp16, where the scale is part of the state."""
     options = {"use_gpu": True, "num_workers": 2, "num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.5}
-    options |= {"joint_batch": "constant", "precision": "fp16", "min_workers": 1}
+    options |= {"split_batches": True, "precision": "fp16", "min_workers": 1}
     found = []
     for is_killed in (False, True):
         with TorchTrainer(training_operator_cls=Plain, **options) as trainer:
@@ -266,7 +266,7 @@ def test_a_loss_is_survived_on_gpus(ray_cluster: None) -> None:
                 kill_worker(trainer, rank=1, at="step:2")
             trainer.train()
             found.append(trainer.state_dict())
-            assert [event.kind for event in trainer.status().events if event.is_loss] == ["rejoined"] * is_killed
+            assert [event.kind for event in trainer.status().events if event.is_failure] == ["continued"] * is_killed
     before, after = found
     for name, tensor in before["models"][0].items():
         torch.testing.assert_close(after["models"][0][name], tensor, rtol=5e-3, atol=5e-3)
@@ -337,7 +337,7 @@ class Uneven(LinearOperator):
 def test_shares_follow_how_long_kernels_run(ray_cluster: None) -> None:
     options = {"use_gpu": True, "num_workers": 2, "num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.5}
     config = {"num_samples": 640, "batch_size": 32}
-    options |= {"joint_batch": "constant", "balance": "speed", "config": config}
+    options |= {"split_batches": True, "balance": "speed", "config": config}
     with TorchTrainer(training_operator_cls=Uneven, **options) as trainer:
         trainer.train()
         first, second = trainer.apply_all_operators(lambda operator: list(map(len, operator.seen)))
@@ -349,7 +349,7 @@ def test_shares_follow_how_long_kernels_run(ray_cluster: None) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("use_local", [False, True])
 def test_workers_side_by_side_have_a_gpu_each_and_see_all(ray_cluster: None, use_local: bool, parallel: str) -> None:
-    options = {"use_gpu": True, "num_workers": 2, "use_local": use_local, "parallel": parallel, "precision": "bf16"}
+    options = {"use_gpu": True, "num_workers": 2, "use_local": use_local, "strategy": parallel, "precision": "bf16"}
     with TorchTrainer(training_operator_cls=Plain, **options) as trainer:
         assert trainer.backend == "nccl"
         places = trainer.apply_all_operators(place_of)
@@ -364,7 +364,7 @@ def test_workers_side_by_side_have_a_gpu_each_and_see_all(ray_cluster: None, use
 @RunIf(min_gpus=2)
 def test_batch_norms_look_at_the_batches_of_all_workers(ray_cluster: None) -> None:
     config = {"num_samples": 19, "batch_size": 4}  # of the last three, one worker gets none
-    options = {"use_gpu": True, "num_workers": 2, "step_options": StepOptions(sync_batchnorm=True)}
+    options = {"use_gpu": True, "num_workers": 2, "sync_batchnorm": True}
     with TorchTrainer(training_operator_cls=BatchNormOperator, config=config, **options) as trainer:
         trainer.train()
         found = trainer.get_model(to_cpu=True).state_dict()

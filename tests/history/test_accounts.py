@@ -165,7 +165,7 @@ def test_advice_that_is_followed_already_is_not_given(
     accounts.begin_call()
     accounts.note({0: says("a", useful=50.0, recovery_form=50.0)})
     accounts.warn()
-    assert "goes into recovering from losses." in caplog.text
+    assert "goes into recovering from failures." in caplog.text
     assert ("`spare_workers=1`" in caplog.text) == is_told
 
 

@@ -28,10 +28,10 @@ def make_history(num_epochs: int = 3) -> History:
 
 def test_a_line_has_the_last_metrics() -> None:
     history = make_history()
-    history.events.append(GroupEvent("rebuilt", 2, 2, 1.0, "rank 1 was lost", at=15.0))
+    history.events.append(GroupEvent("restored", 2, 2, 1.0, "rank 1 was lost", at=15.0))
     history.stop_reason = "good enough"
     assert repr(history) == (
-        "<History: 3 epochs, 1 loss of workers, stopped: good enough; "
+        "<History: 3 epochs, 1 failure of workers, stopped: good enough; "
         "last: train_loss=0.3333, lr=0.1, val_accuracy=0.5>"
     )
     assert repr(History()) == "<History: 0 epochs>"
@@ -40,7 +40,7 @@ def test_a_line_has_the_last_metrics() -> None:
 def test_the_text_is_a_table_with_what_happened() -> None:
     history = make_history()
     history.events.append(GroupEvent("started", 0, 2, 1.0, "the trainer was created", at=1.0))
-    history.events.append(GroupEvent("rebuilt", 2, 2, 1.0, "rank 1 was lost", at=15.0))
+    history.events.append(GroupEvent("restored", 2, 2, 1.0, "rank 1 was lost", at=15.0))
     history.stop_reason = "good enough"
     lines = str(history).splitlines()
     assert lines[:2] == [
@@ -65,7 +65,7 @@ def test_a_long_history_shows_its_end() -> None:
 
 
 def test_the_card_escapes_what_comes_from_outside() -> None:
-    history = History([GroupEvent("rebuilt", 2, 2, 1.0, HOSTILE, at=15.0)])
+    history = History([GroupEvent("restored", 2, 2, 1.0, HOSTILE, at=15.0)])
     for epoch in (1, 2):
         history.add(CallRecord("train", epoch, {HOSTILE: 0.5}, 10.0, 1.0, 2))
     history.stop_reason = HOSTILE

@@ -53,7 +53,7 @@ def status(samples_per_s: float | None = 99.5, *events: Any, ledger: DataLedger 
 
 
 def test_the_numbers_are_those_of_the_status(reported: dict[str, list[float]]) -> None:
-    found = status(99.5, ("rejoined", 3, 2, 0.1, "lost rank 1"), ledger=DataLedger(0, 100, 60))
+    found = status(99.5, ("continued", 3, 2, 0.1, "lost rank 1"), ledger=DataLedger(0, 100, 60))
     Gauges("mine").report(1, lambda: found)
     assert reported == {
         "raysgd_workers": [2],
@@ -63,9 +63,9 @@ def test_the_numbers_are_those_of_the_status(reported: dict[str, list[float]]) -
         "raysgd_straggler": [1],
         "raysgd_samples_due": [100],
         "raysgd_samples_used": [60],
-        "raysgd_losses": [1],
-        "raysgd_rejoins": [1],
-        "raysgd_rebuilds": [0],
+        "raysgd_failures": [1],
+        "raysgd_continued": [1],
+        "raysgd_restored": [0],
         "raysgd_resizes": [1],
     }
 
@@ -94,7 +94,7 @@ def test_at_the_end_there_is_nobody_any_more(reported: dict[str, list[float]]) -
     gauges.end()
     for name in ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second"):
         assert reported[name][-1] == 0
-    assert reported["raysgd_losses"] == [0], "what has happened, has happened"
+    assert reported["raysgd_failures"] == [0], "what has happened, has happened"
 
 
 def test_without_ray_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

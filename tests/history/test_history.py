@@ -67,7 +67,7 @@ def test_names_say_which_data_a_metric_is_of(name: str, in_row: str, in_test: st
 class TestJson:
     def test_brings_everything_back(self) -> None:
         history = history_of(record("train", 1, loss=0.1 + 0.2), record("validation", 1, val_loss=math.nan))
-        history.events.append(GroupEvent("rejoined", 4, 3, 0.5, "rank 2 died", at=12.5))
+        history.events.append(GroupEvent("continued", 4, 3, 0.5, "rank 2 died", at=12.5))
         history.stop_reason = "enough"
         again = History.from_json(history.to_json())
         assert again[0]["loss"] == 0.1 + 0.2
@@ -101,7 +101,7 @@ class TestJson:
     )
     def test_refuses_values_of_other_types(self, part: str, name: str, value: Any) -> None:
         history = history_of(record("train", 1, loss=0.5))
-        history.events.append(GroupEvent("rejoined", 4, 3, 0.5, "rank 2 died", at=12.5))
+        history.events.append(GroupEvent("continued", 4, 3, 0.5, "rank 2 died", at=12.5))
         content = json.loads(history.to_json())
         content[part][0][name] = value
         with pytest.raises(ValueError, match=f"not the JSON of a `History`.*{name}"):
@@ -137,7 +137,7 @@ class TestALongHistory:
         history = self.long(3)
         before = history.extent
         history.add(record("train", 3, a=3))
-        history.events.append(GroupEvent("rejoined", 4, 4, 0.5, "rank 2 died"))
+        history.events.append(GroupEvent("continued", 4, 4, 0.5, "rank 2 died"))
         part = history.part(before, history.extent)
         assert (part["a"], len(part.records), len(part.events)) == ([3], 1, 1)
 
@@ -166,6 +166,6 @@ class TestALongHistory:
 
 def test_it_is_shown_in_one_line() -> None:
     history = history_of(record("train", 1, train_loss=0.25, last_train_loss=1.0, num_samples=3))
-    history.events.append(GroupEvent("rejoined", 4, 3, 0.5, "rank 2 died"))
-    assert repr(history) == "<History: 1 epoch, 1 loss of workers; last: train_loss=0.25>"
+    history.events.append(GroupEvent("continued", 4, 3, 0.5, "rank 2 died"))
+    assert repr(history) == "<History: 1 epoch, 1 failure of workers; last: train_loss=0.25>"
     assert repr(History()) == "<History: 0 epochs>"

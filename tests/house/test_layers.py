@@ -42,18 +42,18 @@ STANDS_ON = {
     "testing": "engine exceptions storage",
     "callbacks": "_arguments _files _imports _numbers _text _version air engine exceptions history storage writers",
     "messages": "_arguments _imports _numbers _text arrays engine exceptions utils",
+    "detached": "_arguments _files _text _version engine exceptions storage",
     "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history messages storage "
     "utils",
     "worker": "_arguments _numbers _text arrays callbacks engine exceptions messages utils",
-    "host": "_arguments _files _text _version engine exceptions storage",
-    "tf": "_arguments _imports _numbers _reading _state arrays compat connections driver engine exceptions history "
-    "host messages storage streams utils worker",
-    "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections driver "
-    "engine exceptions history host messages storage streams utils worker",
-    "cli": "_imports _version air compat engine host storage torch utils",
+    "tf": "_arguments _imports _numbers _reading _state arrays compat connections detached driver engine exceptions "
+    "history messages storage streams utils worker",
+    "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections detached "
+    "driver engine exceptions history messages storage streams utils worker",
+    "cli": "_imports _version air compat detached engine storage torch utils",
     "operators": "_imports torch utils",
-    "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections driver engine "
-    "exceptions host messages storage streams tf torch utils writers",
+    "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections detached driver "
+    "engine exceptions messages storage streams tf torch utils writers",
     "util": "_arguments _imports tf torch",
     "__main__": "cli",
     "data": "_arguments _imports arrays streams tf torch util",
@@ -193,7 +193,7 @@ FRAMEWORKS_OF_FUNCTIONS = {
     ("raysgd.train._torch", "raysgd.torch.parallel.handover"),
     ("raysgd.train._torch", "raysgd.torch.parallel.options"),
     ("raysgd.train._torch", "raysgd.torch.parallel.strategy"),
-    ("raysgd.train._torch", "raysgd.torch.parallel.joint_record"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.global_record"),
     ("raysgd.train._torch", "raysgd.torch.step.undo"),
     ("raysgd.train.tensorflow", "raysgd.tf.objects.datasets"),
 }

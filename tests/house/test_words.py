@@ -45,7 +45,7 @@ PHRASES = {
     r"in vain": "for nothing, without a result",
     r"(?:gone|going) on with": "continued, continuing",
     r"come to an end": "stop, finish",
-    r"joined batch": "joint batch",
+    r"joined batch": "global batch",
     r"by and by": "over time",
     r"drop(?:ped)? dead": "die",
 }
@@ -55,6 +55,9 @@ GOALS = {r"bars?(?=:)|bars?(?= \|)|the bars? (?:is|are) \d+|met": "the figure al
 
 # Names of the first design, and those that took their place.
 NAMES = {
+    r"[Jj]oint batch(?:es)?|joint_batch": "global batch",
+    r"[Rr]ejoin(?:s|ed|ing)?": "continue in place",
+    r"an? rebuild": "restart from the snapshot",
     r"Party": "NextGroup",
     r"Muster|assembl(?:e|ing) (?:the )?party": "Recovery.form",
     r"Recruits?|Enlisted": "StandbyWorker, standby worker",

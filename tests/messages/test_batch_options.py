@@ -1,4 +1,4 @@
-"""What a trainer is told about joint batches."""
+"""What a trainer is told about global batches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from raysgd.exceptions import InvalidCountError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.utils import BATCH_SIZE
 
-CONSTANT = {"joint_batch": "constant"}
+CONSTANT = {"split_batches": True}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"joint_batch": "const"}, "Did you mean `constant`"),
-        ({"joint_batch": None}, '`joint_batch=None`: allowed are "per_worker" and "constant"'),
-        ({"balance": "speed"}, "divides a constant joint batch only"),
+        ({"split_batches": "constant"}, "`split_batches='constant'`: allowed are True and False"),
+        ({"split_batches": None}, "`split_batches=None`: allowed are True and False"),
+        ({"balance": "speed"}, "divides a constant global batch only"),
         ({**CONSTANT, "balance": "spee"}, "Did you mean `speed`"),
-        ({"max_batch_per_worker": 4}, "divides a constant joint batch only"),
+        ({"micro_batch_size": 4}, "divides a constant global batch only"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -30,24 +30,24 @@ def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], message: s
 
 @pytest.mark.parametrize("cap", [0, -3, float("nan"), 2.5, "8", True])
 def test_a_cap_that_holds_no_sample_is_refused(cap: Any) -> None:
-    with pytest.raises(InvalidCountError, match="max_batch_per_worker"):
-        BatchOptions(**CONSTANT, max_batch_per_worker=cap)
+    with pytest.raises(InvalidCountError, match="micro_batch_size"):
+        BatchOptions(**CONSTANT, micro_batch_size=cap)
 
 
-def test_a_constant_joint_batch_reaches_every_operator_undivided() -> None:
+def test_a_constant_global_batch_reaches_every_operator_undivided() -> None:
     config = {BATCH_SIZE: 21, "lr": 0.1}
     assert BatchOptions().config_for(config, 2) == {BATCH_SIZE: 10, "lr": 0.1}
-    assert BatchOptions("constant").config_for(config, 2) == config
-    assert BatchOptions("constant").config_for(config, 40) == config, "also with more workers than samples"
+    assert BatchOptions(True).config_for(config, 2) == config
+    assert BatchOptions(True).config_for(config, 40) == config, "also with more workers than samples"
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, float("nan"), True])
-def test_a_joint_batch_that_is_no_size_is_refused(size: Any) -> None:
+def test_a_global_batch_that_is_no_size_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match="need an integer of at least 1"):
-        BatchOptions("constant").config_for({BATCH_SIZE: size}, 2)
+        BatchOptions(True).config_for({BATCH_SIZE: size}, 2)
 
 
 def test_predictions_take_what_a_worker_takes() -> None:
     assert BatchOptions().of_worker(18, 4) == 18
-    assert BatchOptions("constant").of_worker(18, 4) == 5
-    assert BatchOptions("constant", 3).of_worker(18, 4) == 3
+    assert BatchOptions(True).of_worker(18, 4) == 5
+    assert BatchOptions(True, 3).of_worker(18, 4) == 3

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd.messages.batching import BatchSplit, config_for_worker, joint_batch_in_words, split_batch_size
+from raysgd.messages.batching import BatchSplit, config_for_worker, global_batch_in_words, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 
@@ -53,13 +53,13 @@ def test_fewer_samples_than_workers_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize(
     ("num_workers", "can_be_constant", "words"),
     [
-        (4, True, "4 workers x 8 samples: a joint batch of 32; joint_batch='constant' keeps 8"),
-        (4, False, "4 workers x 8 samples: a joint batch of 32"),
-        (1, False, "1 worker x 8 samples: a joint batch of 8"),
+        (4, True, "4 workers x 8 samples: a global batch of 32; split_batches=True keeps 8"),
+        (4, False, "4 workers x 8 samples: a global batch of 32"),
+        (1, False, "1 worker x 8 samples: a global batch of 8"),
     ],
 )
-def test_a_joint_batch_is_told_with_what_would_keep_it(num_workers: int, can_be_constant: bool, words: str) -> None:
-    assert joint_batch_in_words(num_workers, 8, can_be_constant) == words
+def test_a_global_batch_is_told_with_what_would_keep_it(num_workers: int, can_be_constant: bool, words: str) -> None:
+    assert global_batch_in_words(num_workers, 8, can_be_constant) == words
 
 
 @pytest.mark.parametrize("value", [0, -8, True, False, 8.0, "8", None])

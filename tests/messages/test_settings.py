@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raysgd import Recovery
 from raysgd.exceptions import InvalidCountError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.settings import GroupSettings, ReplicaSettings
@@ -19,12 +20,10 @@ GROUP = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0)
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"recovery": "restart"}, ValueError, "`recovery='restart'`: allowed are .* belong to `recovery_options`"),
+        ({"recovery": "restart"}, TypeError, "`recovery='restart'`: need a `raysgd.Recovery`"),
         ({"min_workers": 3}, InvalidCountError, "`min_workers=3` with `num_workers=2`"),
         ({"spare_workers": -1}, InvalidCountError, "`spare_workers=-1`"),
         ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
-        ({"resize_check_s": 0}, ValueError, "`resize_check_s=0`"),
-        ({"resize_check_s": "atuo"}, ValueError, "`resize_check_s='atuo'`: allowed are .* Did you mean `auto`"),
         ({"use_local": "no"}, ValueError, "`use_local='no'`: need True or False"),
         ({"initialization_hook": "hook"}, TypeError, "`initialization_hook='hook'`"),
         ({"num_cpus_per_worker": -1}, ValueError, "`num_cpus_per_worker=-1`"),
@@ -35,9 +34,19 @@ def test_a_value_is_refused_when_the_settings_are_made(changes: dict[str, Any], 
         replace(GROUP, **changes)
 
 
-def test_what_follows_a_loss_is_left_to_the_library_unless_the_user_says_it() -> None:
-    assert GROUP.resize_check_s == "auto"
-    assert [replace(GROUP, resize_check_s=each).resize_check_s for each in (None, 2.0)] == [None, 2.0]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resize_interval_s": 0}, "`resize_interval_s=0`"),
+        ({"resize_interval_s": "auto"}, "`resize_interval_s='auto'`"),
+        ({"in_place": None}, "`in_place=None`: allowed are True and False"),
+        ({"wait_for_workers": "atuo"}, "`wait_for_workers='atuo'`: allowed are \"auto\", True and False"),
+        ({"undo": "auto"}, "`undo='auto'`: allowed are None, True and False"),
+    ],
+)
+def test_a_rule_of_recovery_is_refused_when_it_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recovery(**options)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +55,14 @@ def test_what_follows_a_loss_is_left_to_the_library_unless_the_user_says_it() ->
         ({}, BatchOptions(), False),
         ({BATCH_SIZE: 64}, BatchOptions(), True),
         ({"batch_size": 64}, BatchOptions(), False),
-        ({}, BatchOptions("constant"), True),
+        ({}, BatchOptions(True), True),
         ({}, BatchOptions(deterministic=True, num_shards=4), True),
     ],
 )
-def test_a_joint_batch_that_was_named_does_not_depend_on_the_number_of_workers(
+def test_a_global_batch_that_was_named_does_not_depend_on_the_number_of_workers(
     config: dict[str, int], options: BatchOptions, expected: bool
 ) -> None:
-    assert ReplicaSettings(dict, config, batch_options=options).keeps_joint_batch is expected
+    assert ReplicaSettings(dict, config, batch_options=options).keeps_global_batch is expected
 
 
 def test_settings_do_not_change_on_their_way_to_the_workers() -> None:
@@ -74,7 +83,7 @@ def test_a_driver_alone_is_told_from_a_group(use_local: bool, num_workers: int, 
     ("changes", "obstacles", "what"),
     [
         ({"num_workers": 1, "use_local": True}, [], "`use_local=True`"),
-        ({"recovery": "rebuild"}, [], '`recovery="rebuild"`'),
+        ({"recovery": Recovery(in_place=False)}, [], r"`Recovery\(in_place=False\)`"),
         ({}, [(False, "`a`"), (True, "`b`")], "`b`"),
     ],
 )

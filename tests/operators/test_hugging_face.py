@@ -12,7 +12,6 @@ from packaging.version import Version
 
 from raysgd import TorchTrainer
 from raysgd.operators import HuggingFaceOperator
-from raysgd.torch.parallel.options import StepOptions
 
 pytestmark = pytest.mark.usefixtures("keeps_the_environment")
 
@@ -26,7 +25,7 @@ STEPS = {
     ),
     "accumulated": (
         {"optimizer": "sgd"},  # Adam makes a step of a gradient that is only rounding errors
-        {"step_options": StepOptions(accumulate_grad_batches=3, clip_grad_norm=1.0)},
+        {"accumulate_grad_batches": 3, "clip_grad_norm": 1.0},
         {"optim": "sgd", "lr_scheduler_type": "constant", "gradient_accumulation_steps": 3},
     ),
 }
@@ -50,14 +49,14 @@ def test_one_process_trains_what_the_trainer_of_transformers_trains(
         pytest.skip("their mean over the words counts the first word of each text, for which there is no loss")
     config, options, arguments = STEPS[steps]
     theirs = lab.train_with_theirs(task, tmp_path, **arguments)
-    _, ours, _ = lab.train(task, config=config, **{"step_options": StepOptions(clip_grad_norm=1.0), **options})
+    _, ours, _ = lab.train(task, config=config, **{"clip_grad_norm": 1.0, **options})
     torch.testing.assert_close(lab.weights(ours), lab.weights(theirs), rtol=0, atol=1e-6)
     assert (lab.weights(ours) - lab.weights(lab.model_of(task))).abs().max() > 1e-3, "they were trained"
 
 
 @pytest.mark.parametrize("task", ["label words", "next words", "next words of GPT-2", "text to text", "label pixels"])
 def test_small_batches_make_the_step_of_a_large_one_whatever_the_lengths_of_texts(lab: Any, task: str) -> None:
-    _, small, _ = lab.train(task, config={"optimizer": "sgd"}, step_options=StepOptions(accumulate_grad_batches=6))
+    _, small, _ = lab.train(task, config={"optimizer": "sgd"}, accumulate_grad_batches=6)
     _, large, _ = lab.train(task, config={"optimizer": "sgd", "batch_size": lab.NUM_SAMPLES})
     torch.testing.assert_close(lab.weights(small), lab.weights(large), rtol=0, atol=1e-6)
     assert not torch.allclose(lab.weights(small), lab.weights(lab.model_of(task)), atol=1e-4), "they were trained"

@@ -14,7 +14,7 @@ import pytest
 import ray.cloudpickle
 import torch
 
-from raysgd import TorchTrainer
+from raysgd import Recovery, TorchTrainer
 from raysgd.operators import HuggingFaceOperator
 from raysgd.testing import kill_worker
 from tests.helpers.doors import controller_of
@@ -51,7 +51,10 @@ def test_n_workers_train_what_one_process_would_whatever_the_lengths_of_texts(
     num_workers: int, alone: Any, ray_cluster: None, tmp_path: Path
 ) -> None:
     first = config("next words", num_workers)
-    options: dict[str, Any] = {"num_workers": num_workers, "resize_check_s": 600.0}
+    options: dict[str, Any] = {
+        "num_workers": num_workers,
+        "recovery": Recovery(wait_for_workers=False, resize_interval_s=600.0),
+    }
     with TorchTrainer(training_operator_cls=alone.Task, config=first, **options) as trainer:
         folder = HuggingFaceOperator.save_pretrained(trainer, tmp_path)
         found = {
@@ -60,7 +63,7 @@ def test_n_workers_train_what_one_process_would_whatever_the_lengths_of_texts(
         }
         kill_worker(trainer, 0, at="step:2")
         assert trainer.train()["num_samples"] == alone.NUM_SAMPLES
-        assert [each.kind for each in controller_of(trainer).history.events if each.is_loss] == ["rejoined"]
+        assert [each.kind for each in controller_of(trainer).history.events if each.is_failure] == ["continued"]
     for task in TASKS:
         expected = lab.run_alone(lab.Experiment(alone.Task, config(task, 1), CALLS))
         for result, expected_result in zip(found[task].results, expected.results, strict=True):

@@ -15,7 +15,6 @@ from torchmetrics.classification import MulticlassF1Score
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator, RegressionOperator, SegmentationOperator
 from raysgd.operators.supervised import SupervisedOperator
-from raysgd.torch.parallel.options import StepOptions
 
 CONFIG = {"lr": 0.1, "batch_size": 8, "seed": 0}
 RNG = torch.Generator().manual_seed(0)
@@ -122,7 +121,7 @@ class TestSegmentation:
     def test_small_batches_make_the_step_of_a_large_one_though_each_has_other_pixels(self) -> None:
         weights = []
         for size, window in ((4, 6), (21, 1)):
-            options: dict[str, Any] = {"step_options": StepOptions(accumulate_grad_batches=window)}
+            options: dict[str, Any] = {"accumulate_grad_batches": window}
             config = {**CONFIG, "batch_size": size, "num_classes": 3, "ignore_index": 255, "optimizer": "sgd"}
             with TorchTrainer(training_operator_cls=Pixels, config=config, use_local=True, **options) as trainer:
                 trainer.train()

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd import Recovery
 from raysgd.engine.shared.types import Rendezvous, StateHandover
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import SimConnection
@@ -85,7 +86,12 @@ class Crowd(Simulation):
         self._num_bytes: Counter[str] = Counter()
         self._sizes: dict[int, tuple[Any, int]] = {}
         room = -(-num_workers // NUM_NODES) + SPARE_ROOM
-        given = {"heartbeat_s": 30.0, "resize_check_s": 1.0, "tells": False, **options}
+        given = {
+            "heartbeat_s": 30.0,
+            "recovery": Recovery(wait_for_workers=False, resize_interval_s=1.0),
+            "tells": False,
+            **options,
+        }
         super().__init__(
             Schedule(
                 seed=1,

@@ -71,7 +71,7 @@ def tell(num_blocks: int, folder: Path) -> dict[str, Any]:
         config={"num_blocks": 1},
         num_workers=NUM_WORKERS,
         num_cpus_per_worker=0.1,
-        parallel="fsdp",
+        strategy="fsdp",
     ) as trainer:
         trainer.train()  # so that what any model takes, as connections and code, is there before
         trainer.validate()

@@ -104,7 +104,7 @@ def with_operators(gib: float, folder: str) -> dict[str, Any]:
             data: Any = [(torch.ones(1), torch.ones(1))] * 4
             self.register_data(train_loader=DataLoader(data))
 
-    trainer = TorchTrainer(training_operator_cls=Operator, recovery_options=Recovery(heartbeat_s=HEARTBEAT_S))
+    trainer = TorchTrainer(training_operator_cls=Operator, recovery=Recovery(heartbeat_s=HEARTBEAT_S))
     peak = Peak()
     for _ in range(NUM_STATES):
         trainer.train()

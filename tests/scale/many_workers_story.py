@@ -31,7 +31,7 @@ def main() -> None:
             training_operator_cls=Ledger,
             config=config,
             num_workers=NUM_WORKERS,
-            recovery_options=Recovery(heartbeat_s=HEARTBEAT_S),
+            recovery=Recovery(heartbeat_s=HEARTBEAT_S),
         ) as trainer:
             trainer.train()
             testing.kill_worker(trainer, KILLED_RANK, at="step:2")

@@ -33,7 +33,7 @@ def story(num_workers: int, num_stalled: int = 0) -> tuple[Crowd, dict[str, Sent
 
 def check(crowd: Crowd, sent: dict[str, Sent], num_workers: int) -> None:
     assert crowd.killed_alive == []
-    assert crowd.events == ["started", "rejoined", "grown"]
+    assert crowd.events == ["started", "continued", "grown"]
     assert crowd.controller.num_workers == num_workers
     for name, wanted in ONE_EACH.items():
         found = sent[name].most_each(num_workers)
@@ -58,7 +58,7 @@ def test_no_live_worker_of_thousands_is_ended_after_a_loss_also_where_they_stand
 ) -> None:
     crowd, sent = story(MORE, num_stalled)
     assert crowd.killed_alive == []
-    assert crowd.events == ["started", "rejoined", "grown"]
+    assert crowd.events == ["started", "continued", "grown"]
     assert crowd.controller.num_workers == MORE
     assert sent["loss"].messages["interrupt"] <= MORE
 
@@ -70,5 +70,5 @@ def test_a_quarter_of_a_thousand_workers_goes_with_its_node_and_no_other_is_ende
     crowd.does("steps", 1)
     crowd.does("steps", 1)
     assert crowd.killed_alive == []
-    assert crowd.events[1] == "rejoined"
+    assert crowd.events[1] == "continued"
     assert MANY * 3 // 4 - SPARE_ROOM <= crowd.controller.num_workers < MANY

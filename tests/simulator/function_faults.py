@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.engine import ranks
 from raysgd.torch.step.undo import Undo
 from raysgd.train._function_run import MessageQueues
-from raysgd.train._torch.joint_steps import JointSteps
+from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.repeating_loader import RepeatingLoader
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.function_session import Session
@@ -56,7 +56,7 @@ def _takes_over_no_epoch(real: Any) -> Any:
 
 
 def _takes_over_no_parts(real: Any) -> Any:
-    def take_over(self: JointSteps, state: Any) -> None:
+    def take_over(self: GlobalSteps, state: Any) -> None:
         kept, self._shared = self._shared, []
         real(self, {**state, "parts": []})
         self._shared = kept
@@ -92,7 +92,7 @@ FAULTS = (
     Mutation("messages of survivors are dropped with those of the lost", MessageQueues, "begin", _forgets_queues),
     Mutation("who steps in begins its pass from the start", RepeatingLoader, "take_over", _takes_over_no_number),
     Mutation("who steps in has another order of samples", RepeatingLoader, "take_over", _takes_over_no_epoch),
-    Mutation("who steps in keeps its own weights", JointSteps, "_take_over", _takes_over_no_parts),
+    Mutation("who steps in keeps its own weights", GlobalSteps, "_take_over", _takes_over_no_parts),
     Mutation("survivors move up where others step in", ranks, "places", _moves_up),
     Mutation("it is not said from where on those report who step in", Mailbox, "note", nothing),
     Mutation("reports are awaited of those that have not met the others", MessageQueues, "begin", _waits_for_all),

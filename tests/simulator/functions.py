@@ -30,9 +30,9 @@ from raysgd.engine.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._rules.max_retries import LossCounter
-from raysgd.train._torch import joint_steps
-from raysgd.train._torch.joint_steps import JointSteps
-from raysgd.train._torch.loaders import DrawnSampler, over_joint_batches
+from raysgd.train._torch import global_steps
+from raysgd.train._torch.global_steps import GlobalSteps
+from raysgd.train._torch.loaders import DrawnSampler, over_global_batches
 from raysgd.train._torch.repeating_loader import RepeatingLoader
 from raysgd.train._worker import function_replica, membership
 from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
@@ -201,11 +201,11 @@ def train(rank: Rank, session: Session) -> list[list[float]]:
     """The user's function."""
     sim = rank.sim
     world = session.world
-    steps = JointSteps(cast(Any, session))
+    steps = GlobalSteps(cast(Any, session))
     steps._parallel, steps._is_checked = cast(Any, rank), True
     steps._comparisons = cast(Any, SimpleNamespace(is_due=True, note_call=lambda *_: None))  # without a clock
     loader = RepeatingLoader(
-        over_joint_batches(_shuffled(JOINT // world.size), world, 5),
+        over_global_batches(_shuffled(JOINT // world.size), world, 5),
         steps,
     )
     models = [Wrapped() for _ in range(sim.num_steps)]
@@ -416,14 +416,14 @@ class Simulation:
             members = self.members
             arguments = dict(zip(members, call.args_for([rank.world for rank in members]), strict=True))
             answers = self._in_each(members, partial(_call, call.function, arguments))
-            wrong = [error for _, error in answers if error is not None and not _is_loss(error)]
+            wrong = [error for _, error in answers if error is not None and not _is_failure(error)]
             if wrong:
                 raise wrong[0]
             if all(error is None and not isinstance(value, HeldAtStep) for value, error in answers):
                 return [value for value, _ in answers]
-            self._rejoin()
+            self._continue_in_place()
 
-    def _rejoin(self) -> None:
+    def _continue_in_place(self) -> None:
         """Does what the engine does to form another group in place, or drops this one."""
         staying, first = [rank for rank in self.members if not rank.is_dead], {*self.members}
         while True:
@@ -479,7 +479,7 @@ class Simulation:
         spec = FunctionSpec(int, dict, "score", make_session=_make_session, is_elastic=True)
         sim = cast(Any, self)  # the controller, the hooks, and what takes checkpoints
         run = self.function_run = FunctionRun(
-            sim, sim, spec, sim, LossCounter(-1), lambda data: data, max_workers=self.most, resize_check_s=0.0
+            sim, sim, spec, sim, LossCounter(-1), lambda data: data, max_workers=self.most, resize_interval_s=0.0
         )
         returned: list[Any] = []
         attempt = 0
@@ -538,7 +538,7 @@ class Simulation:
 
 
 def _whole() -> DataLoader[Any]:
-    return over_joint_batches(_shuffled(JOINT), World(0, 1), 5)
+    return over_global_batches(_shuffled(JOINT), World(0, 1), 5)
 
 
 def _copied(state: Any) -> Any:
@@ -566,7 +566,7 @@ def _drawn(sampler: DrawnSampler) -> Any:
         return _really_drawn(sampler)
 
 
-def _is_loss(error: BaseException) -> bool:
+def _is_failure(error: BaseException) -> bool:
     return isinstance(error, Died | dist.DistNetworkError)
 
 
@@ -575,9 +575,9 @@ def play(seed: int) -> str | None:
     fakes: Any = SimpleNamespace(send=_send, receive=_receive)
     with ExitStack() as stack:
         for owner, name, value in (
-            (joint_steps, "handover", fakes),
-            (joint_steps, "allreduce_hook", _all_reduce),
-            (joint_steps, "dist", SimpleNamespace(group=dist.group, DistNetworkError=dist.DistNetworkError)),
+            (global_steps, "handover", fakes),
+            (global_steps, "allreduce_hook", _all_reduce),
+            (global_steps, "dist", SimpleNamespace(group=dist.group, DistNetworkError=dist.DistNetworkError)),
             (DrawnSampler, "drawn", _drawn),
             # The session of a process: here are many processes in one, and some of their functions never end.
             (function_replica, "open_session", lambda session: None),

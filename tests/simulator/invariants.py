@@ -40,12 +40,12 @@ class WatchedBudget(RetryBudget):
     def __init__(self, num_restarts: float, invariants: Invariants) -> None:
         super().__init__(num_restarts)
         self._invariants = invariants
-        self.num_rebuilds = 0
+        self.num_restored = 0
         self._last_rejoin: int | None = None
 
-    def pay_for_rejoin(self, progress: int) -> None:
+    def pay_for_continuing(self, progress: int) -> None:
         before, hung = self.num_spent, bool(self._invariants.has_hung)
-        super().pay_for_rejoin(progress)
+        super().pay_for_continuing(progress)
         last, self._last_rejoin = self._last_rejoin, progress
         due = int(not progress or hung or (last is not None and progress - last < 2))
         self._invariants.require(
@@ -53,12 +53,12 @@ class WatchedBudget(RetryBudget):
         )
         self._invariants.check_paid(progress)
 
-    def pay_for_rebuild(self) -> None:
+    def pay_for_restart(self) -> None:
         before = self.num_spent
-        super().pay_for_rebuild()
+        super().pay_for_restart()
         self._last_rejoin = None
-        self.num_rebuilds += 1
-        self._invariants.require(self.num_spent == before + 1, "a rebuild was free")
+        self.num_restored += 1
+        self._invariants.require(self.num_spent == before + 1, "a restart was free")
         self._invariants.require(self.num_spent <= self.num_restarts, "more retries were spent than there are")
 
 
@@ -199,7 +199,7 @@ class Invariants:
     def check_covered(self, must_follow: bool) -> None:
         """After a call in peace: what no snapshot covers is no more than was asked for."""
         schedule, snapshots = self._simulation.schedule, self._simulation.controller.snapshots
-        every_s, has_others = schedule.snapshot_every_s, schedule.snapshot_every or schedule.resize_check_s
+        every_s, has_others = schedule.snapshot_every_s, schedule.snapshot_every or schedule.resize_interval_s
         if every_s is None or has_others or snapshots.is_coming:  # one that is on its way puts off the next
             return
         num_uncovered = snapshots.num_uncovered
@@ -255,7 +255,7 @@ class Invariants:
         processes = self._simulation.cluster.processes
         has_frozen = any(each.outlives_kill or (each.is_frozen and not each.is_dead) for each in processes)
         is_quiet = self._reasons_before == self.reasons and not has_frozen
-        lost = [str(event) for event in events if event.is_loss or event.kind == "hung"]
+        lost = [str(event) for event in events if event.is_failure or event.kind == "hung"]
         self.require(not is_quiet or not lost, f"without a reason: {lost}")
         if is_training:
             self._reasons_before = before

@@ -80,7 +80,7 @@ def _pay_for_any_rejoin(real: Any) -> Any:
 
 def _pay_for_no_rejoin(real: Any) -> Any:
     def pay(self: RetryBudget, progress: int) -> None:
-        self._rejoined_at = progress
+        self._continued_at = progress
 
     return pay
 
@@ -108,16 +108,16 @@ def _classify_as_user(real: Any) -> Any:
 
 
 def _retry_user_errors(real: Any) -> Any:
-    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
+    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_continue: bool) -> Any:
         is_retried = diagnosis.kind == "user" and not budget.is_spent
-        return "rebuild" if is_retried else real(self, diagnosis, budget, can_rejoin)
+        return "restart" if is_retried else real(self, diagnosis, budget, can_continue)
 
     return decide
 
 
 def _lose_user_errors(real: Any) -> Any:
-    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
-        return "give up" if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
+    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_continue: bool) -> Any:
+        return "give up" if diagnosis.kind == "user" else real(self, diagnosis, budget, can_continue)
 
     return decide
 
@@ -364,7 +364,7 @@ _ADVANCED = tuple(
     for seed in range(20)
 )
 _INSIDE = tuple(
-    Schedule(seed, snapshot_every=1, rejoins=False, ops=(Op("steps", 8),), faults=(Fault("die", "merge", 6),))
+    Schedule(seed, snapshot_every=1, continues=False, ops=(Op("steps", 8),), faults=(Fault("die", "merge", 6),))
     for seed in range(5)
 )
 _BROKEN_OFF = tuple(
@@ -372,7 +372,7 @@ _BROKEN_OFF = tuple(
         seed,
         snapshot_every=1,
         regroups=False,
-        rejoins=False,
+        continues=False,
         num_samples=40,
         ops=(Op("steps", 8, 0), Op("train")),
         faults=(Fault("die", "merge", 6), Fault("die", "merge", 7)),
@@ -525,13 +525,15 @@ MUTATIONS = (
     Mutation(
         "a stuck rank that froze is asked to end", WorkerGroup, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN
     ),
-    Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (0,)),
-    Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (11,)),
-    Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (18,)),
+    Mutation("a restart is not paid for", RetryBudget, "pay_for_restart", nothing, (0,)),
+    Mutation("a rejoin without a step is free", RetryBudget, "pay_for_continuing", _pay_for_no_rejoin, (11,)),
+    Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_continuing", _pay_for_any_rejoin, (18,)),
     Mutation("a rejoin after a hang is free", RetryBudget, "note_hang", nothing, (868,), (_HANGING,)),
     Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (5,)),
     Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (1,)),
-    Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
+    Mutation(
+        "a rejoin that led nowhere is tried again", RetryBudget, "obstacle_to_continuing", nothing, (), (_POISONED,)
+    ),
     Mutation(
         "the least advanced survivor is the source", recovery, "choose_source", _source(lambda r: r.progress), (38,)
     ),

@@ -97,7 +97,7 @@ class Program:
         schedule = simulation.schedule
         sizes = range(1, schedule.num_workers + 1)
         # Else a completed call that is repeated by fewer workers takes other steps, and may use fewer samples.
-        self._is_joint_batch_constant = len({max(1, schedule.batch_size // n) * n for n in sizes}) == 1
+        self._is_global_batch_constant = len({max(1, schedule.batch_size // n) * n for n in sizes}) == 1
 
     def run(self) -> None:
         kernel, ops = self._simulation.kernel, self._simulation.schedule.ops
@@ -156,7 +156,7 @@ class Program:
             self._invariants.check_spent(budget.num_spent)
             self._check_raised(op, before)
             events = simulation.controller.history.events[num_events:]
-            has_loss = any(event.is_loss for event in events)  # perhaps of what befell it between two calls
+            has_loss = any(event.is_failure for event in events)  # perhaps of what befell it between two calls
             is_in_peace = before == dict(simulation.befalling.kinds) and not has_loss
             if op.kind in CHANGING and is_in_peace:
                 self._invariants.check_grown(waiting)
@@ -189,8 +189,8 @@ class Program:
         To leave a node and to grow spends no retry of the call.
         """
         has_snapshots_before = not self._simulation.schedule.regroups
-        is_paid = budget.num_rebuilds == num_failures or (has_snapshots_before and budget.num_rebuilds < num_failures)
-        self._invariants.require(is_paid, f"{num_failures} rebuilds, {budget.num_rebuilds} paid")
+        is_paid = budget.num_restored == num_failures or (has_snapshots_before and budget.num_restored < num_failures)
+        self._invariants.require(is_paid, f"{num_failures} rebuilds, {budget.num_restored} paid")
 
     # ------------------------------------------------------------------------------------ calls
 
@@ -201,7 +201,7 @@ class Program:
         base, is_exact = self.committed, self._is_exact
         state = self._walked(None, budget)
         self._invariants.require(state.consumed == 0, f"a pass ended in its middle: {state}")
-        if is_exact and self._is_alone and self._is_joint_batch_constant:
+        if is_exact and self._is_alone and self._is_global_batch_constant:
             self._invariants.require(state.epoch == base.epoch + 1, f"a pass led from {base} to {state}")
         return state
 
@@ -209,7 +209,7 @@ class Program:
         base, is_exact = self.committed, self._is_exact
         state = self._walked(op.argument, budget)
         assert op.argument is not None
-        if is_exact and self._is_alone and self._is_joint_batch_constant:
+        if is_exact and self._is_alone and self._is_global_batch_constant:
             self._invariants.require(
                 state.steps == base.steps + op.argument, f"{op.argument} steps led from {base} to {state}"
             )
@@ -229,7 +229,7 @@ class Program:
         is_own = num_steps is None or {each.num_steps for each in walked} == {num_steps}
         self._invariants.require(is_own, f"{num_steps} steps were asked for: {walked}")
         state = self._one([each.state for each in walked])
-        is_known = self._is_alone and is_exact and self._is_joint_batch_constant
+        is_known = self._is_alone and is_exact and self._is_global_batch_constant
         self._check_measured(walked, state, before if is_known else None)
         self._commit(state)
         return state
@@ -387,7 +387,7 @@ class Program:
 
     def _counted(self, state: State) -> State:
         """What of a state is still there after it."""
-        return state if self._is_joint_batch_constant else State(noted=state.noted)
+        return state if self._is_global_batch_constant else State(noted=state.noted)
 
     def _check_measured(self, walked: Sequence[Walked], state: State, before: State | None) -> None:
         """No sample is measured twice, nor one that was not used; and all that were used, also by lost ranks."""

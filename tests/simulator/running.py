@@ -46,6 +46,11 @@ class Verdict:
     num_happened: int
 
 
+def _waiting(option: Any) -> tuple[Any, float | None]:
+    """Return whether survivors wait, and how often they look for room: "auto"; None, to wait; seconds, not to."""
+    return ("auto", 60.0) if option == "auto" else (option is None, option)
+
+
 class Simulation:
     """One run."""
 
@@ -86,12 +91,12 @@ class Simulation:
             ScalingPolicy(
                 schedule.num_workers, schedule.min_workers, draw=lambda: 0.5, num_local=int(schedule.use_local)
             ),
-            FailurePolicy(schedule.rejoins),
+            FailurePolicy(schedule.continues),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
             view=self.cluster.view,
             clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel), lambda: Condition(kernel)),
             release_timeout_s=10.0,
-            rules=ElasticRules(schedule.resize_check_s, self._leaving, keeps_joint_batch=lambda: True),
+            rules=ElasticRules(*_waiting(schedule.resize_interval_s), self._leaving, keeps_global_batch=lambda: True),
             hooks=self.invariants.hooks,
         )
 

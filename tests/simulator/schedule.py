@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from raysgd.engine.policies import AUTO, ResizeCheck
+from raysgd.engine.policies import AUTO
 from raysgd.engine.shared.group_spec import EverySeconds
 
 POINTS = {
@@ -54,7 +54,7 @@ SIMPLER = (
     "has_halves",
     "undo",
     "snapshot_every",
-    "resize_check_s",
+    "resize_interval_s",
     "tells",
     "min_workers",
     "use_local",
@@ -113,14 +113,14 @@ class Schedule:
     num_spares: int = 0
     num_samples: int = 24
     batch_size: int = 4
-    rejoins: bool = True
+    continues: bool = True
     regroups: bool = True
     renews: bool = False
     is_large: bool = False
     has_halves: bool = False
     undo: bool | None = False
     snapshot_every: int | None = None
-    resize_check_s: ResizeCheck = None
+    resize_interval_s: float | Literal["auto"] | None = None
     tells: bool = True
     heartbeat_s: float = 5.0
     use_local: bool = False
@@ -166,14 +166,14 @@ def drawn(seed: int) -> Schedule:
         num_spares=num_spares if regroups else 0,
         num_samples=num_samples,
         batch_size=rng.choice([2, 4, 6]),
-        rejoins=regroups and rng.random() < 0.85,
+        continues=regroups and rng.random() < 0.85,
         regroups=regroups,
         renews=not regroups and seed % 2 == 1,
         is_large=rng.random() < 0.5,
         has_halves=rng.random() < 0.2,
         undo=UNDO[seed % 3],
         snapshot_every=rng.choice([None, None, 1, 2, 3]),
-        resize_check_s=rng.choice([AUTO if seed % 3 == 0 else None, 0.5, 2.0]),
+        resize_interval_s=rng.choice([AUTO if seed % 3 == 0 else None, 0.5, 2.0]),
         tells=rng.random() < 0.75,
         heartbeat_s=rng.choice([3.0, 5.0, 10.0]),
         use_local=num_workers > 1 and rng.random() < 0.2,

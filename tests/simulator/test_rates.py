@@ -28,7 +28,7 @@ def test_an_interval_is_that_of_wilson(num_found: int, num: int, low: float, hig
 def test_a_search_counts_schedules_until_one_is_broken() -> None:
     [mutation] = [each for each in MUTATIONS if each.words == "a stopped group stays"]
     assert search(mutation, 0) == 1
-    [mutation] = [each for each in MUTATIONS if each.words == "a rebuild is not paid for"]
+    [mutation] = [each for each in MUTATIONS if each.words == "a restart is not paid for"]
     found = search(mutation, 10)
     assert found is not None
     assert search(mutation, 10 + found - 1) == 1

@@ -126,7 +126,7 @@ def test_a_worker_that_freezes_while_replicas_are_made_for_a_restore_is_not_wait
         nodes=(2, 2),
         num_samples=40,
         batch_size=6,
-        rejoins=False,
+        continues=False,
         regroups=False,
         renews=True,
         snapshot_every=2,
@@ -145,7 +145,7 @@ def test_ctrl_c_again_and_again_leaves_no_thread_that_looks_after_workers_of_a_g
     interrupts = [Fault("interrupt", "wait", nth) for nth in (117, 123, 232)]
     losses = Fault("drain", "noted", 3, 5), Fault("stall", "step", 13, 5), Fault("die", "prepare", 2, 2)
     schedule = Schedule(2519147, num_workers=3, nodes=(2, 4), num_samples=23, use_local=True)
-    schedule = replace(schedule, rejoins=False, regroups=False, renews=True, heartbeat_s=3.0)
+    schedule = replace(schedule, continues=False, regroups=False, renews=True, heartbeat_s=3.0)
     verdict = run(replace(schedule, ops=(Op("note", 1), Op("train", None, 6)), faults=(*interrupts, *losses)))
     assert (verdict.broken, verdict.num_happened) == (None, 6)
 
@@ -159,7 +159,7 @@ def test_ctrl_c_while_the_driver_asks_who_is_stuck_leaves_no_ranks_in_different_
         nodes=(4,),
         num_samples=8,
         batch_size=2,
-        rejoins=False,
+        continues=False,
         regroups=False,
         ops=(Op("train", 27), Op("save", 53, 0), Op("steps", 4)),
         faults=(losses[0], Fault("interrupt", "wait", nth), *losses[1:]),
@@ -260,8 +260,8 @@ def test_a_validation_is_run_again_where_its_spare_steps_in_or_dies(fault: Fault
         verdict = simulation.run()
     assert (verdict.broken, verdict.num_happened, len(simulation.cluster.processes)) == (None, 1, num_processes)
     assert any("VALIDATED  pass 0 at 16 after 4 steps" in line for line in verdict.log)
-    num_rejoins = sum("EVENT lost rank" in line and "with 2 workers" in line for line in verdict.log)
-    assert num_rejoins == (fault.point == "step")
+    num_continued = sum("EVENT lost rank" in line and "with 2 workers" in line for line in verdict.log)
+    assert num_continued == (fault.point == "step")
 
 
 @pytest.mark.parametrize("regroups", [True, False])
@@ -272,7 +272,7 @@ def test_an_exception_on_another_rank_is_raised_before_the_driver_loses_patience
         nodes=(4,),
         num_samples=40,
         regroups=regroups,
-        rejoins=regroups,
+        continues=regroups,
         tells=False,
         use_local=True,
         ops=(Op("train"),),
@@ -324,7 +324,7 @@ def test_the_report_of_a_broken_schedule_can_be_run_again(monkeypatch: pytest.Mo
     schedule = Schedule(
         1, num_spares=1, ops=(Op("look"), Op("note", 1), Op("train")), faults=(Fault("die", "note", 1),)
     )
-    monkeypatch.setattr(RetryBudget, "pay_for_rebuild", lambda budget: None)
+    monkeypatch.setattr(RetryBudget, "pay_for_restart", lambda budget: None)
     verdict = run(schedule)
     assert verdict.broken is not None
     report = told(None, schedule, verdict)

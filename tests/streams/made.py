@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.arrays.division import Division
-from raysgd.streams.joint_reader import JointReader, Numbers, Shares, StartSum, StreamBatch, alone
+from raysgd.streams.global_reader import GlobalReader, Numbers, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition
 from raysgd.streams.lanes import lanes_of
 from raysgd.streams.loaders import BatchMaker, LoaderInThread
@@ -77,8 +77,8 @@ class Sums:
             return np.sum(self._rounds[number], axis=0)
 
 
-def division(joint_size: int, world_size: int, cap: int | None = None) -> Division:
-    return Division(joint_size, world_size, cap)
+def division(global_size: int, world_size: int, cap: int | None = None) -> Division:
+    return Division(global_size, world_size, cap)
 
 
 def reader(
@@ -89,11 +89,11 @@ def reader(
     start_sum: StartSum = alone,
     num_ahead: int = 0,
     pad: bool = True,
-) -> JointReader:
+) -> GlobalReader:
     watched = lanes_of(rank, shares.world_size, of_pass.num_lanes)
     loading = LoaderInThread(BatchMaker(of_pass, watched, list))
     loading.num_ahead = num_ahead
-    return JointReader(of_pass, shares, rank, begin, watched, lambda: loading, start_sum, pad)
+    return GlobalReader(of_pass, shares, rank, begin, watched, lambda: loading, start_sum, pad)
 
 
 def read_together(
@@ -124,10 +124,10 @@ def read_together(
 
 
 def joint(step: Sequence[Sequence[StreamBatch]]) -> list[Any]:
-    """The rows of a joint batch, in its order."""
+    """The rows of a global batch, in its order."""
     return [row for batches in step for batch in batches for row in (batch.batch or [])[: batch.num_rows]]
 
 
 def counts(step: Sequence[Sequence[StreamBatch]]) -> list[int]:
-    """The rows of each rank in a joint batch."""
+    """The rows of each rank in a global batch."""
     return [sum(batch.num_rows for batch in batches) for batches in step]

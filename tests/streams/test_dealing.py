@@ -90,7 +90,7 @@ def test_any_run_of_turns_is_spread_over_all_lanes() -> None:
         assert all(4 <= sum(lane // 16 == quarter for lane in run) <= 8 for quarter in range(4))
 
 
-def test_shares_of_a_joint_batch_are_runs_of_its_rows() -> None:
+def test_shares_of_a_global_batch_are_runs_of_its_rows() -> None:
     chance = random.Random(2)
     for _ in range(300):
         counts = [chance.randint(0, 3) for _ in range(8)]

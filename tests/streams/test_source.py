@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from raysgd.arrays.division import Division, ShardedJointBatch
-from raysgd.streams.joint_reader import StartSum
+from raysgd.arrays.division import Division, ShardedGlobalBatch
+from raysgd.streams.global_reader import StartSum
 from raysgd.streams.source import StreamData, StreamSource, num_bytes, stream_data
 from raysgd.streams.stream import Stream
 from tests.streams.made import MadeStream
@@ -122,7 +122,7 @@ def test_weights_average_to_one_over_the_ranks() -> None:
 def test_logical_shards_and_their_seeds_do_not_depend_on_the_number_of_workers() -> None:
     def shards(world_size: int) -> list[Any]:
         stream = MadeStream([40]).batch(16)
-        data = stream_data(stream, "train", lambda size, number: ShardedJointBatch(size, number, 4), world_size)
+        data = stream_data(stream, "train", lambda size, number: ShardedGlobalBatch(size, number, 4), world_size)
         sources = [source_of(data, rank=rank, world_size=world_size) for rank in range(world_size)]
         assert sources[0].num_shards == 4
         found = [item for each in sources for item in each.open(0, 0) if item.num_samples]
@@ -178,7 +178,7 @@ def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out
         source.load_state({"consumed": 8, "is_mid_pass": True, "seed": 0, "num_samples": 30})
     source_of(data_of(stream.shuffle(80).map(str).batch(9))).load_state(
         state
-    )  # another size of the joint batch is fine
+    )  # another size of the global batch is fine
 
 
 LANE = [0, 3, 1, 0]

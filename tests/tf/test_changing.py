@@ -53,18 +53,16 @@ def is_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
 
 def test_what_a_step_depends_on_follows_the_config(make_local: Make) -> None:
     trainer = make_local()
-    found = [controller_of(trainer).facts[0].keeps_joint_batch]
+    found = [controller_of(trainer).facts[0].keeps_global_batch]
     trainer.reset_config({**CONFIG, BATCH_SIZE: 8})
-    found.append(controller_of(trainer).facts[0].keeps_joint_batch)
+    found.append(controller_of(trainer).facts[0].keeps_global_batch)
     assert found == [False, True]
 
 
-@pytest.mark.parametrize(
-    "options", [{"model_creator": make_model, "data_creator": make_data}, {"joint_batch": "constant"}]
-)
+@pytest.mark.parametrize("options", [{"model_creator": make_model, "data_creator": make_data}, {"split_batches": True}])
 def test_a_batch_of_all_workers_is_known_as_such(options: dict[str, Any], make_local: Make) -> None:
     trainer = make_local(None if "model_creator" in options else Line, **options)
-    assert controller_of(trainer).facts[0].keeps_joint_batch
+    assert controller_of(trainer).facts[0].keeps_global_batch
 
 
 class Counted(Line):

@@ -82,8 +82,8 @@ def assert_same(alone: Findings, together: Findings, but: Collection[str] = ()) 
 
 
 @pytest.mark.keras_in_turns("keras3")
-def test_a_constant_joint_batch_has_the_steps_of_one_process(lab: TFTrainer) -> None:
-    options = {"batch_options": BatchOptions("constant")}
+def test_a_constant_global_batch_has_the_steps_of_one_process(lab: TFTrainer) -> None:
+    options = {"batch_options": BatchOptions(True)}
     config = {BATCH_SIZE: 5, "batch_size": 5}  # does not divide by two, and is that of both workers
     together = run_together(lab, Experiment(Line, config, CALLS, options))
     alone = run_alone(lab, Experiment(Line, config, CALLS))
@@ -234,7 +234,7 @@ def test_and_in_the_first_step_of_its_process(lab: TFTrainer) -> None:
 
 
 @pytest.mark.keras_in_turns("keras3")
-def test_batches_of_one_worker_make_a_joint_batch(lab: TFTrainer) -> None:
+def test_batches_of_one_worker_make_a_global_batch(lab: TFTrainer) -> None:
     alone = run_alone(lab, Experiment(Line, {"batch_size": 4}, CALLS))
     together = run_together(lab, Experiment(Line, {"batch_size": 2}, CALLS))
     assert_same(alone, together)
@@ -308,11 +308,9 @@ def test_ranks_skip_a_step_together_when_half_precision_overflows(lab: TFTrainer
 
 
 @pytest.mark.keras_in_turns("keras2")
-def test_a_constant_joint_batch_of_data_that_are_not_divided_is_refused(lab: TFTrainer) -> None:
-    for error in refusals(lab, Experiment(OwnData, {}, options={"batch_options": BatchOptions("constant")})):
-        with pytest.raises(
-            ValueError, match=r'`joint_batch="constant"` cannot work: .*register a dataset that the lib'
-        ):
+def test_a_constant_global_batch_of_data_that_are_not_divided_is_refused(lab: TFTrainer) -> None:
+    for error in refusals(lab, Experiment(OwnData, {}, options={"batch_options": BatchOptions(True)})):
+        with pytest.raises(ValueError, match=r"`split_batches=True` cannot work: .*register a dataset that the lib"):
             raise error
 
 
@@ -393,10 +391,10 @@ def test_a_pass_goes_on_elsewhere_in_the_same_order(lab: TFTrainer) -> None:
     (state, *first), (_, *second) = lab.apply_all_workers(interrupted)
     assert state["resume"]["position"]["pass_index"] == 2
     rest = lab.apply_all_workers(lambda: resumed(state))
-    joint_rest = [sample for pair in zip(first[1], second[1], strict=True) for batch in pair for sample in batch]
-    assert rest[0] == rest[1] == joint_rest
+    global_rest = [sample for pair in zip(first[1], second[1], strict=True) for batch in pair for sample in batch]
+    assert rest[0] == rest[1] == global_rest
     used = [sample for seen in (first[0], second[0]) for sample in seen[-1]]
-    assert sorted(used + joint_rest) == list(range(12))
+    assert sorted(used + global_rest) == list(range(12))
 
 
 @pytest.mark.keras_in_turns("keras3")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd import testing
+from raysgd import Recovery, testing
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.stream import Pipeline
@@ -54,7 +54,7 @@ def trainer_of(kind: str, num_workers: int, **options: Any) -> TFTrainer:
         config={"kind": kind, "num_loaders": 1 if num_workers > 1 else 0},
         num_replicas=num_workers,
         num_cpus_per_worker=0.25,
-        joint_batch="constant",
+        split_batches=True,
         seed=3,
         **options,
     )
@@ -71,7 +71,7 @@ def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
         alone = trainer.get_model().get_weights()
         rows = MadeStream([15] * 40).map(as_sample).batch(64)
         assert len(trainer.predict(rows)) == 600
-    with trainer_of(kind, 3, resize_check_s=600.0) as trainer:
+    with trainer_of(kind, 3, recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0)) as trainer:
         testing.kill_worker(trainer, 1, at="step:5")
         trainer.train(num_steps=9)
         trainer.save(tmp_path / "checkpoint")
@@ -88,7 +88,7 @@ def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_stream_needs_a_constant_joint_batch() -> None:
+def test_a_stream_needs_a_constant_global_batch() -> None:
     context = OperatorContext(TFSettings(StreamOperator, {}, 3), World(0, 1))
-    with pytest.raises(InvalidRegistrationError, match='pass `joint_batch="constant"`'):
+    with pytest.raises(InvalidRegistrationError, match="pass `split_batches=True`"):
         StreamOperator({"kind": "known", "num_loaders": 0}, context)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd import testing
+from raysgd import Recovery, testing
 from raysgd.callbacks import Checkpointing, EarlyStopping
 from raysgd.exceptions import IncompatibleModelError, RanksDifferError, WorkerError
 from raysgd.tf import TFTrainer, TrainingOperator
@@ -242,7 +242,7 @@ def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
 @pytest.mark.keras_in_turns("keras2")
 def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, keras: str, tmp_path: Path) -> None:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
-    options: dict[str, Any] = {"config": config, "recovery": "rebuild"}
+    options: dict[str, Any] = {"config": config, "recovery": Recovery(in_place=False)}
     with TFTrainer(make_model_that_dies, make_data, num_replicas=2, seed=1, **options) as trainer:
         path = trainer.save(tmp_path / "before.npz")
         expected = trainer.train()
@@ -389,7 +389,7 @@ class TwoInAGraph(Line):
 
 
 def test_a_compiled_step_may_average_by_itself_though_only_one_rank_traces_it_anew(trainer: TFTrainer) -> None:
-    """In the last of the joint batches, of three samples, the ranks have two and one."""
+    """In the last of the global batches, of three samples, the ranks have two and one."""
 
     def trained() -> Any:
         from raysgd.engine.shared.types import World

@@ -54,7 +54,7 @@ def test_a_spare_validates_until_it_is_needed(what: dict[str, Any], ray_cluster:
         testing.kill_worker(trainer, 1, at="step:1")
         handle = trainer.validate(blocking=False)
         trainer.train()
-        assert [event.kind for event in trainer.history.events] == ["started", "rejoined"]
+        assert [event.kind for event in trainer.history.events] == ["started", "continued"]
         assert trainer.num_workers == 2
         assert without_batches(handle.result(300)) == inline
 

@@ -46,8 +46,8 @@ class Chaos(threading.Thread):
         trainer: Whose workers.
         cluster: Whose nodes.
         num_kills: How many workers are to be killed at least.
-        num_rejoins: Go on until the trainer has counted so many.
-        num_rebuilds: Likewise.
+        num_continued: Go on until the trainer has counted so many.
+        num_restored: Likewise.
         num_nodes: How many faults are to be the loss of a node.
         seed: Of all chance.
         killed: The processes killed so far.
@@ -57,8 +57,8 @@ class Chaos(threading.Thread):
     trainer: TorchTrainer
     cluster: Cluster
     num_kills: int
-    num_rejoins: int
-    num_rebuilds: int
+    num_continued: int
+    num_restored: int
     num_nodes: int
     seed: int
     killed: set[int] = field(default_factory=set)
@@ -79,8 +79,8 @@ class Chaos(threading.Thread):
         history = controller_of(self.trainer).history
         return (
             len(self.killed) >= self.num_kills
-            and history.count("rejoined") >= self.num_rejoins
-            and history.count("rebuilt") >= self.num_rebuilds
+            and history.count("continued") >= self.num_continued
+            and history.count("restored") >= self.num_restored
             and self._nodes_lost >= self.num_nodes
         )
 
@@ -113,7 +113,7 @@ class Chaos(threading.Thread):
     def _choose(self) -> Callable[[], None]:
         self._num_faults += 1
         history = controller_of(self.trainer).history
-        if self._num_faults % 7 == 0 and history.count("rebuilt") < self.num_rebuilds + self._num_faults // 30:
+        if self._num_faults % 7 == 0 and history.count("restored") < self.num_restored + self._num_faults // 30:
             return self._kill_all
         if self._num_faults % 5 == 3 and self._nodes_lost < self.num_nodes:
             return self._lose_node
@@ -159,8 +159,7 @@ def train_disturbed(cluster: Cluster, faults: int, seed: int, nodes: int) -> dic
         training_operator_cls=Ledger,
         num_workers=NUM_WORKERS,
         config={**CONFIG, "step_s": STEP_S},
-        resize_check_s=0.5,
-        recovery_options=Recovery(snapshot_every_n_steps=10),
+        recovery=Recovery(wait_for_workers=False, resize_interval_s=0.5, snapshot_every_n_steps=10),
     ) as trainer:
         chaos = Chaos(trainer, cluster, faults, faults * 2 // 3, max(1, faults // 10), nodes, seed)
         chaos.start()
@@ -175,8 +174,8 @@ def train_disturbed(cluster: Cluster, faults: int, seed: int, nodes: int) -> dic
         return {
             "seed": seed,
             "kills": len(chaos.killed),
-            "rejoins": history.count("rejoined"),
-            "rebuilds": history.count("rebuilt"),
+            "rejoins": history.count("continued"),
+            "rebuilds": history.count("restored"),
             "gave up": chaos.failure,
             "books": books,
             "equal": all(equal(state, states[0]) for state in states),

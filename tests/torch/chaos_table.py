@@ -42,7 +42,7 @@ LAST_STEP = -(-NUM_SAMPLES // (NUM_WORKERS * BATCH_SIZE_OF_ONE)) - 1
 NODE = "node of rank 0"
 VICTIMS = {"rank 0": (0,), "another": (1,), "two at once": (0, 2), "all": (0, 1, 2), NODE: (0,)}
 STEPS = {"first step": 0, "mid-epoch": LAST_STEP // 2, "last step": LAST_STEP}
-PHASES = ("start-up", "between calls", *STEPS, "validate", "save", "get_model", "state_dict", "rejoin")
+PHASES = ("start-up", "between calls", *STEPS, "validate", "save", "get_model", "state_dict", "continue")
 
 CHOSEN = (
     ("start-up", "another"),
@@ -54,7 +54,7 @@ CHOSEN = (
     ("save", "rank 0"),
     ("get_model", "another"),
     ("state_dict", "another"),
-    ("rejoin", "rank 0"),
+    ("continue", "rank 0"),
 )
 """Each phase and each victim at least once: what there is time for. The whole table is for `make soak`."""
 
@@ -144,8 +144,8 @@ class Table:
         trainer, ranks = self.trainer, VICTIMS[victim]
         if phase in ("between calls", "get_model"):
             return self._between_calls(phase, ranks, beckon)
-        if phase == "rejoin":
-            return self._rejoin(victim, beckon)
+        if phase == "continue":
+            return self._continue_in_place(victim, beckon)
         if phase in STEPS:
             self._set("step", ranks, beckon, STEPS[phase])
             trainer.train()
@@ -177,11 +177,11 @@ class Table:
         trainer.train()
         return {"result": sorted(uses(trainer))}
 
-    def _rejoin(self, victim: str, beckon: Beckon | None) -> dict[str, Any]:
+    def _continue_in_place(self, victim: str, beckon: Beckon | None) -> dict[str, Any]:
         """Rank 2 is lost first; the victims among the survivors while they form a new group."""
         ranks = {"two at once": (0, 1), "all": (0, 1)}.get(victim, VICTIMS[victim])
         testing.kill_worker(self.trainer, 2, at="step:5")
-        self._set("rejoin", ranks, beckon)
+        self._set("continue", ranks, beckon)
         self.trainer.train()
         return {"result": sorted(uses(self.trainer))}
 

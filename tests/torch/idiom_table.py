@@ -100,11 +100,10 @@ class Laboratory:
             num_cpus_per_worker=0.5,
             use_gpu=False,
             config=self._config("Idiom", "float64"),
-            joint_batch="constant",
+            split_batches=True,
             scheduler_step_freq="manual",
             seed=3,
-            resize_check_s=600.0,
-            recovery_options=Recovery(snapshot_every_s=0),
+            recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0, snapshot_every_s=0),
             **options,
         )
 
@@ -140,7 +139,7 @@ class Laboratory:
             raise
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        happened = tuple(event.kind for event in [*events][num_before:] if event.is_loss)
+        happened = tuple(event.kind for event in [*events][num_before:] if event.is_failure)
         return Outcome(death, apart, error, happened, num_left, counts)
 
     def _of_one_process(self, name: str, dtype: str) -> list[torch.Tensor]:

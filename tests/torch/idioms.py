@@ -38,13 +38,13 @@ class Idiom(TrainingOperator):
         words: The name in the table.
         refused: What an error says to write; empty where several workers equal one process.
         unseen: Whether the page names it as an exception that no check sees.
-        joint_batch: The samples of a batch of all workers.
+        global_batch: The samples of a batch of all workers.
     """
 
     words: ClassVar[str] = "stock step"
     refused: ClassVar[str] = ""
     unseen: ClassVar[bool] = False
-    joint_batch: ClassVar[int] = JOINT_BATCH
+    global_batch: ClassVar[int] = JOINT_BATCH
 
     def __new__(cls, config: dict[str, Any], **_: Any) -> Idiom:
         made: Idiom = super().__new__(IDIOMS[config["idiom"]])
@@ -64,7 +64,7 @@ class Idiom(TrainingOperator):
 
     def rows(self) -> tuple[torch.Tensor, ...]:
         """Return features and targets of all samples."""
-        features = self.random(NUM_STEPS * self.joint_batch, NUM_FEATURES, seed=1)
+        features = self.random(NUM_STEPS * self.global_batch, NUM_FEATURES, seed=1)
         return features, features.sin().sum(1, keepdim=True)
 
     def random(self, *shape: int, seed: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Idiom(TrainingOperator):
         for optimizer in self._raysgd.registered.optimizers:
             optimizer.register_step_pre_hook(self._at("before step"))
             optimizer.register_step_post_hook(self._at("after step"))
-        self.register_data(train_loader=DataLoader(TensorDataset(*self.rows()), self.joint_batch, shuffle=True))
+        self.register_data(train_loader=DataLoader(TensorDataset(*self.rows()), self.global_batch, shuffle=True))
         return list(made[0]), list(made[1]), made[2]
 
     def _at(self, place: str) -> Callable[..., None]:
@@ -701,11 +701,11 @@ class Recurrent(Own):
     """The state of all samples is in `state_dict`; each worker uses and returns its own part of it."""
 
     words = "LSTM state between batches, in `state_dict`"
-    joint_batch = 12
+    global_batch = 12
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        self.hidden = torch.zeros(2, self.joint_batch, 3, dtype=self.dtype)
+        self.hidden = torch.zeros(2, self.global_batch, 3, dtype=self.dtype)
 
     def make_model(self) -> nn.Module:
         return _Recurrent()
@@ -819,7 +819,7 @@ class AutogradGrad(Own):
 
 class AutogradAveraged(Own):
     words = "`autograd.grad`, averaged by hand"
-    joint_batch = 12
+    global_batch = 12
 
     def step_on(self, batch: Batch) -> None:
         gradients = torch.autograd.grad(self.loss(batch), self.weights)

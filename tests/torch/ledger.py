@@ -1,7 +1,7 @@
 """An operator whose model keeps the books itself: how often each sample was used is one of its parameters.
 
-A gradient marks the samples of a joint step, over all ranks, and the optimizer adds the marks up. So the books are part
-of the very state that is handed over, restored and saved: a step that was taken back is not in them, one that was
+A gradient marks the samples of a global step, over all ranks, and the optimizer adds the marks up. So the books are
+part of the very state that is handed over, restored and saved: a step that was taken back is not in them, one that was
 taken twice is in them twice, and neither can be mended by a log that somebody writes beside it.
 """
 
@@ -38,7 +38,7 @@ class BookKeeping(torch.nn.Module):
 
 
 class LossAndMarks(torch.nn.Module):
-    """The mean squared error; its gradient marks each sample with one over the size of the joint batch."""
+    """The mean squared error; its gradient marks each sample with one over the size of the global batch."""
 
     def forward(self, output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
         prediction, marks = output
@@ -78,7 +78,7 @@ class Ledger(TrainingOperator):
     def optimizer_step(self) -> None:
         marks = self.net.used.grad
         assert marks is not None
-        marks /= marks[marks > 0].min()  # so many times was each sample in the joint batch
+        marks /= marks[marks > 0].min()  # so many times was each sample in the global batch
         marks.round_()
         super().optimizer_step()
         if self.config.get("slow_size", self.world_size) == self.world_size:

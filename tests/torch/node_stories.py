@@ -98,7 +98,7 @@ def parts_outlive_two_nodes(cluster: Cluster) -> dict[str, Any]:
     """One after the other, each with what its worker had of the last snapshot."""
     found: dict[str, Any] = {"before": [], "after": [], "sizes": [], "nodes of parts": []}
     with TorchTrainer(
-        training_operator_cls=Wide, num_workers=4, config={"optimizer": "adam"}, parallel="fsdp"
+        training_operator_cls=Wide, num_workers=4, config={"optimizer": "adam"}, strategy="fsdp"
     ) as trainer:
         for lost in (3, 1):
             trainer.train()

@@ -158,11 +158,10 @@ def run_programs(
         num_workers=num_workers,
         num_cpus_per_worker=0.5,
         use_gpu=False,
-        joint_batch="constant",
+        split_batches=True,
         scheduler_step_freq="manual",
         seed=seed,
-        resize_check_s=600.0,
-        recovery_options=Recovery(snapshot_every_s=0),  # after each call the workers are compared
+        recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0, snapshot_every_s=0),
     ) as trainer:
         events = controller_of(trainer).history.events
         for number in numbers:
@@ -178,7 +177,7 @@ def run_programs(
                     trainer.train()
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
-            yield config, [event.kind for event in [*events][num_before:] if event.is_loss], error
+            yield config, [event.kind for event in [*events][num_before:] if event.is_failure], error
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     python -m tests.torch.record_run FOLDER --kills 2000 --nodes 50 --every 5 --part 100
 
 Does the next part and prints where the record is, as a line of JSON. A part goes on from the file of the part before,
-with as many samples in a joint step whatever the number of workers, so the weights have to be those of one process that
-is left in peace: to 1e-5, at the end of each part. `FOLDER/record.json` says how far the record is. A part that is
+with as many samples in a global step whatever the number of workers, so the weights have to be those of one process
+that is left in peace: to 1e-5, at the end of each part. `FOLDER/record.json` says how far the record is. A part that is
 broken off, by Ctrl-C or by SIGKILL, is done again: the files of the part before stay until the record knows of the next
 one. Where they are missing, as on another machine to which only `record.json` came, the part begins a new training. A
 part of 100 kills takes about ten minutes.
@@ -114,7 +114,7 @@ class Record:
         partial.replace(folder / "record.json")
 
 
-class JointLedger(Ledger):
+class GlobalLedger(Ledger):
     """The same with a batch size of all workers together."""
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class Schedule(Chaos):
 def make_trainer(**options: Any) -> TorchTrainer:
     """One that starts like the others, whatever the number of its workers."""
     config = {"num_samples": NUM_SAMPLES, BATCH_SIZE: JOINT_BATCH, **options.pop("config", {})}
-    return TorchTrainer(training_operator_cls=JointLedger, config=config, seed=SEED, **options)
+    return TorchTrainer(training_operator_cls=GlobalLedger, config=config, seed=SEED, **options)
 
 
 def train_disturbed(
@@ -170,8 +170,7 @@ def train_disturbed(
     with make_trainer(
         config={"step_s": STEP_S},
         num_workers=NUM_WORKERS,
-        resize_check_s=0.5,
-        recovery_options=Recovery(snapshot_every_n_steps=10),
+        recovery=Recovery(wait_for_workers=False, resize_interval_s=0.5, snapshot_every_n_steps=10),
     ) as trainer:
         if record.passes_of_training:
             trainer.load(str(record.file(folder, "disturbed")))

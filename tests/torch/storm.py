@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import ray
 
+from raysgd import Recovery
 from raysgd.torch import TorchTrainer
 from tests.helpers.doors import controller_of
 from tests.helpers.hygiene import RaySurroundings
@@ -36,7 +37,7 @@ _BETWEEN_S = (2.0, 4.0)
 
 MODES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
-    "constant": {"joint_batch": "constant"},
+    "constant": {"split_batches": True},
 }
 
 
@@ -98,7 +99,9 @@ def train_in_the_storm(mode: str, seconds: float, seed: int) -> dict[str, Any]:
     """Trains pass after pass as long as it lasts, and one more in peace."""
     storm, done, sizes, metrics = Storm(seconds, seed), [], [], []
     began = time.monotonic()
-    with trainer_of(mode, num_workers=NUM_WORKERS, resize_check_s=1.0) as trainer:
+    with trainer_of(
+        mode, num_workers=NUM_WORKERS, recovery=Recovery(wait_for_workers=False, resize_interval_s=1.0)
+    ) as trainer:
         storm.start()
         is_over = False
         while not is_over:
@@ -116,8 +119,8 @@ def train_in_the_storm(mode: str, seconds: float, seed: int) -> dict[str, Any]:
             "books": sorted(uses(trainer)),
             "weights": weights_of(trainer),
             "metrics": metrics,
-            "rejoins": history.count("rejoined"),
-            "rebuilds": history.count("rebuilt"),
+            "rejoins": history.count("continued"),
+            "rebuilds": history.count("restored"),
             "events": [str(event) for event in history.events],
         }
 

@@ -100,7 +100,7 @@ def stream_of_files(folder: Path, kind: str) -> Pipeline:
 
 
 class RowCounts(torch.nn.Module):
-    """A weight for each row, which says how often it was trained on, and one that the order of joint batches makes."""
+    """A weight for each row, which says how often it was trained on, and one that the order of global batches makes."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def test_a_loss_ctrl_c_and_shutdown_end_what_they_end_in_other_calls(ray_cluster
         testing.kill_worker(trainer, 1)
         closed.unlink()
         assert handle.result(90)["epoch"] == 1
-        assert [event.kind for event in trainer.history.events] == ["started", "rejoined"]
+        assert [event.kind for event in trainer.history.events] == ["started", "continued"]
 
         weights = trainer.state_dict()["models"][0]
         closed.touch()

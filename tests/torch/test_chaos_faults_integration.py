@@ -64,19 +64,19 @@ def test_a_long_step_is_none_of_a_frozen_process_which_is_lost(ray_cluster: None
     """With processes that load: they stay with their worker, or end with it."""
     config = {"num_samples": 48, "num_loader_processes": 2}
     with TorchTrainer(
-        training_operator_cls=Ledger, num_workers=2, config=config, recovery_options=Recovery(heartbeat_s=4.0)
+        training_operator_cls=Ledger, num_workers=2, config=config, recovery=Recovery(heartbeat_s=4.0)
     ) as trainer:
         with testing.slow_rank(trainer, 0, 12.0):
             trainer.train(num_steps=1)
         assert kinds(trainer) == []
         testing.hang_rank(trainer, 0, at="step:3")
         trainer.train()
-        assert kinds(trainer) == ["hung", "rejoined"]
+        assert kinds(trainer) == ["hung", "continued"]
         assert uses(trainer) == {1}
         with testing.slow_rank(trainer, 1, 1.5):  # it has the first rank by then
             testing.kill_worker(trainer, 0, at="step:1")
             trainer.train(num_steps=3)
-        assert kinds(trainer) == ["hung", "rejoined", "rejoined"]
+        assert kinds(trainer) == ["hung", "continued", "continued"]
         trainer.train()
         assert uses(trainer) == {2}
         assert_alike(trainer)
@@ -121,7 +121,7 @@ def test_a_survivor_keeps_its_objects_and_the_batch_follows_the_group(ray_cluste
         num_workers=2,
         config={BATCH_SIZE: 8, "num_samples": 48},
         scheduler_step_freq="batch",
-        resize_check_s=600.0,
+        recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0),
         initialization_hook=newcomers,
     ) as trainer:
         assert trainer.train()["batch_count"] == 6
@@ -141,7 +141,7 @@ def test_a_survivor_keeps_its_objects_and_the_batch_follows_the_group(ray_cluste
         assert equal(after[0]["state"], after[1]["state"])
         assert equal(after[0]["parameters"], after[1]["parameters"])
         assert survivor["pid"] in [seen["pid"] for seen in after]
-        assert kinds(trainer) == ["rejoined", "grown"]
+        assert kinds(trainer) == ["continued", "grown"]
 
 
 # ------------------------------------------------------------------------------------------------ several optimizers
@@ -184,10 +184,10 @@ def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with_un
     ray_cluster: None, tmp_path: Path
 ) -> None:
     config = {"noise_dim": 2, "batch_size": 8, "seed": 0, "marks": str(tmp_path)}
-    options = {"config": config, "recovery_options": Recovery(undo=False)}
+    options = {"config": config, "recovery": Recovery(undo=False)}
     with TorchTrainer(training_operator_cls=Pair, num_workers=2, **options) as trainer:
         result = trainer.train()
-        assert kinds(trainer) == ["rebuilt"]
+        assert kinds(trainer) == ["restored"]
         assert (result["num_samples"], result["epoch"]) == (64, 1)
         first, second = trainer.apply_all_operators(parameters_of_all)
         assert equal(first, second)
@@ -210,7 +210,7 @@ def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(ray_cluste
         num_epochs += train_until_whole(trainer)
         testing.kill_worker(trainer, 1, at="validate")
         assert trainer.validate()["num_samples"] == 60
-        assert [kind for kind in kinds(trainer) if kind != "grown"] == ["rejoined"] * 3
+        assert [kind for kind in kinds(trainer) if kind != "grown"] == ["continued"] * 3
         assert trainer.get_local_operator() is operator
         assert operator.model is model  # type: ignore[attr-defined]
         assert uses(trainer) == {num_epochs}

@@ -41,10 +41,10 @@ def assert_that_nothing_was_lost(cell: dict[str, Any]) -> None:
     if phase == "start-up":
         return
     assert cell["failures"] >= 1
-    whole = [kind for kind in cell["events"] if kind == "rebuilt"]
+    whole = [kind for kind in cell["events"] if kind == "restored"]
     if victim == "all":
         assert whole, "nobody is left to go on with"
-    elif phase != "rejoin":
+    elif phase != "continue":
         assert not whole, "the survivors go on where they are"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
-from raysgd import testing
+from raysgd import Recovery, testing
 from raysgd.torch import TorchTrainer
 from tests.helpers.doors import controller_of
 from tests.torch.ledger import Ledger, uses
@@ -25,8 +25,8 @@ NUM_SAMPLES, JOINT_BATCH = 120, 12
 OPTIONS: dict[str, Any] = {
     "config": {"num_samples": NUM_SAMPLES, "batch_size": JOINT_BATCH},
     "num_cpus_per_worker": 0.5,
-    "joint_batch": "constant",
-    "resize_check_s": 600.0,
+    "split_batches": True,
+    "recovery": Recovery(wait_for_workers=False, resize_interval_s=600.0),
 }
 
 
@@ -36,7 +36,7 @@ class WithoutLoader(Ledger):
 
 
 def kinds(trainer: TorchTrainer) -> list[str]:
-    return [event.kind for event in controller_of(trainer).history.events if event.is_loss]
+    return [event.kind for event in controller_of(trainer).history.events if event.is_failure]
 
 
 def loader_of(data: TensorDataset) -> DataLoader[Any]:
@@ -49,10 +49,10 @@ def test_each_sample_of_the_call_is_used_once(ray_cluster: None, make: Any) -> N
     with TorchTrainer(training_operator_cls=WithoutLoader, num_workers=3, **OPTIONS) as trainer:
         testing.kill_worker(trainer, 0, at="step:3")
         first = trainer.train(dataset=data, num_steps=5)
-        assert kinds(trainer) == ["rejoined"]
+        assert kinds(trainer) == ["continued"]
         testing.kill_worker(trainer, 0, at="step:2")
         second = trainer.train(dataset=data)
-        assert kinds(trainer) == ["rejoined"] * 2
+        assert kinds(trainer) == ["continued"] * 2
         assert first["num_samples"] + second["num_samples"] == NUM_SAMPLES
         assert (first["epoch"], second["epoch"]) == (1, 2)
         assert uses(trainer) == {1}
@@ -77,12 +77,15 @@ def test_an_order_that_the_user_draws_is_gone_on_with_if_a_new_worker_draws_the_
 ) -> None:
     data = dataset(NUM_SAMPLES)
     loader = DataLoader(data, batch_size=JOINT_BATCH, sampler=OwnSampler(data, counts))
-    options = {**OPTIONS, "resize_check_s": None}  # wait for the new worker
+    options = {
+        **OPTIONS,
+        "recovery": Recovery(wait_for_workers=True, resize_interval_s=None),
+    }  # wait for the new worker
     with TorchTrainer(training_operator_cls=WithoutLoader, num_workers=2, **options) as trainer:
         trainer.train(dataset=loader)
         testing.kill_worker(trainer, 1, at="step:3")
         trainer.train(dataset=loader)
-        assert kinds(trainer)[-1] == ("rebuilt" if counts else "rejoined")
+        assert kinds(trainer)[-1] == ("restored" if counts else "continued")
         assert uses(trainer) == {2}
 
 
@@ -114,28 +117,28 @@ class WithBuckets(Ledger):
 
 
 def test_batches_of_a_batch_sampler_are_divided(ray_cluster: None) -> None:
-    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": False}, "joint_batch": "per_worker"}
+    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": False}, "split_batches": False}
     with TorchTrainer(training_operator_cls=WithBuckets, num_workers=3, **options) as trainer:
         testing.kill_worker(trainer, 0, at="step:3")
         result = trainer.train()
-        assert kinds(trainer) == ["rejoined"]
+        assert kinds(trainer) == ["continued"]
         assert result["num_samples"] == NUM_SAMPLES
         assert uses(trainer) == {1}
 
 
 @pytest.mark.parametrize(
     "more",
-    [{}, pytest.param({"max_batch_per_worker": 1}, marks=pytest.mark.soak)],
+    [{}, pytest.param({"micro_batch_size": 1}, marks=pytest.mark.soak)],
     ids=["one for each", "several for each"],
 )
-def test_each_batch_of_a_batch_sampler_is_a_joint_batch_that_stays(
+def test_each_batch_of_a_batch_sampler_is_a_global_batch_that_stays(
     ray_cluster: None, more: dict[str, Any], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": False}, "seed": 3, **more}
     with TorchTrainer(training_operator_cls=WithBuckets, num_workers=3, **options) as trainer:
         testing.kill_worker(trainer, 0, at="step:9")
         first = trainer.train(num_steps=20)
-        assert kinds(trainer) == ["rejoined"]
+        assert kinds(trainer) == ["continued"]
         trainer.save(str(tmp_path / "middle"))
     with TorchTrainer(training_operator_cls=WithBuckets, num_workers=2, **options) as trainer:
         trainer.load(str(tmp_path / "middle"))
@@ -153,13 +156,13 @@ def test_each_batch_of_a_batch_sampler_is_a_joint_batch_that_stays(
 
 
 @pytest.mark.parametrize(
-    ("joint_batch", "message"),
+    ("global_batch", "message"),
     [("constant", "sampler Buckets drew different orders"), ("per_worker", "draws other batches on each worker")],
 )
 def test_a_batch_sampler_that_draws_other_batches_on_each_rank_is_refused(
-    ray_cluster: None, joint_batch: str, message: str
+    ray_cluster: None, global_batch: str, message: str
 ) -> None:
-    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": True}, "joint_batch": joint_batch}
+    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": True}, "global_batch": global_batch}
     with (
         TorchTrainer(training_operator_cls=WithBuckets, num_workers=2, **options) as trainer,
         pytest.raises(ValueError, match=message),

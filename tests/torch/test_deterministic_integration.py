@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from raysgd import testing
+from raysgd import Recovery, testing
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel.options import StepOptions
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
@@ -67,7 +66,7 @@ def digest(trainer: TorchTrainer) -> str:
 
 def test_kills_change_no_bit_of_the_weights(ray_cluster: None) -> None:
     options = {**OPTIONS, "num_workers": 3, "config": {"num_processes": 1}}
-    with TorchTrainer(**options, resize_check_s=600.0) as trainer:
+    with TorchTrainer(recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0), **options) as trainer:
         before = trainer.state_dict()
         trainer.train()
         undisturbed = digest(trainer)
@@ -75,7 +74,7 @@ def test_kills_change_no_bit_of_the_weights(ray_cluster: None) -> None:
         testing.kill_worker(trainer, 2, at="step:1")
         testing.kill_worker(trainer, 0, at="step:4")
         trainer.train(num_steps=6)
-        first, second = (event.new_size for event in trainer.status().events if event.is_loss)
+        first, second = (event.new_size for event in trainer.status().events if event.is_failure)
         assert (first, second in (1, 2)) == (2, True), "2 if a new worker came before the second loss"
         assert trainer.train()["epoch"] == 1
         assert trainer.num_workers == 3
@@ -91,7 +90,7 @@ def test_twenty_kills_change_no_bit_of_the_weights(ray_cluster: None) -> None:
         trainer.train()
         undisturbed = digest(trainer)
     killed: set[int] = set()
-    with TorchTrainer(**options, resize_check_s=600.0) as trainer:
+    with TorchTrainer(recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0), **options) as trainer:
         while len(killed) < 20:
             trainer.train(num_steps=2)  # the group grows between calls
             pids = trainer.apply_all_workers(os.getpid)
@@ -152,13 +151,13 @@ def test_steps_that_cannot_be_repeated_are_refused(operator_cls: type[TrainingOp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": "speed", "joint_batch": "constant"}, '`deterministic=True` with `balance="speed"`'),
-        ({"step_options": StepOptions(accumulate_grad_batches=2)}, "cannot work with `accumulate_grad_batches=2`"),
-        ({"parallel": "fsdp"}, '`deterministic=True` cannot work with `parallel="fsdp"`'),
+        ({"balance": "speed", "split_batches": True}, '`deterministic=True` with `balance="speed"`'),
+        ({"accumulate_grad_batches": 2}, "cannot work with `accumulate_grad_batches=2`"),
+        ({"strategy": "fsdp"}, '`deterministic=True` cannot work with `strategy="fsdp"`'),
         ({"add_dist_sampler": False}, "`deterministic=True` cannot work with `add_dist_sampler=False`"),
         (
             {"training_operator_cls": type("Lit", (LinearOperator,), {"_lightning_module_cls": None})},
-            'cannot work with an operator made of a `LightningModule`: .* Pass `joint_batch="constant"` instead',
+            "cannot work with an operator made of a `LightningModule`: .* Pass `split_batches=True` instead",
         ),
         ({"deterministic": "yes"}, "need True or False"),
     ],

@@ -21,7 +21,6 @@ from raysgd.engine.shared.types import DataLedger
 from raysgd.engine.status import TrainerStatus
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
-from raysgd.torch.parallel.options import StepOptions
 from tests.torch.gate import Gate, mark_when_inside
 from tests.torch.ledger import NUM_SAMPLES, Ledger, parameters_of, uses
 from tests.torch.operators_for_tests import dataset, equal
@@ -90,11 +89,16 @@ def kinds(trainer: TorchTrainer) -> list[str]:
 def test_an_epoch_that_shrank_grows_back_before_its_end(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
     # Alone it takes one and a half minutes: long enough for a slow machine to start another one.
     config = {"num_samples": 960, "step_s": 0.3, "slow_size": 1}
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config=config, resize_check_s=0.2)
+    trainer = TorchTrainer(
+        training_operator_cls=Ledger,
+        num_workers=2,
+        config=config,
+        recovery=Recovery(wait_for_workers=False, resize_interval_s=0.2),
+    )
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
-    assert kinds(trainer) == ["rejoined", "grown"]
+    assert kinds(trainer) == ["continued", "grown"]
     assert trainer.num_workers == 2
     assert uses(trainer) == {1}
     data = trainer.status().data
@@ -103,38 +107,38 @@ def test_an_epoch_that_shrank_grows_back_before_its_end(ray_cluster: None, train
 
 
 @pytest.mark.promise("A lost worker costs a step, or at most a call")
-def test_four_workers_with_a_constant_joint_batch_lose_one_and_go_on_at_once(
+def test_four_workers_with_a_constant_global_batch_lose_one_and_go_on_at_once(
     ray_cluster: None, trainers: list[TorchTrainer]
 ) -> None:
     config = {"num_samples": 960, "batch_size": 12, "step_s": 0.3, "slow_size": 3}
-    options: dict[str, Any] = {"num_workers": 4, "num_cpus_per_worker": 0.25, "joint_batch": "constant"}
+    options: dict[str, Any] = {"num_workers": 4, "num_cpus_per_worker": 0.25, "split_batches": True}
     trainer = TorchTrainer(training_operator_cls=Ledger, config=config, **options)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
     status = trainer.status()
-    assert [(event.kind, event.new_size) for event in status.events[1:]] == [("rejoined", 3), ("grown", 4)]
+    assert [(event.kind, event.new_size) for event in status.events[1:]] == [("continued", 3), ("grown", 4)]
     assert uses(trainer) == {1}
     assert status.data is not None
     assert (status.data.due, status.data.used) == (960, 960)
-    assert status.joint_batch == ""
+    assert status.global_batch == ""
 
 
-@pytest.mark.parametrize("joint_batch", ["per_worker", pytest.param("constant", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("global_batch", ["per_worker", pytest.param("constant", marks=pytest.mark.soak)])
 def test_one_of_two_workers_waits_for_a_new_one(
-    joint_batch: Any, ray_cluster: None, trainers: list[TorchTrainer], caplog: pytest.LogCaptureFixture
+    global_batch: Any, ray_cluster: None, trainers: list[TorchTrainer], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "raysgd")
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, joint_batch=joint_batch)
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, global_batch=global_batch)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
     status = trainer.status()
-    assert [(event.kind, event.new_size) for event in status.events[1:]] == [("rejoined", 2)]
+    assert [(event.kind, event.new_size) for event in status.events[1:]] == [("continued", 2)]
     assert uses(trainer) == {1}
-    words = "2 workers x 3 samples: a joint batch of 6; joint_batch='constant' keeps 3"
-    assert status.joint_batch == (words if joint_batch == "per_worker" else "")
-    assert caplog.text.count(words) == (joint_batch == "per_worker")
+    words = "2 workers x 3 samples: a global batch of 6; split_batches=True keeps 3"
+    assert status.global_batch == (words if global_batch == "per_worker" else "")
+    assert caplog.text.count(words) == (global_batch == "per_worker")
 
 
 class NeedsThree(Ledger):
@@ -150,35 +154,34 @@ class NeedsThree(Ledger):
 def test_survivors_that_find_no_memory_for_their_shares_wait_for_a_new_worker(
     use_local: bool, ray_cluster: None, trainers: list[TorchTrainer]
 ) -> None:
-    options: dict[str, Any] = {"num_workers": 3, "num_cpus_per_worker": 0.25, "joint_batch": "constant"}
+    options: dict[str, Any] = {"num_workers": 3, "num_cpus_per_worker": 0.25, "split_batches": True}
     trainer = TorchTrainer(training_operator_cls=NeedsThree, use_local=use_local, **options)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
     first, *others = [(event.kind, event.new_size) for event in trainer.status().events[1:]]
-    assert (first, others[-1][1]) == (("rejoined", 2), 3)
+    assert (first, others[-1][1]) == (("continued", 2), 3)
     assert "DefaultCPUAllocator" in trainer.status().events[2].cause
     assert uses(trainer) == {1}
 
 
 @pytest.mark.promise("A lost worker costs a step, or at most a call")
-@pytest.mark.parametrize("recovery", ["rebuild", pytest.param("rejoin", marks=pytest.mark.soak)])
-def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
-    recovery: str, ray_cluster: None, trainers: list[TorchTrainer], tmp_path: Path
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_restart_goes_on_from_the_last_snapshot_inside_the_epoch(
+    in_place: bool, ray_cluster: None, trainers: list[TorchTrainer], tmp_path: Path
 ) -> None:
     trainer = TorchTrainer(
         training_operator_cls=DiesOnceASnapshotHasLanded,
         num_workers=2,
         config={"marks": str(tmp_path)},
-        recovery=recovery,
-        recovery_options=Recovery(snapshot_every_n_steps=2),
+        recovery=Recovery(in_place=in_place, snapshot_every_n_steps=2),
     )
     trainers.append(trainer)
     watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
     watcher.start()
     result = trainer.train()
     watcher.join()
-    [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+    [rebuilt] = [event for event in trainer.status().events if event.kind == "restored"]
     assert rebuilt.detail.startswith("from a snapshot inside the call, after ")
     assert uses(trainer) == {1}
     assert (result["num_samples"], result["batch_count"]) == (240, 40), "the metrics are those of the whole call"
@@ -189,8 +192,7 @@ def test_a_worker_that_froze_between_two_calls_is_replaced(
     ray_cluster: None, trainers: list[TorchTrainer], newcomers: Gate
 ) -> None:
     options: dict[str, Any] = {
-        "recovery_options": Recovery(heartbeat_s=2.0),
-        "resize_check_s": 600.0,
+        "recovery": Recovery(heartbeat_s=2.0, wait_for_workers=False, resize_interval_s=600.0),
         "initialization_hook": newcomers,
     }
     trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=3, **options)
@@ -211,13 +213,13 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
 ) -> None:
     monkeypatch.setattr("raysgd.engine.group._STUCK_S", 1.0)
     monkeypatch.setattr("raysgd.engine.monitor._REPORT_S", 60.0)
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, recovery_options=Recovery(settle_timeout_s=3.0))
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, recovery=Recovery(settle_timeout_s=3.0))
     trainers.append(trainer)
     trainer.train(num_steps=2)
     trainer.apply_all_operators(wait_for_others_no_longer_than_five_seconds)
     with testing.slow_rank(trainer, 1, 60.0):
         trainer.train()
-    assert kinds(trainer) == ["rejoined"]
+    assert kinds(trainer) == ["continued"]
     assert uses(trainer) == {1}
     assert "workers are not stopping" in caplog.text
     assert "rank 0: epoch 1, step 0, broken off" in caplog.text
@@ -229,10 +231,10 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
 @pytest.mark.parametrize(
     ("operator_cls", "parallel", "dies", "is_large", "recovery"),
     [
-        (GoesOn, "ddp", True, True, "rejoined"),
-        pytest.param(GoesOn, "ddp", True, False, "rejoined", marks=pytest.mark.soak),
-        (GoesOn, "ddp", False, False, "rejoined"),
-        (GoesOnByHand, "none", False, False, "rebuilt"),
+        (GoesOn, "ddp", True, True, "continued"),
+        pytest.param(GoesOn, "ddp", True, False, "continued", marks=pytest.mark.soak),
+        (GoesOn, "ddp", False, False, "continued"),
+        (GoesOnByHand, "none", False, False, "restored"),
     ],
 )
 def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises(
@@ -246,7 +248,7 @@ def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises
     tmp_path: Path,
 ) -> None:
     config = {"is_large": is_large, **({} if dies else {"note_of_cut": str(tmp_path / "cut")})}
-    trainer = TorchTrainer(training_operator_cls=operator_cls, num_workers=2, config=config, parallel=parallel)
+    trainer = TorchTrainer(training_operator_cls=operator_cls, num_workers=2, config=config, strategy=parallel)
     trainers.append(trainer)
     if dies:
         testing.kill_worker(trainer, 1, at="step:7")
@@ -273,18 +275,18 @@ def thaw(operator: Ledger) -> None:
     operator.rewrap()
 
 
-@pytest.mark.parametrize("recovery", ["rejoin", pytest.param("rebuild", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_new_worker_trains_what_was_unfrozen_before_it_came(
-    recovery: str, ray_cluster: None, trainers: list[TorchTrainer]
+    in_place: bool, ray_cluster: None, trainers: list[TorchTrainer]
 ) -> None:
-    trainer = TorchTrainer(training_operator_cls=BeginsFrozen, num_workers=2, recovery=recovery)
+    trainer = TorchTrainer(training_operator_cls=BeginsFrozen, num_workers=2, recovery=Recovery(in_place=in_place))
     trainers.append(trainer)
     trainer.train(num_steps=2)
     trainer.apply_all_operators(thaw)
     [frozen, _] = trainer.apply_all_operators(parameters_of)
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
-    assert kinds(trainer) == ["rejoined" if recovery == "rejoin" else "rebuilt"]
+    assert kinds(trainer) == ["continued" if in_place else "restored"]
     first, second = trainer.apply_all_operators(parameters_of)
     assert all(map(torch.equal, first, second))
     assert not any(map(torch.equal, first, frozen))
@@ -293,13 +295,11 @@ def test_a_new_worker_trains_what_was_unfrozen_before_it_came(
 
 def test_batches_of_a_window_that_broke_off_count_once(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
     config = {"is_large": True}
-    trainer = TorchTrainer(
-        training_operator_cls=Ledger, num_workers=2, config=config, step_options=StepOptions(accumulate_grad_batches=4)
-    )
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config=config, accumulate_grad_batches=4)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:6")
     result = trainer.train(num_steps=12)
-    assert kinds(trainer) == ["rejoined"]
+    assert kinds(trainer) == ["continued"]
     assert result["batch_count"] == 12
     assert result["num_samples"] == 12 * 3 * 2, "what the lost worker did in the first of the three windows counts, too"
     assert trainer.apply_all_operators(lambda operator: operator.global_step) == [12, 12]
@@ -359,7 +359,7 @@ def test_calls_with_data_of_their_own_leave_the_registered_data_where_they_were(
     testing.kill_worker(trainer, 1, at="step:5")
     result = trainer.train(num_steps=30, dataset=data)
     assert (result["num_samples"], result["epoch"]) == (180, 2)
-    assert kinds(trainer) == ["rejoined"]
+    assert kinds(trainer) == ["continued"]
     assert uses(trainer) == {1}, "it went on behind the first call"
 
     before = trainer.state_dict()
@@ -367,7 +367,7 @@ def test_calls_with_data_of_their_own_leave_the_registered_data_where_they_were(
     testing.kill_worker(trainer, 0, at="validate")
     found = trainer.validate(dataset=data)
     assert (found["num_samples"], found["val_loss"]) == (NUM_SAMPLES, pytest.approx(expected["val_loss"]))
-    assert kinds(trainer)[1:] in (["rejoined"], ["rebuilt"])
+    assert kinds(trainer)[1:] in (["continued"], ["restored"])
     assert equal(trainer.state_dict()["models"], before["models"])
     trainer.train()
     assert uses(trainer) == {2}, "the registered data are where they were"

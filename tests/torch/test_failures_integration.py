@@ -125,7 +125,7 @@ def test_a_training_with_losses_equals_one_without(
     undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """In the middle of a pass, in a validation, between two calls: to the last bit, whichever rank it was."""
-    with trainer_of_two(recovery="rebuild") as trainer:
+    with trainer_of_two(recovery=Recovery(in_place=False)) as trainer:
         pids = trainer.apply_all_workers(os.getpid)
         results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
         assert trainer._num_failures == 1
@@ -180,7 +180,7 @@ def test_a_training_that_always_loses_a_worker_ends_when_the_retries_are_spent(r
 def test_a_driver_that_is_a_worker_survives_the_loss_of_another(
     undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]]
 ) -> None:
-    with trainer_of_two(use_local=True, recovery="rebuild") as trainer:
+    with trainer_of_two(use_local=True, recovery=Recovery(in_place=False)) as trainer:
         results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
         assert trainer._num_failures == 1
         assert trainer.apply_all_workers(os.getpid)[0] == os.getpid()
@@ -231,7 +231,7 @@ def test_a_group_shrinks_when_somebody_took_the_room_and_grows_when_there_is_som
         training_operator_cls=TakesBatchSizeOfGroup,
         num_workers=2,
         num_cpus_per_worker=2,
-        recovery="rebuild",  # survivors would keep the place of a lost one for a new one
+        recovery=Recovery(in_place=False),
         scheduler_step_freq="batch",
         config={BATCH_SIZE: 7, "num_samples": 22},
     ) as trainer:
@@ -496,7 +496,7 @@ def test_a_progress_bar_that_waits_for_the_device_makes_no_worker_silent(ray_clu
         num_workers=2,
         config=config,
         use_tqdm=True,
-        recovery_options=Recovery(heartbeat_s=2.0),
+        recovery=Recovery(heartbeat_s=2.0),
     ) as trainer:
         trainer.train(num_steps=4)
         assert [event.kind for event in controller_of(trainer).history.events] == ["started"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from raysgd import testing
+from raysgd import Recovery, testing
 from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.torch import TorchTrainer
@@ -58,7 +58,9 @@ class Watches(Callback):
 
 @pytest.fixture
 def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
-    made = TorchTrainer(training_operator_cls=Ledger, num_workers=2, resize_check_s=0.2)
+    made = TorchTrainer(
+        training_operator_cls=Ledger, num_workers=2, recovery=Recovery(wait_for_workers=False, resize_interval_s=0.2)
+    )
     yield made
     made.shutdown(force=True)
 
@@ -80,14 +82,16 @@ class LoseOne(Callback):
 
 def test_all_workers_lower_the_rate_by_the_same_validation_also_behind_a_loss(ray_cluster: None) -> None:
     options: dict[str, Any] = {"training_operator_cls": OnPlateau, "scheduler_step_freq": "epoch"}
-    with TorchTrainer(**options, num_workers=2, resize_check_s=0.2) as trainer:
+    with TorchTrainer(
+        num_workers=2, recovery=Recovery(wait_for_workers=False, resize_interval_s=0.2), **options
+    ) as trainer:
         history = trainer.fit(3, callbacks=[LoseOne()])
         told = trainer.apply_all_operators(lambda operator: operator.scheduler.state_dict())
         rates = trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])
     plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.05), factor=0.5, patience=0, threshold=0.9)
     for loss in history["val_loss"]:
         plateau.step(loss)
-    assert sum(event.is_loss for event in history.events) == 1
+    assert sum(event.is_failure for event in history.events) == 1
     assert told == [plateau.state_dict()] * len(told)
     assert rates == plateau.get_last_lr() * len(told)
 
@@ -98,7 +102,7 @@ def test_the_state_of_callbacks_survives_losses_and_reaches_new_workers(trainer:
     first = trainer.fit(1, callbacks=[callback])
     testing.kill_worker(trainer, 0, at="step:3")
     second = trainer.fit(1, callbacks=[callback])
-    assert "rejoined" in callback.events
+    assert "continued" in callback.events
     assert [event.kind for event in (*first.events, *second.events)] == callback.events
     assert uses(trainer) == {2}, "no sample was lost or used twice"
     steps = trainer.get_model()  # keeps the trainer in use while its state is read

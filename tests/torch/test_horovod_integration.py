@@ -34,7 +34,7 @@ from tests.torch.step.test_batch_weights_integration import Labelling
 
 pytestmark = pytest.mark.integration
 
-# 21 samples by 8: in the last joint batch of 5 one rank has 3 samples, the other 2.
+# 21 samples by 8: in the last global batch of 5 one rank has 3 samples, the other 2.
 CONFIG = {"num_samples": 21, "batch_size": 4, "lr": 0.1}
 JOINT = {**CONFIG, "batch_size": 8}
 CALLS = (("train", None), ("train", None), ("validate", None))
@@ -83,7 +83,7 @@ def test_means_over_labels_count_by_labels(two: TorchTrainer) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("operator_cls", [LinearOperator, OwnBatchOperator, OwnEpochOperator])
-def test_two_ranks_train_as_one_process_on_the_joint_batch(
+def test_two_ranks_train_as_one_process_on_the_global_batch(
     two: TorchTrainer, operator_cls: type[LinearOperator], optimizer: str
 ) -> None:
     found = run_with_horovod(two, operator_cls, {**CONFIG, "optimizer": optimizer})
@@ -177,7 +177,7 @@ def test_numbers_can_be_added_up_over_the_ranks(two: TorchTrainer, parallel: str
             self._raysgd.parallel.all_sum(numbers)
             self.seen = [numbers.tolist()]
 
-    found = run_together(two, Experiment(Adds, calls=[], options={"use_horovod": True, "parallel": parallel}))
+    found = run_together(two, Experiment(Adds, calls=[], options={"use_horovod": True, "strategy": parallel}))
     assert found.seen == [[[3, 20]]] * 2
 
 
@@ -185,7 +185,7 @@ def test_numbers_can_be_added_up_over_the_ranks(two: TorchTrainer, parallel: str
 
 
 class Uneven(LinearOperator):
-    """A loader that is not divided, with a batch more on rank 0; a single process has the joint batches."""
+    """A loader that is not divided, with a batch more on rank 0; a single process has the global batches."""
 
     def make_loader(self, data: Any, shuffle: bool = False) -> Any:
         batches = list(DataLoader(data, batch_size=4))
@@ -303,7 +303,7 @@ def test_a_killed_worker_costs_a_call_or_less_and_no_result(
     """Also where the driver is a rank, whose process has to form the next group as well."""
     config = {**CONFIG, "optimizer": "adam"}
     alone = make_local(config={**JOINT, "optimizer": "adam"})
-    options: dict[str, Any] = {} if use_local else {"recovery_options": Recovery(snapshot_every_n_steps=1)}
+    options: dict[str, Any] = {} if use_local else {"recovery": Recovery(snapshot_every_n_steps=1)}
     kill = (1, str(tmp_path / "once"), str(tmp_path if use_local else tmp_path / "landed"))
     with TorchTrainer(
         training_operator_cls=Mortal, config=config, num_workers=2, backend="horovod", use_local=use_local, **options
@@ -315,7 +315,7 @@ def test_a_killed_worker_costs_a_call_or_less_and_no_result(
         expected = [alone.train(), alone.train(), alone.validate()]
         assert trainer._num_failures == 1
         assert trainer.num_workers == 2
-        [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+        [rebuilt] = [event for event in trainer.status().events if event.kind == "restored"]
         assert ("inside the call" in rebuilt.detail) == (not use_local)
         state, wanted = trainer.state_dict(), alone.state_dict()
         with pytest.raises(WorkerError, match="ZeroDivisionError: on purpose") as caught:

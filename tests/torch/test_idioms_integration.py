@@ -36,7 +36,7 @@ def test_idioms_equal_one_process_or_are_refused(ray_cluster: None) -> None:
     assert faults == dict.fromkeys(found, "")
     assert [name for name, outcome in found.items() if outcome.error] == REFUSED
     assert {name: outcome.recovery for name, outcome in found.items() if outcome.recovery} == dict.fromkeys(
-        TORN, ("rejoined",)
+        TORN, ("continued",)
     )
 
 

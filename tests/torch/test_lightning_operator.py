@@ -35,7 +35,6 @@ from raysgd.torch.lightning.module import optimizers_and_schedulers, run_in_forw
 from raysgd.torch.lightning_operator import LightningOperator
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.operator.settings import TorchSettings
-from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.training_operator import OperatorContext
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
@@ -817,7 +816,7 @@ def test_gradients_are_clipped_as_the_trainer_says(train_local: Train) -> None:
             gradients = [each.grad.reshape(-1) for each in self.parameters() if each.grad is not None]
             self.seen.append(float(torch.cat(gradients).norm()) if gradients else 0.0)
 
-    trainer, module = train_local(Clipped, step_options=StepOptions(clip_grad_norm=1e-3))
+    trainer, module = train_local(Clipped, clip_grad_norm=1e-3)
     trainer.train()
     assert all(norm <= 1.001e-3 for norm in module.seen)
 
@@ -835,7 +834,7 @@ def test_several_batches_make_a_step(train_local: Train) -> None:
             loader = super().train_dataloader()
             return DataLoader(loader.dataset, batch_size=2 * loader.batch_size)
 
-    trainer, module = train_local(Noting, step_options=StepOptions(accumulate_grad_batches=2))
+    trainer, module = train_local(Noting, accumulate_grad_batches=2)
     large_trainer, large = train_local(Large)
     trainer.train()
     large_trainer.train()
@@ -852,7 +851,7 @@ def test_a_batch_that_the_module_leaves_out_does_not_end_a_step(train_local: Tra
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.seen.append("step")
 
-    trainer, module = train_local(LeavesOut, step_options=StepOptions(accumulate_grad_batches=2))
+    trainer, module = train_local(LeavesOut, accumulate_grad_batches=2)
     trainer.train()
     assert module.seen == ["step", "step"], "on batch 3, with those of 0 and 2, and on the last one"
 

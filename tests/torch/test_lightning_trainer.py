@@ -19,7 +19,6 @@ from torchmetrics import MeanAbsoluteError
 
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.lightning.subset import CALLED, NEVER_CALLED, OTHER_STAGES
-from raysgd.torch.parallel.options import StepOptions
 
 NUM_EPOCHS = 3
 X = torch.randn(18, 3, generator=torch.Generator().manual_seed(0))
@@ -174,16 +173,16 @@ MODULES: dict[str, tuple[type[Plain], dict[str, Any], dict[str, Any]]] = {
     "scheduled by epoch": (scheduled(halving), {}, {}),
     "scheduled every other epoch": (scheduled(halving, frequency=2), {}, {}),
     "on a plateau": (scheduled(impatient, monitor="train_loss"), {}, {}),
-    "clipped norm": (Plain, {"gradient_clip_val": 0.1}, {"step_options": StepOptions(clip_grad_norm=0.1)}),
+    "clipped norm": (Plain, {"gradient_clip_val": 0.1}, {"clip_grad_norm": 0.1}),
     "clipped values": (
         Plain,
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"step_options": StepOptions(clip_grad_value=0.01)},
+        {"clip_grad_value": 0.01},
     ),
     "accumulated": (
         EvenBatches,
         {"accumulate_grad_batches": 2},
-        {"step_options": StepOptions(accumulate_grad_batches=2)},
+        {"accumulate_grad_batches": 2},
     ),
     "manual": (Manual, {}, {}),
     "steps of its own": (OwnSteps, {}, {}),
@@ -353,7 +352,7 @@ def test_hooks_are_called_in_the_order_of_lightning(base: type[Plain]) -> None:
     module_cls = noting(base)
     window = 2 if base is EvenBatches else 1
     theirs = by_lightning(module_cls, 2, accumulate_grad_batches=window).seen
-    ours = by_operator(module_cls, 2, step_options=StepOptions(accumulate_grad_batches=window))[0].seen
+    ours = by_operator(module_cls, 2, accumulate_grad_batches=window)[0].seen
     for is_validation in (False, True):  # ours comes when the program says so, theirs before the epoch has ended
         expected, found = ([each for each in seen if is_of(each, is_validation)] for seen in (theirs, ours))
         assert found == expected

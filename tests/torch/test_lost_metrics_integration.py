@@ -24,8 +24,12 @@ pytestmark = pytest.mark.integration
 
 NUM_STEPS = 20
 NUM_SAMPLES = 12 * NUM_STEPS
-OPTIONS: dict[str, Any] = {"num_cpus_per_worker": 0.5, "seed": 3, "resize_check_s": 600.0}
-MODES: dict[str, Any] = {"deterministic": True}, {"joint_batch": "constant"}
+OPTIONS: dict[str, Any] = {
+    "num_cpus_per_worker": 0.5,
+    "seed": 3,
+    "recovery": Recovery(wait_for_workers=False, resize_interval_s=600.0),
+}
+MODES: dict[str, Any] = {"deterministic": True}, {"split_batches": True}
 
 
 class WithObjects(Ledger):
@@ -64,7 +68,7 @@ def in_peace_and_with_kills(
     operator_cls: type[Ledger], kills: dict[int, Any], num_workers: int = 3, **options: Any
 ) -> tuple[TorchTrainer, Any, Any]:
     """What a call returns without kills and with them: the step before which each happens, and the rank."""
-    batch_size = 12 if options.get("joint_batch") == "constant" else 12 // num_workers
+    batch_size = 12 if options.get("global_batch") == "constant" else 12 // num_workers
     config = {"num_samples": NUM_SAMPLES, "batch_size": batch_size, **options.pop("config", {})}
     trainer = TorchTrainer(
         training_operator_cls=operator_cls, num_workers=num_workers, config=config, **{**OPTIONS, **options}
@@ -79,7 +83,7 @@ def in_peace_and_with_kills(
 
 def losses(trainer: TorchTrainer) -> list[str]:
     """What became of each loss of workers."""
-    return [event.kind for event in trainer.status().events if event.is_loss]
+    return [event.kind for event in trainer.status().events if event.is_failure]
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], is_exact: bool) -> None:
@@ -102,7 +106,7 @@ def test_after_several_losses_metrics_are_those_of_the_undisturbed_run(ray_clust
     kills = {first: 2, second: chance.choice([0, 1])}
     trainer, in_peace, with_kills = in_peace_and_with_kills(WithObjects, kills, **mode)
     with trainer:
-        assert losses(trainer) == ["rejoined"] * 2, kills
+        assert losses(trainer) == ["continued"] * 2, kills
         assert uses(trainer) == {1}
         assert_same(with_kills, in_peace, is_exact="deterministic" in mode)
 
@@ -111,12 +115,12 @@ def test_after_several_losses_metrics_are_those_of_the_undisturbed_run(ray_clust
 def test_what_was_not_told_is_named_and_the_lost_workers_samples_are_marked(
     ray_cluster: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"joint_batch": "constant", "config": {"grows": True}}
+    options = {"split_batches": True, "config": {"grows": True}}
     trainer, in_peace, _ = in_peace_and_with_kills(WithObjects, {}, 2, **options)
     with trainer:
         testing.kill_worker(trainer, 0, at="step:5")
         own, *others = trainer.train(reduce_results=False)
-        assert losses(trainer) == ["rejoined"]
+        assert losses(trainer) == ["continued"]
         assert not others
         assert (own["num_samples"], own["inherited_samples"]) == (NUM_SAMPLES, 5 * 6)
         assert own["mean_target"] == pytest.approx(in_peace["mean_target"], rel=1e-6)
@@ -126,10 +130,10 @@ def test_what_was_not_told_is_named_and_the_lost_workers_samples_are_marked(
 def test_of_a_train_batch_of_the_users_the_last_batch_of_each_lost_rank_may_be_missing(
     ray_cluster: None, is_large: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kills, options = {6: 1, 13: 0}, {"joint_batch": "constant", "config": {"is_large": is_large}}
+    kills, options = {6: 1, 13: 0}, {"split_batches": True, "config": {"is_large": is_large}}
     trainer, in_peace, with_kills = in_peace_and_with_kills(OwnBatch, kills, **options)
     with trainer:
-        assert losses(trainer) == ["rejoined"] * 2
+        assert losses(trainer) == ["continued"] * 2
         assert uses(trainer) == {1}
         assert in_peace["num_samples"] == NUM_SAMPLES
         assert with_kills["num_samples"] == NUM_SAMPLES - 4 - 6
@@ -153,15 +157,15 @@ class DiesAtTheEnd(WorkerCallback):
 
 def test_workers_that_die_at_any_other_time_lose_nothing_either(ray_cluster: None, tmp_path: Path) -> None:
     note = tmp_path / "rank 0 dies at the end"
-    options = {"joint_batch": "constant", "resize_check_s": None}
+    options = {"split_batches": True, "recovery": Recovery(wait_for_workers=True, resize_interval_s=None)}
     trainer, in_peace, with_kills = in_peace_and_with_kills(Ledger, {5: 2}, **options)
     with trainer:
-        assert losses(trainer) == ["rejoined"]
+        assert losses(trainer) == ["continued"]
         assert trainer.num_workers == 3, "a new worker stepped in"
         assert_same(with_kills, in_peace, is_exact=False)
 
         testing.kill_worker(trainer, 2, at="step:7")
-        testing.kill_worker(trainer, 0, at="rejoin")
+        testing.kill_worker(trainer, 0, at="continue")
         assert trainer.train()["num_samples"] == NUM_SAMPLES
 
         note.touch()
@@ -172,7 +176,7 @@ def test_workers_that_die_at_any_other_time_lose_nothing_either(ray_cluster: Non
 
 
 def test_a_rebuild_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_cluster: None) -> None:
-    options = {"joint_batch": "constant", "recovery_options": Recovery(snapshot_every_n_steps=2)}
+    options = {"split_batches": True, "recovery": Recovery(snapshot_every_n_steps=2)}
     trainer, in_peace, with_kills = in_peace_and_with_kills(
         Ledger,
         {4: 2, 9: [0, 1]},
@@ -180,8 +184,8 @@ def test_a_rebuild_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_clu
         config={"step_s": 0.1},  # before a new worker can be ready
     )
     with trainer:
-        events = [event for event in trainer.status().events if event.is_loss]
-        assert [event.kind for event in events] == ["rejoined", "rebuilt"]
+        events = [event for event in trainer.status().events if event.is_failure]
+        assert [event.kind for event in events] == ["continued", "restored"]
         assert events[1].detail.startswith("from a snapshot inside the call, after ")
         assert_same(with_kills, in_peace, is_exact=False)
 
@@ -190,11 +194,11 @@ def test_a_call_that_begins_inside_a_pass_misses_no_samples_of_the_call_before(
     ray_cluster: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {"num_samples": NUM_SAMPLES, "batch_size": 12}
-    options = {"config": config, "joint_batch": "constant", **OPTIONS}
+    options = {"config": config, "split_batches": True, **OPTIONS}
     with TorchTrainer(training_operator_cls=OwnBatch, num_workers=3, **options) as trainer:
         trainer.train(num_steps=5)
         testing.kill_worker(trainer, 1, at="step:6")
         result, num_due = trainer.train(), NUM_SAMPLES - 5 * 12
-        assert losses(trainer) == ["rejoined"]
+        assert losses(trainer) == ["continued"]
         assert result["num_samples"] == num_due - 4
         assert f"cover {num_due - 4} of {num_due} samples" in caplog.text

@@ -21,14 +21,14 @@ def found() -> dict[str, Any]:
 def test_two_trainers_recover_at_the_same_time_each_for_itself() -> None:
     found = found_by(run_story("tests.torch.node_stories", "two", timeout_s=280))
     assert found["left over"] == []
-    assert found["two"] == {"kinds": [["rejoined"]] * 2, "sizes": [2, 2], "uses": [[1], [1]], "num_results": 2}
+    assert found["two"] == {"kinds": [["continued"]] * 2, "sizes": [2, 2], "uses": [[1], [1]], "num_results": 2}
 
 
 @pytest.mark.soak
 def test_a_spare_takes_the_place_of_a_worker_whose_node_is_gone() -> None:
     found = found_by(run_story("tests.torch.node_stories", "spare", timeout_s=280))
     assert found["left over"] == []
-    assert found["spare"] == {"kinds": ["rejoined"], "size": 2, "uses": [1], "is on the lost node": False}
+    assert found["spare"] == {"kinds": ["continued"], "size": 2, "uses": [1], "is on the lost node": False}
 
 
 @pytest.mark.soak
@@ -56,7 +56,7 @@ def test_nothing_is_left_over(found: dict[str, Any]) -> None:
 def test_a_partner_has_the_part_of_a_divided_model_that_a_node_took_along() -> None:
     found = found_by(run_story("tests.torch.node_stories", "parts", timeout_s=280))
     # Until Ray knows of the loss of a node, the trainer may try to grow into it.
-    assert [kind for kind in found["kinds"] if kind != "grown"] == ["rebuilt", "rebuilt"]
+    assert [kind for kind in found["kinds"] if kind != "grown"] == ["restored", "restored"]
     assert found["sizes"] == [3, 2]
     assert found["nodes of parts"] == [[2, 2, 2, 2], [2, 2, 2]], "its rank's and a partner's, not the driver's"
     assert found["after"] == pytest.approx(found["before"], rel=1e-9)

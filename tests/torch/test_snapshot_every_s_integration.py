@@ -66,9 +66,8 @@ def test_what_no_snapshot_covers_is_run_again_and_a_file_is_written_from_the_cop
     with TorchTrainer(
         training_operator_cls=Heavy,
         num_workers=2,
-        min_workers=2,  # one by itself would not come to the same weights
-        recovery="rebuild",
-        recovery_options=Recovery(snapshot_every_s=3600),
+        min_workers=2,
+        recovery=Recovery(in_place=False, snapshot_every_s=3600),
         use_gpu=False,
     ) as trainer:
         start = trainer.state_dict()
@@ -80,7 +79,7 @@ def test_what_no_snapshot_covers_is_run_again_and_a_file_is_written_from_the_cop
             trainer.train()
         os.kill(trainer.status().workers[1].pid, signal.SIGKILL)
         assert trainer.train()["epoch"] == 3
-        assert trainer.status().losses == ("from the last snapshot, with 2 completed calls since run again",)
+        assert trainer.status().failures == ("from the last snapshot, with 2 completed calls since run again",)
         assert "every 3600 s" in str(trainer.status())
         assert equal(trainer.state_dict()["models"], expected["models"])
         trainer.apply_all_operators(load_up)
@@ -117,7 +116,7 @@ def test_a_state_is_copied_before_it_changes_and_until_then_survivors_or_the_las
             flag.unlink()
             assert ballast(trainer.state_dict()) == 2 * number + 1, f"after the loss of {lost}"
         status = trainer.status()
-        assert (status.num_rejoins, status.num_rebuilds) == (2, 1), "survivors go on with what they have"
+        assert (status.num_continued, status.num_restored) == (2, 1), "survivors go on with what they have"
         trainer.save(tmp_path / "last.pt")  # makes up for the files of states that were lost with rank 0
     saved = {path.stem: ballast(torch.load(path, weights_only=False)) for path in tmp_path.glob("*.pt")}
     assert saved == {"1": 2, "2": 5, "last": 9}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd import testing
+from raysgd import Recovery, testing
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
@@ -26,7 +26,7 @@ from tests.torch.streamed import CountingOperator, LoaderOperator, StreamOperato
 pytestmark = pytest.mark.integration
 
 KINDS = ["plain", "shuffled", "filtered"]
-CONSTANT = {"batch_options": BatchOptions("constant")}
+CONSTANT = {"batch_options": BatchOptions(True)}
 NUM_ROWS = {"plain": 600, "shuffled": 600, "filtered": 480}
 
 
@@ -35,7 +35,7 @@ def trainer_of(kind: str, num_workers: int = 1, **options: Any) -> TorchTrainer:
     return TorchTrainer(
         training_operator_cls=StreamOperator,
         config={"kind": kind, "num_loaders": 2 if num_workers > 1 else 0},
-        joint_batch="constant",
+        split_batches=True,
         seed=3,
         use_gpu=False,
         **many,
@@ -73,14 +73,14 @@ def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
         for _ in range(2):
             trainer.train()
         alone = trainer.state_dict()
-    with trainer_of(kind, 3, resize_check_s=600.0) as trainer:
+    with trainer_of(kind, 3, recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0)) as trainer:
         testing.kill_worker(trainer, 1, at="step:5")
         testing.kill_worker(trainer, 0, at="step:14")
         trainer.train()
         data = trainer.status().data
         assert data is not None
         assert (data.due, data.used) == (NUM_ROWS[kind], NUM_ROWS[kind])
-        losses = [event.new_size for event in controller_of(trainer).history.events if event.is_loss]
+        losses = [event.new_size for event in controller_of(trainer).history.events if event.is_failure]
         assert len(losses) == 2
         trainer.train(num_steps=3)
         trainer.save(tmp_path / "checkpoint")
@@ -94,8 +94,8 @@ def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
 
 def test_options_that_do_not_go_with_a_stream_are_refused() -> None:
     for options, words in (
-        ({}, 'pass `joint_batch="constant"`'),
-        ({"batch_options": BatchOptions("constant", balance="speed")}, "neither `balance`"),
+        ({}, "pass `split_batches=True`"),
+        ({"batch_options": BatchOptions(True, balance="speed")}, "neither `balance`"),
         ({**CONSTANT, "add_dist_sampler": False}, "nor `add_dist_sampler=False`"),
     ):
         with pytest.raises(InvalidRegistrationError, match=words):
@@ -167,7 +167,7 @@ def counting_trainer(folder: Path, kind: str, **options: Any) -> TorchTrainer:
     return TorchTrainer(
         training_operator_cls=CountingOperator,
         config={"folder": str(folder), "kind": kind},
-        joint_batch="constant",
+        split_batches=True,
         seed=3,
         use_gpu=False,
         **options,
@@ -180,7 +180,7 @@ def counting_trainer(folder: Path, kind: str, **options: Any) -> TorchTrainer:
 def test_each_row_comes_once_in_each_pass_however_many_workers_die(
     ray_cluster: None, kind: str, tmp_path: Path
 ) -> None:
-    """And the order of the joint batches is the undisturbed one. Each number of workers goes on from a checkpoint."""
+    """And the order of the global batches is the undisturbed one. Each number of workers goes on from a checkpoint."""
     if kind == "datasets":
         pytest.importorskip("datasets")
     folder, chance = tmp_path / "rows", random.Random(0)
@@ -196,7 +196,7 @@ def test_each_row_comes_once_in_each_pass_however_many_workers_die(
                 step = chance.randrange(1, 40)
                 testing.kill_worker(trainer, chance.randrange(trainer.num_workers), at=f"step:{step}")
                 trainer.train()
-            assert sum(event.is_loss for event in controller_of(trainer).history.events) == kills_of_size
+            assert sum(event.is_failure for event in controller_of(trainer).history.events) == kills_of_size
             trainer.train(num_steps=STEPS_BETWEEN)
             trainer.save(tmp_path / "checkpoint")
     with counting_trainer(folder, kind, use_local=True) as trainer:

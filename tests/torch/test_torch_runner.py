@@ -435,7 +435,7 @@ def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch
 
 
 def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
-    runner = TorchRunner(TorchSettings(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, strategy="none"), World(rank=1, size=2))
     runner.setup()
     capture = runner.capture(None)
     assert (capture.shared_state, capture.token) == (None, None)
@@ -445,7 +445,7 @@ def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
 def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> None:
     runner = make_runner()
     state, _ = snapshot(runner)
-    other = TorchRunner(TorchSettings(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
+    other = TorchRunner(TorchSettings(LinearOperator, {}, strategy="none"), World(rank=1, size=2))
     other.setup()
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -455,7 +455,7 @@ def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> N
 
 def drawn_at(*places: World, **options: Any) -> list[float]:
     """What a replica draws that was built at the first of some places, and took the others before its training."""
-    runner = TorchRunner(TorchSettings(LinearOperator, {}, parallel="none", **options), places[0])
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, strategy="none", **options), places[0])
     runner.setup()
     for place in places[1:]:
         torch.rand(3)  # the step ahead of time of a standby worker, for example
@@ -484,7 +484,7 @@ class WithoutData(LinearOperator):
 
 @pytest.mark.parametrize("seed", [None, 4])
 def test_the_order_of_data_of_a_call_does_not_change_with_who_is_the_first_rank(seed: int | None) -> None:
-    runner = TorchRunner(TorchSettings(WithoutData, {}, parallel="none", seed=seed), World(1, 2))
+    runner = TorchRunner(TorchSettings(WithoutData, {}, strategy="none", seed=seed), World(1, 2))
     facts = runner.setup()
     assert runner.regroup(World(0, 2), StateHandover()).seed == facts.seed
 
@@ -498,7 +498,7 @@ class SeedsNumPy(LinearOperator):
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_new_worker_has_other_random_numbers_than_who_had_its_place_before(seed: int | None) -> None:
     def drawn_after(*places: World) -> tuple[float, float]:
-        runner = TorchRunner(TorchSettings(SeedsNumPy, {}, parallel="none", seed=seed), places[0])
+        runner = TorchRunner(TorchSettings(SeedsNumPy, {}, strategy="none", seed=seed), places[0])
         runner.setup()
         for place in places[1:]:
             train(runner, num_steps=1)  # without a random number
@@ -731,7 +731,7 @@ def survivor(
 ) -> TorchRunner:
     """The replica of rank 0 of two, as far as one process can be that; it has the first half of each step."""
     recovery = Recovery(snapshot_every_n_steps=every, undo=undo)
-    spec = TorchSettings(operator_cls, {"batch_size": 2, **config}, recovery_options=recovery)
+    spec = TorchSettings(operator_cls, {"batch_size": 2, **config}, recovery=recovery)
     runner = TorchRunner(spec, World(rank=0, size=2, local_size=2))
     runner.setup()
     return runner
@@ -867,7 +867,7 @@ def test_the_last_survivor_goes_on_alone_with_all_samples_that_are_left(process_
     answer = resume(runner)
     assert runner.operator.model is model  # type: ignore[attr-defined]
     assert runner.operator.worlds_seen == 1  # type: ignore[attr-defined]
-    assert sorted(samples(runner)[4:]) == list(range(8, 20)), "two of each joint step before; all of the rest"
+    assert sorted(samples(runner)[4:]) == list(range(8, 20)), "two of each global step before; all of the rest"
     assert answer.num_steps == values(answer)["batch_count"] == 2 + 6
     assert values(answer)["num_samples"] == 4 + 12
     assert runner.epoch == 1
@@ -1201,7 +1201,7 @@ def test_only_the_newest_two_parts_are_kept_and_none_for_the_next_call(process_g
 
 
 def test_a_worker_that_is_alone_takes_snapshots_inside_a_call_too() -> None:
-    first = TorchRunner(TorchSettings(LinearOperator, {}, recovery_options=Recovery(snapshot_every_n_steps=2)), ALONE)
+    first = TorchRunner(TorchSettings(LinearOperator, {}, recovery=Recovery(snapshot_every_n_steps=2)), ALONE)
     first.setup()
     train(first)
     part = first.part_of_snapshot(4)
@@ -1228,7 +1228,7 @@ class OwnData(LinearOperator):
 def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
     operator_cls: type[LinearOperator], expected: str | None
 ) -> None:
-    runner = TorchRunner(TorchSettings(operator_cls, {}, recovery_options=Recovery(snapshot_every_n_steps=2)), ALONE)
+    runner = TorchRunner(TorchSettings(operator_cls, {}, recovery=Recovery(snapshot_every_n_steps=2)), ALONE)
     obstacle = runner.setup().epoch_obstacle
     train(runner)
     assert obstacle is None if expected is None else obstacle is not None and expected in obstacle
@@ -1237,7 +1237,7 @@ def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
 
 def test_no_snapshot_is_taken_inside_a_dataset_whose_position_nobody_knows() -> None:
     """A call that is run again would begin it anew, on top of what it had taught the model by then."""
-    runner = TorchRunner(TorchSettings(LinearOperator, {}, recovery_options=Recovery(snapshot_every_n_steps=1)), ALONE)
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, recovery=Recovery(snapshot_every_n_steps=1)), ALONE)
     runner.setup()
     shard = [[(torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1))]] * 3
     assert train(runner, shard=shard).num_steps == 3

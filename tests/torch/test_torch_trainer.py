@@ -31,7 +31,6 @@ from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
-from raysgd.torch.parallel.options import StepOptions
 from raysgd.utils import BATCH_SIZE
 from tests.arrays.rows import Rows
 from tests.helpers.doors import controller_of
@@ -64,7 +63,7 @@ RETIRED = {
 def test_arguments_but_the_class_are_keywords_with_the_defaults_of_old() -> None:
     parameters = dict(inspect.signature(TorchTrainer.__init__).parameters)
     del parameters["self"], parameters["unknown"]
-    assert len(parameters) <= 35
+    assert len(parameters) <= 37
     assert parameters.pop("training_operator_cls").default is inspect.Parameter.empty
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     defaults = {name: parameter.default for name, parameter in parameters.items()}
@@ -134,12 +133,11 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
             "add_dist_sampler",
             "use_local",
             "scheduler_step_freq",
-            "recovery",
             "min_workers",
             "spare_workers",
-            "resize_check_s",
-            "recovery_options",
-            "step_options",
+            "recovery",
+            "accumulate_grad_batches",
+            "clip_grad_norm",
             "_num_failures",
             "_last_resize",
         )
@@ -156,12 +154,11 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
         "add_dist_sampler": True,
         "use_local": True,
         "scheduler_step_freq": "manual",
-        "recovery": "rejoin",
         "min_workers": 1,
         "spare_workers": 0,
-        "resize_check_s": "auto",
-        "recovery_options": Recovery(),
-        "step_options": StepOptions(),
+        "recovery": Recovery(),
+        "accumulate_grad_batches": 1,
+        "clip_grad_norm": None,
         "_num_failures": 0,
         "_last_resize": -math.inf,
     }
@@ -172,7 +169,7 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
     [
         (LinearOperator, {"config": {"batch_size": 7}}, (False, 7, None)),
         (LinearOperator, {"config": {"batch_size": 7, BATCH_SIZE: 7}}, (True, 7, None)),
-        (LinearOperator, {"config": {"batch_size": 7}, "joint_batch": "constant"}, (True, 7, None)),
+        (LinearOperator, {"config": {"batch_size": 7}, "split_batches": True}, (True, 7, None)),
         (
             LinearOperator,
             {"config": {"batch_size": 7}, "add_dist_sampler": False},
@@ -185,17 +182,17 @@ def test_the_driver_is_told_what_a_step_depends_on(
     operator_cls: Any, options: dict[str, Any], expected: tuple[Any, ...], make_local: MakeTrainer
 ) -> None:
     [facts] = controller_of(make_local(operator_cls, **options)).facts
-    keeps_joint_batch, batch_size, obstacle = expected
-    assert (facts.keeps_joint_batch, facts.batch_size) == (keeps_joint_batch, batch_size)
+    keeps_global_batch, batch_size, obstacle = expected
+    assert (facts.keeps_global_batch, facts.batch_size) == (keeps_global_batch, batch_size)
     assert facts.epoch_obstacle is None if obstacle is None else obstacle in facts.epoch_obstacle
 
 
-def test_a_single_worker_is_told_nothing_about_its_joint_batch(
+def test_a_single_worker_is_told_nothing_about_its_global_batch(
     make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "raysgd")
-    assert make_local().status().joint_batch == ""
-    assert "joint batch" not in caplog.text
+    assert make_local().status().global_batch == ""
+    assert "global batch" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,6 @@ def test_a_collective_may_take_half_an_hour_unless_told_otherwise(make_local: Ma
 def a_function(*args: Any) -> None: ...
 
 
-HOLDERS: dict[str, Any] = {"recovery_options": Recovery, "step_options": StepOptions}
 COUNT_ERRORS = (ValueError, AssertionError)  # one exception that is both
 
 # In the order in which they are looked at.
@@ -243,23 +239,19 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ],
     ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL needs a GPU for each worker"),
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
-    *[({"recovery": value}, ValueError, "`recovery=.*allowed are") for value in ("restart", None, True)],
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
     *[({"min_workers": 3, "num_workers": 2}, kind, "`min_workers=3` with `num_workers=2`") for kind in COUNT_ERRORS],
     *[({"spare_workers": value}, kind, "spare_workers") for value in (-1, True, "1") for kind in COUNT_ERRORS],
-    ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "no spare can step in there"),
+    ({"spare_workers": 1, "recovery": Recovery(in_place=False)}, ValueError, "no spare can step in there"),
     ({"spare_workers": 1, "num_workers": 1, "use_local": True}, ValueError, "with `use_local=True` cannot work"),
     ({"validation_workers": 1}, TypeError, "spare workers validate as well, pass `spare_workers=1`"),
-    *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
     *[
-        ({field.name: 1}, TypeError, rf"takes `{field.name}` as `{option}={kind.__name__}\({field.name}=\.\.\.\)`")
-        for option, kind in HOLDERS.items()
-        for field in fields(kind)
+        ({field.name: 1}, TypeError, rf"takes `{field.name}` as `recovery=Recovery\({field.name}=\.\.\.\)`")
+        for field in fields(Recovery)
     ],
     *[
-        ({option: value}, TypeError, rf"`{option}=.*need a `raysgd.{kind.__name__}`")
-        for option, kind in HOLDERS.items()
-        for value in (None, {"heartbeat_s": 1.0})
+        ({"recovery": value}, TypeError, "`recovery=.*need a `raysgd.Recovery`")
+        for value in (None, "restart", {"heartbeat_s": 1.0})
     ],
     ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
     ({"timeout_s": "long"}, ValueError, "`timeout_s='long'`"),
@@ -267,16 +259,16 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     *[({"use_fp16": value}, ValueError, "use_fp16") for value in (None, "native", "O1", 2)],
     ({"precision": "fp8"}, ValueError, r"`precision='fp8'`: allowed are"),
     ({"use_fp16": True, "precision": "bf16"}, ValueError, "both choose a format"),
-    *[({"parallel": value}, ValueError, r'`parallel=.*allowed are "ddp", "fsdp", "none"') for value in ("dp", 1, "")],
-    ({"parallel": "fsdp", "wrap_ddp": False}, ValueError, "contradict each other"),
-    ({"fsdp_args": ["a"]}, ValueError, r"`fsdp_args=\['a'\]`: need a dict"),
-    ({"fsdp_args": {}}, ValueError, '`fsdp_args` is given with `parallel="ddp"`'),
+    *[({"strategy": value}, ValueError, r'`strategy=.*allowed are "ddp", "fsdp", "none"') for value in ("dp", 1, "")],
+    ({"strategy": "fsdp", "wrap_ddp": False}, ValueError, "contradict each other"),
+    ({"strategy_options": ["a"]}, ValueError, r"`strategy_options=\['a'\]`: need a dict"),
+    ({"strategy_options": {}}, ValueError, '`strategy_options` is given with `strategy="ddp"`'),
     *[
-        ({"parallel": "fsdp", "fsdp_args": options}, ValueError, message)
+        ({"strategy": "fsdp", "strategy_options": options}, ValueError, message)
         for options, message in (
             ({"mp_polici": 1}, "Did you mean `mp_policy`"),
             ({"state_dict_type": "full"}, r"`save\(path, whole=True\)`"),
-            ({"sharding_strategy": "NO_SHARD"}, '`parallel="ddp"` for whole models'),
+            ({"sharding_strategy": "NO_SHARD"}, '`strategy="ddp"` for whole models'),
             ({"cpu_offload": True}, "Pass `offload_policy`"),
             ({"min_block_parameters": 0}, "'min_block_parameters': 0"),
             ({"reshard_after_forward": 2}, "'reshard_after_forward': 2"),
@@ -320,22 +312,28 @@ def no_lightning_module() -> type[TrainingOperator]:
 # What each of two arguments allows by itself, and both together cannot be.
 EXCLUDED: list[tuple[dict[str, Any], str]] = [
     (
-        {"parallel": "fsdp", "fsdp_args": {"mp_policy": object()}, "precision": "bf16"},
-        "mixed precision with `fsdp_args",
+        {"strategy": "fsdp", "strategy_options": {"mp_policy": object()}, "precision": "bf16"},
+        "mixed precision with `strategy_options",
     ),
-    ({"parallel": "fsdp", "fsdp_args": {"mp_policy": object()}, "use_fp16": True}, "mixed precision with `fsdp_args"),
-    ({"parallel": "fsdp", "fsdp_args": {"offload_policy": object()}, "precision": "fp16"}, "fp16 with `fsdp_args"),
-    ({"parallel": "fsdp", "fsdp_args": {"offload_policy": object()}}, "'offload_policy': ...}` without GPUs"),
-    ({"step_options": StepOptions(sync_batchnorm=True)}, "`sync_batchnorm=True` without GPUs"),
     (
-        {"step_options": StepOptions(sync_batchnorm=True), "parallel": "none", "use_gpu": True},
-        '`sync_batchnorm=True` with `parallel="none"`',
+        {"strategy": "fsdp", "strategy_options": {"mp_policy": object()}, "use_fp16": True},
+        "mixed precision with `strategy_options",
     ),
-    ({"parallel": "fsdp", "training_operator_cls": no_lightning_module()}, "LightningModule"),
-    ({"step_options": StepOptions(compile=True), "training_operator_cls": no_lightning_module()}, "LightningModule"),
+    (
+        {"strategy": "fsdp", "strategy_options": {"offload_policy": object()}, "precision": "fp16"},
+        "fp16 with `strategy_options",
+    ),
+    ({"strategy": "fsdp", "strategy_options": {"offload_policy": object()}}, "'offload_policy': ...}` without GPUs"),
+    ({"sync_batchnorm": True}, "`sync_batchnorm=True` without GPUs"),
+    (
+        {"sync_batchnorm": True, "strategy": "none", "use_gpu": True},
+        '`sync_batchnorm=True` with `strategy="none"`',
+    ),
+    ({"strategy": "fsdp", "training_operator_cls": no_lightning_module()}, "LightningModule"),
+    ({"compile": True, "training_operator_cls": no_lightning_module()}, "LightningModule"),
     ({"precision": "apex"}, "Apex without GPUs"),
-    ({"use_fp16": "apex", "step_options": StepOptions(compile=True), "use_gpu": True}, "Apex with `compile`"),
-    ({"precision": "apex", "parallel": "fsdp", "use_gpu": True}, 'Apex with `parallel="fsdp"`'),
+    ({"use_fp16": "apex", "compile": True, "use_gpu": True}, "Apex with `compile`"),
+    ({"precision": "apex", "strategy": "fsdp", "use_gpu": True}, 'Apex with `strategy="fsdp"`'),
 ]
 
 
@@ -405,10 +403,12 @@ def test_a_batch_size_that_does_not_divide_is_named_in_the_log(
 def test_options_that_have_no_effect_are_named_in_the_log(
     make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_local(LinearOperator, recovery_options=Recovery(snapshot_every_n_steps=5), resize_check_s=1.0)
+    make_local(
+        LinearOperator, recovery=Recovery(snapshot_every_n_steps=5, wait_for_workers=False, resize_interval_s=1.0)
+    )
     make_local(OwnEpochOperator)
     assert "no effect" not in caplog.text
-    make_local(OwnEpochOperator, recovery_options=Recovery(snapshot_every_n_steps=5))
+    make_local(OwnEpochOperator, recovery=Recovery(snapshot_every_n_steps=5))
     assert "`snapshot_every_n_steps=5`: no effect inside an epoch, because `OwnEpochOperator` overrides" in caplog.text
 
 
@@ -542,7 +542,7 @@ def test_a_negative_number_of_retries_is_refused(kind: type[Exception], make_loc
 
 
 def test_whole_numbers_may_be_numpys(make_local: MakeTrainer) -> None:
-    trainer = make_local(num_workers=numpy.int64(1), step_options=StepOptions(accumulate_grad_batches=numpy.int64(1)))
+    trainer = make_local(num_workers=numpy.int64(1), accumulate_grad_batches=numpy.int64(1))
     assert trainer.train(num_steps=numpy.int64(2), max_retries=numpy.int64(0))["batch_count"] == 2
 
 
@@ -1161,7 +1161,7 @@ def test_a_warning_about_cuda_comes_only_where_there_is_cuda(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_formats_train_here_too(precision: str, make_local: MakeTrainer) -> None:
-    trainer = make_local(precision=precision, use_gpu=False, step_options=StepOptions(clip_grad_norm=1.0))
+    trainer = make_local(precision=precision, use_gpu=False, clip_grad_norm=1.0)
     operator: Any = trainer.get_local_operator()
     assert operator.use_fp16 == (precision != "fp32")
     first, last = [trainer.train()["train_loss"] for _ in range(2)]
@@ -1196,7 +1196,7 @@ def test_a_batch_scheduler_steps_with_the_optimizer(make_local: MakeTrainer) -> 
             scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
             _, _, self.scheduler = self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
 
-    trainer = make_local(Scheduled, step_options=StepOptions(accumulate_grad_batches=2), scheduler_step_freq="batch")
+    trainer = make_local(Scheduled, accumulate_grad_batches=2, scheduler_step_freq="batch")
     trainer.train()  # 5 batches
     assert trainer.get_local_operator().scheduler.last_epoch == 3  # type: ignore[attr-defined]
 
@@ -1214,7 +1214,7 @@ def test_the_number_of_batches_for_a_step_may_change_with_the_epoch(make_local: 
             features, _, target = batch
             return (features,), target
 
-    trainer = make_local(Grows, step_options=StepOptions(accumulate_grad_batches=2))
+    trainer = make_local(Grows, accumulate_grad_batches=2)
     trainer.train()
     trainer.train()
     assert trainer.get_local_operator().seen == [[1], [3], [4], [8], [9]]  # type: ignore[attr-defined]
@@ -1232,7 +1232,7 @@ def test_a_strange_number_of_batches_is_refused(answer: Any, make_local: MakeTra
 
 def test_gradients_computed_past_the_library_cannot_be_accumulated(make_local: MakeTrainer) -> None:
     with pytest.raises(ValueError, match=r"had no effect: `OwnBatchOperator` computes its gradients by itself"):
-        make_local(OwnBatchOperator, step_options=StepOptions(accumulate_grad_batches=2)).train()
+        make_local(OwnBatchOperator, accumulate_grad_batches=2).train()
 
 
 def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> None:
@@ -1243,9 +1243,9 @@ def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> 
                 if index == 2:
                     return {"pending": self._raysgd.parallel.step.waiting is not None}
 
-    trainer = make_local(StopsEarly, step_options=StepOptions(accumulate_grad_batches=2))
+    trainer = make_local(StopsEarly, accumulate_grad_batches=2)
     assert trainer.train()["pending"], "two batches are stepped, the third waits"
-    other = make_local(LinearOperator, step_options=StepOptions(accumulate_grad_batches=2))
+    other = make_local(LinearOperator, accumulate_grad_batches=2)
     other.train(num_steps=3)
     for name, tensor in trainer.get_model().state_dict().items():
         torch.testing.assert_close(tensor, other.get_model().state_dict()[name], rtol=1e-6, atol=1e-6)
@@ -1268,9 +1268,7 @@ def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
             self.largest = max(float(each.grad.norm()) for each in parameters if each.grad is not None)
             super().clip_grad_value(parameters, max_value)
 
-    trainer = make_local(
-        Notes, precision="fp16", use_gpu=False, step_options=StepOptions(clip_grad_norm=0.5, clip_grad_value=0.4)
-    )
+    trainer = make_local(Notes, precision="fp16", use_gpu=False, clip_grad_norm=0.5, clip_grad_value=0.4)
     trainer.train(num_steps=1)
     operator: Any = trainer.get_local_operator()
     assert 0.5 < operator.norm < 20, "unscaled, and not yet clipped"
@@ -1278,7 +1276,7 @@ def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
 
 
 def test_compiled_models_keep_names_and_identity(make_local: MakeTrainer) -> None:
-    plain, compiled = make_local(), make_local(step_options=StepOptions(compile=True, activation_checkpointing=True))
+    plain, compiled = make_local(), make_local(compile=True, activation_checkpointing=True)
     assert list(plain.state_dict()["models"][0]) == list(compiled.state_dict()["models"][0])
     assert compiled.train()["train_loss"] == pytest.approx(plain.train()["train_loss"], rel=1e-6)
     assert compiled.validate()["val_loss"] == pytest.approx(plain.validate()["val_loss"], rel=1e-6)

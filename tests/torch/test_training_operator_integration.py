@@ -236,7 +236,7 @@ class Distills(LinearOperator):
 
 @pytest.mark.parametrize(("parallel", "is_shared"), [("ddp", True), ("fsdp", True), ("none", False)])
 def test_a_frozen_model_is_the_same_on_all_workers(two: TorchTrainer, parallel: str, is_shared: bool) -> None:
-    findings = run_together(two, Experiment(Distills, options={"parallel": parallel}))
+    findings = run_together(two, Experiment(Distills, options={"strategy": parallel}))
     first, second = (own["teacher"] for own in findings.single[0])
     assert torch.equal(first, second) == is_shared
     assert len(first.unique()) > 3
@@ -271,7 +271,7 @@ class LearnsCentered(LinearOperator):
 def test_a_model_of_buffers_alone_is_that_of_rank_0_in_each_step_and_in_validation(
     two: TorchTrainer, parallel: str
 ) -> None:
-    experiment = Experiment(LearnsCentered, {}, (("train", None), ("validate", None)), {"parallel": parallel})
+    experiment = Experiment(LearnsCentered, {}, (("train", None), ("validate", None)), {"strategy": parallel})
     first, second = run_together(two, experiment).seen
     assert first == second
     assert len({*map(tuple, first)}) == 4, "in each of three steps, and in validation"
@@ -318,7 +318,7 @@ def test_a_criterion_with_parameters_is_trained_as_in_one_process(
 ) -> None:
     config = {"num_samples": 18, "batch_size": 4}  # the last step has 2 samples
     calls = (("train", None), ("validate", None), ("train", None))
-    found = run_together(two, Experiment(operator_cls, config, calls, {"parallel": parallel}))
+    found = run_together(two, Experiment(operator_cls, config, calls, {"strategy": parallel}))
     alone = run_alone(Experiment(operator_cls, {**config, "batch_size": 8}, calls))
     first, second = (own["criterion"] for own in found.single[2])
     if parallel == "ddp":
@@ -342,8 +342,8 @@ def test_an_optimizer_of_what_nobody_averages_is_refused(two: TorchTrainer) -> N
     names = r"`self.scale`, `self.head.bias`, parameter 2 in group 1 of `SGD`\. Their gradients would not be averaged"
     for parallel in ("ddp", "fsdp"):
         with pytest.raises(InvalidRegistrationError, match=names):
-            look(two, id, Scaled, parallel=parallel)
-    assert look(two, lambda operator: True, Scaled, parallel="none") == [True, True]
+            look(two, id, Scaled, strategy=parallel)
+    assert look(two, lambda operator: True, Scaled, strategy="none") == [True, True]
 
 
 class Thaws(LinearOperator):
@@ -366,7 +366,7 @@ class Thaws(LinearOperator):
 def test_parameters_that_are_unfrozen_later_are_trained_as_in_one_process(two: TorchTrainer, parallel: str) -> None:
     config = {"num_samples": 18, "batch_size": 4, "thaws": (1, 3), "lr": 0.2}  # the last step has 2 samples
     calls = (("train", None), ("train", 2), ("train", 1), ("train", None), ("train", None))
-    found = run_together(two, Experiment(Thaws, config, calls, {"parallel": parallel}))
+    found = run_together(two, Experiment(Thaws, config, calls, {"strategy": parallel}))
     alone = run_alone(Experiment(Thaws, {**config, "batch_size": 8}, calls))
     if parallel == "ddp":
         torch.testing.assert_close(found.model[0], found.model[1], rtol=0, atol=0)
@@ -391,11 +391,11 @@ class WrapsByHand(Looks):
 
 
 def test_whoever_wraps_by_hand_gets_the_model_as_it_is(two: TorchTrainer) -> None:
-    assert look(two, lambda operator: operator.was_wrapped, WrapsByHand, parallel="none") == [False, False]
+    assert look(two, lambda operator: operator.was_wrapped, WrapsByHand, strategy="none") == [False, False]
 
 
 def test_replicas_wrapped_by_hand_stay_equal(two: TorchTrainer) -> None:
-    experiment = Experiment(WrapsByHand, {"look": id, "num_samples": 16}, options={"parallel": "none"})
+    experiment = Experiment(WrapsByHand, {"look": id, "num_samples": 16}, options={"strategy": "none"})
     first, second = run_together(two, experiment).model
     alone = run_alone(Experiment(LinearOperator, {"num_samples": 16, "batch_size": 8}))
     assert list(first) == ["weight", "bias"]

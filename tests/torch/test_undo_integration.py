@@ -23,7 +23,7 @@ from tests.torch.torn import BETWEEN, IN_EXCHANGE, NUM_STEPS, PROGRAMS, trainer_
 
 pytestmark = pytest.mark.integration
 
-OPTIONS = {"num_cpus_per_worker": 0.5, "resize_check_s": 600.0, "recovery_options": Recovery(undo=True)}
+OPTIONS = {"num_cpus_per_worker": 0.5, "recovery": Recovery(wait_for_workers=False, resize_interval_s=600.0, undo=True)}
 
 
 with suppress(ImportError):  # it leaves environment variables, for which no test is to answer
@@ -48,7 +48,9 @@ def test_a_batch_that_broke_off_half_way_is_undone_and_repeated(
         (tmp_path / f"{second} {IN_EXCHANGE} 0").touch()
         trainer.train()
         assert not list(tmp_path.glob("[0-9]*"))
-        assert [each.kind for each in controller_of(trainer).history.events if each.is_loss] == ["rejoined"] * 2, steps
+        assert [each.kind for each in controller_of(trainer).history.events if each.is_failure] == ["continued"] * 2, (
+            steps
+        )
         data = trainer.status().data
         assert data is not None
         assert data.used == data.due
@@ -68,7 +70,7 @@ def test_a_loop_of_user_code_is_called_again_with_the_batches_that_are_left(
         (tmp_path / f"6 {IN_EXCHANGE} 0").touch()
         [survivor] = trainer.train(reduce_results=False)
         assert not list(tmp_path.glob("[0-9]*"))
-        assert [each.kind for each in controller_of(trainer).history.events if each.is_loss] == ["rejoined"] * 2
+        assert [each.kind for each in controller_of(trainer).history.events if each.is_failure] == ["continued"] * 2
         assert survivor["num_loops"] == 4
         assert weights_of_first(trainer) == pytest.approx(undisturbed, rel=1e-6, abs=1e-9)
 
@@ -86,7 +88,7 @@ def test_statistics_of_batch_norms_count_a_batch_that_is_repeated_once(ray_clust
         (tmp_path / f"3 {IN_EXCHANGE} 1").touch()
         trainer.train()
         assert not list(tmp_path.glob("[0-9]*"))
-        assert controller_of(trainer).history.count("rejoined") == 1
+        assert controller_of(trainer).history.count("continued") == 1
         assert trainer.state_dict()["models"][0]["0.num_batches_tracked"].item() == NUM_STEPS
 
 

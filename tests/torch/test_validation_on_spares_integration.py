@@ -91,7 +91,7 @@ def test_spares_validate_until_they_are_needed(ray_cluster: None, tmp_path: Path
         testing.kill_worker(trainer, 1, at="step:1")
         threading.Timer(1.0, closed.unlink).start()
         trainer.train()
-        assert [event.kind for event in trainer.history.events] == ["started", "rejoined"]
+        assert [event.kind for event in trainer.history.events] == ["started", "continued"]
         assert trainer.num_workers == 2
         assert not handle.done()
         begin.check(handle, inline)
@@ -136,7 +136,7 @@ def test_the_spare_of_a_single_worker_validates_and_takes_its_place_from_the_sna
         threading.Timer(1.0, closed.unlink).start()
         assert trainer.apply_all_operators(weights) == before
         assert trainer.apply_all_workers(os.getpid) == [spare.info.pid]
-        assert [event.kind for event in trainer.history.events] == ["started", "rebuilt"]
+        assert [event.kind for event in trainer.history.events] == ["started", "restored"]
         begin.check(handle, inline)
 
 

@@ -1,6 +1,6 @@
 """Operators whose batches step several times, and die in the middle of one: what is half done is easy to see in them.
 
-Their numbers do not depend on how a joint batch is divided, so a run with losses has to end where one without has.
+Their numbers do not depend on how a global batch is divided, so a run with losses has to end where one without has.
 They leave a trail in `config["folder"]`. A file there that is named after a step of the pass, a place in the batch and
 a rank lets the process end in that place, once.
 """
@@ -285,7 +285,7 @@ def trainer_of(program: str, folder: Path, num_workers: int, **options: Any) -> 
         training_operator_cls=Normed if program == "batch norm" else PROGRAMS[program](),
         num_workers=num_workers,
         config=config,
-        **{"joint_batch": "constant", "scheduler_step_freq": "manual", **options},
+        **{"split_batches": True, "scheduler_step_freq": "manual", **options},
     )
 
 

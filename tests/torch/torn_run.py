@@ -60,7 +60,10 @@ class Told(logging.Handler):
 def run_operator(program: str, folder: Path, killer: Killer, undo: bool | None, num_spares: int) -> Pair:
     """Trains an operator pass after pass; returns its weights, and those of a run in which nobody is killed."""
     config = {"num_steps": NUM_STEPS, "step_s": STEP_S}
-    options = {"recovery_options": Recovery(undo=undo), "resize_check_s": RESIZE_CHECK_S, "spare_workers": num_spares}
+    options = {
+        "recovery": Recovery(undo=undo, wait_for_workers=False, resize_interval_s=RESIZE_CHECK_S),
+        "spare_workers": num_spares,
+    }
     num_passes = 1
     with trainer_of(program, folder, NUM_WORKERS, config=config, **options) as trainer:
         killer.start()
@@ -93,7 +96,10 @@ def run_function(by_fit: bool, folder: Path, killer: Killer, undo: bool | None, 
             run_config=RunConfig(storage_path=str(folder / "runs"), failure_config=FailureConfig(max_failures=-1)),
         ).fit()
     else:
-        options: dict[str, Any] = {"spare_workers": num_spares, "resize_check_s": RESIZE_CHECK_S}
+        options: dict[str, Any] = {
+            "spare_workers": num_spares,
+            "recovery": Recovery(wait_for_workers=False, resize_interval_s=RESIZE_CHECK_S),
+        }
         trainer = Trainer("torch", (1, NUM_WORKERS), logdir=folder / "runs", elastic=True, **options)
         trainer.start()
         trainer.run(train_counting, config)

@@ -21,12 +21,12 @@ from raysgd.air._running import current_session
 from raysgd.engine.shared.types import World
 from raysgd.streams.stream import Pipeline
 from raysgd.train import torch as helpers
-from raysgd.train._torch.loaders import of_stream, over_joint_batches
+from raysgd.train._torch.loaders import of_stream, over_global_batches
 from tests.helpers.trail import BETWEEN, IN_EXCHANGE, Trail, kill_noting
 from tests.streams.made import MadeStream
 from tests.train.lab import claim
 
-NUM_SAMPLES, JOINT = 46, 12  # the last joint batch has 10
+NUM_SAMPLES, JOINT = 46, 12  # the last global batch has 10
 
 
 class Counting(torch.nn.Module):
@@ -223,11 +223,11 @@ def decay(model: torch.nn.Module) -> None:
 
 
 def undisturbed(num_epochs: int, decays: bool = False, is_streamed: bool = False, has_two: bool = False) -> list[float]:
-    """The weights after steps of the same joint batches, each taken by one process alone."""
+    """The weights after steps of the same global batches, each taken by one process alone."""
     torch.manual_seed(0)
     model = Counting()
     optimizers = optimizers_of(model, has_two)
-    loader = over_joint_batches(DataLoader(samples(), batch_size=JOINT, shuffle=True), World(0, 1), None)
+    loader = over_global_batches(DataLoader(samples(), batch_size=JOINT, shuffle=True), World(0, 1), None)
     joint: Any = loader.batch_sampler
     stream = of_stream(sample_stream(), World(0, 1), exact=False)
     for epoch in range(num_epochs):

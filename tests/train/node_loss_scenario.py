@@ -99,7 +99,7 @@ def main(logdir: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     try:
         fate, numbers = Fate(cluster), Numbers()
-        trainer = Trainer("torch", num_workers=(1, 2), logdir=Path(logdir), resize_check_s=0)
+        trainer = Trainer("torch", num_workers=(1, 2), logdir=Path(logdir), resize_interval_s=0)
         trainer.start()
         returned = trainer.run(count_up, callbacks=[fate], dataset=numbers)
         files = sorted(path.name for path in trainer.latest_checkpoint_dir.iterdir())  # type: ignore[union-attr]

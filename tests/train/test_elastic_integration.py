@@ -68,7 +68,7 @@ def count_slowly(config: dict[str, Any]) -> int:
 
 def test_a_run_begins_with_what_there_is_and_grows_after_a_checkpoint(tmp_path: Path) -> None:
     callback = Release(hold(3), at=1)
-    trainer = Trainer(BackendConfig(), num_workers=(1, 3), logdir=tmp_path, resize_check_s=0)
+    trainer = Trainer(BackendConfig(), num_workers=(1, 3), logdir=tmp_path, resize_interval_s=0)
     try:
         trainer.start()
         returned = trainer.run(count_slowly, callbacks=[callback])

@@ -30,7 +30,7 @@ def test_a_run_grows_loses_a_worker_and_learns_as_if_nothing_had_happened(
 ) -> None:
     callback = Release(hold(3), at=ROOM_AT)
     config = {"num_epochs": NUM_EPOCHS, "waits_at": ROOM_AT + 1, "dies_at": DIES_AT, "flag": tmp_path / "died"}
-    trainer = Trainer(backend, num_workers=(1, 2), logdir=tmp_path, resize_check_s=0)
+    trainer = Trainer(backend, num_workers=(1, 2), logdir=tmp_path, resize_interval_s=0)
     try:
         trainer.start()
         first, second = trainer.run(learner, config, callbacks=[callback])
@@ -39,7 +39,7 @@ def test_a_run_grows_loses_a_worker_and_learns_as_if_nothing_had_happened(
         trainer.shutdown()
     assert first == second == pytest.approx(learners.learned_alone(NUM_EPOCHS), rel=1e-5)
     assert (tmp_path / "died").exists()
-    assert kinds == ["started", "grown", "rebuilt"]
+    assert kinds == ["started", "grown", "restored"]
     assert (callback.sizes[0], callback.sizes[-1]) == (1, 2)
     assert sorted(set(callback.numbers)) == list(range(NUM_EPOCHS))
     assert trainer.latest_checkpoint["epoch"] == NUM_EPOCHS - 1

@@ -1,6 +1,6 @@
 """Functions that go on where they are when other workers are lost, which are killed for real.
 
-Covers `raysgd.train._torch.joint_steps`: what it does needs several ranks, and losses of some.
+Covers `raysgd.train._torch.global_steps`: what it does needs several ranks, and losses of some.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_survivors_go_on_where_they_are_and_each_sample_counts_once(
 ) -> None:
     returned, reports, kinds = run(tmp_path, config_of(tmp_path, *deaths, decays=True))
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
-    assert kinds == ["started", "rejoined", "rejoined"]
+    assert kinds == ["started", "continued", "continued"]
     [answer] = returned
     assert (answer["first"], answer["failed"], answer["steps"]) == (0, 2, 4 * NUM_EPOCHS)
     assert answer["tracked"] == 4 * NUM_EPOCHS, "what a forward pass changes is undone in a batch that failed"
@@ -94,7 +94,7 @@ def test_a_batch_that_steps_two_optimizers_is_undone_and_repeated(tmp_path: Path
     deaths = dying(2, "between", 5), dying(0, "stepped", 9)
     returned, reports, kinds = run(tmp_path, config_of(tmp_path, *deaths, has_two=True))
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
-    assert kinds == ["started", "rejoined", "rejoined"]
+    assert kinds == ["started", "continued", "continued"]
     [answer] = returned
     assert (answer["failed"], answer["steps"], answer["tracked"]) == (2, 4 * NUM_EPOCHS, 8 * NUM_EPOCHS)
     assert (answer["began_as"], answer["rank"]) == (1, 0), "a variable stays, and the rank is another one"
@@ -118,8 +118,8 @@ def test_what_fit_runs_goes_on_too_and_its_metrics_come_from_the_lowest_rank_tha
 
 def test_a_run_grows_back_after_a_checkpoint(tmp_path: Path) -> None:
     config = config_of(tmp_path, dying(1, "backward", 6), saves=True)
-    returned, reports, kinds = run(tmp_path, config, resize_check_s=0)
-    assert kinds == ["started", "rejoined", "grown"]
+    returned, reports, kinds = run(tmp_path, config, resize_interval_s=0)
+    assert kinds == ["started", "continued", "grown"]
     assert reports == [(0, 3), (1, 2), (2, 3), (3, 3), (4, 3)]
     assert [answer["first"] for answer in returned] == [2, 2, 2]
     check_weights(tmp_path)
@@ -139,7 +139,7 @@ def test_functions_on_a_stream_go_on_where_they_are(tmp_path: Path, deaths: tupl
         config["awaits_at"] = 4 * NUM_EPOCHS - 1
     returned, reports, kinds = run(tmp_path, config, dataset=sample_stream(), spare_workers=spares)
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
-    assert {*kinds} <= {"started", "rejoined", "grown"}
+    assert {*kinds} <= {"started", "continued", "grown"}
     assert len(returned) == 3 or not spares
     check_weights(tmp_path, is_streamed=True)
 
@@ -153,7 +153,7 @@ def test_where_a_part_of_the_data_is_lost_with_its_worker_the_function_starts_ag
     config = config_of(tmp_path, dying(1, "rows", 2), data="parts", saves=True)  # the other waits for it there
     options = {"dataset": rows, "resources_per_worker": {"CPU": 0.5}}
     returned, reports, kinds = run(tmp_path, config, (1, 2), **options)
-    assert kinds == ["started", "rebuilt"]
+    assert kinds == ["started", "restored"]
     assert "the dataset was divided at the start" in caplog.text
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
     assert [answer["first"] for answer in returned] == [2, 2]
@@ -174,7 +174,7 @@ def test_a_worker_that_does_not_fit_the_others_is_named_and_the_function_starts_
 ) -> None:
     config = config_of(tmp_path, dying(1, "backward", 9), admits=True, saves=True, step_s=0.1, flaw=flaw)
     returned, reports, kinds = run(tmp_path, config, (1, 2), spare_workers=1)
-    assert kinds[-1] == "rebuilt"
+    assert kinds[-1] == "restored"
     assert words in caplog.text
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
     assert returned[0]["first"] in (2, 3)
@@ -205,7 +205,7 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error_and_no_hang(
 ) -> None:
     config = config_of(tmp_path, saves=True, has_two=True, leaves_out=(place, number))
     returned, reports, kinds = run(tmp_path, config, (1, 2), TorchConfig(timeout_s=20))
-    assert kinds == ["started", "rebuilt"]
+    assert kinds == ["started", "restored"]
     assert "the survivors cannot continue by themselves: not all workers take this step" in caplog.text
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
     assert len({answer["steps"] for answer in returned}) == 1
@@ -215,7 +215,7 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error_and_no_hang(
 def test_with_too_few_left_the_function_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
     config = config_of(tmp_path, dying(2, "backward", 5), dying(0, "backward", 7), saves=True)
     returned, _, kinds = run(tmp_path, config, (2, 3))
-    assert kinds == ["started", "rejoined", "rebuilt"]
+    assert kinds == ["started", "continued", "restored"]
     assert [answer["first"] for answer in returned] == [1, 1, 1]
     check_weights(tmp_path)
 
@@ -223,7 +223,7 @@ def test_with_too_few_left_the_function_starts_again_from_its_checkpoint(tmp_pat
 def test_a_function_whose_own_exchange_breaks_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
     config = config_of(tmp_path, dying(1, "backward", 9), saves=True, exchanges=True)
     returned, _, kinds = run(tmp_path, config)
-    assert kinds == ["started", "rebuilt"]
+    assert kinds == ["started", "restored"]
     assert [answer["first"] for answer in returned] == [2, 2, 2]
     check_weights(tmp_path)
 

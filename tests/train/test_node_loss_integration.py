@@ -38,7 +38,7 @@ def test_the_number_of_workers_follows_the_cluster(seen: dict[str, Any]) -> None
     assert sizes[NUM_STEPS - 1] == 2
     assert [answer["size"] for answer in seen["returned"]] == [2, 2]
     assert all(step["met"] == len(step["shards"]) for step in seen["steps"])
-    assert seen["kinds"] == ["started", "rebuilt", "grown"]
+    assert seen["kinds"] == ["started", "restored", "grown"]
 
 
 def test_the_data_is_divided_anew(seen: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
 from raysgd.train._torch.accelerator import Accelerator
-from raysgd.train._torch.loaders import divided, over_joint_batches
+from raysgd.train._torch.loaders import divided, over_global_batches
 from raysgd.train._torch.prepared import ForwardInContext
 from raysgd.train._torch.process_group import unwrapped
 from raysgd.train._worker.function_replica import FunctionReplica
@@ -550,7 +550,7 @@ class TestReproducibility:
 
         assert drawn(0, None) == drawn(0, None)
         assert len({drawn(rank, seed) for rank in range(2) for seed in (None, 7)}) == 4
-        joint = [over_joint_batches(DataLoader(Draws()), World(rank, 2), 7) for rank in range(2)]
+        joint = [over_global_batches(DataLoader(Draws()), World(rank, 2), 7) for rank in range(2)]
         assert len({loader.generator.initial_seed() for loader in joint}) == 2
 
 

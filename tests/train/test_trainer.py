@@ -178,9 +178,9 @@ def test_a_flag_is_a_property_and_a_method(value: bool) -> None:
 def test_a_trial_keeps_the_pace_of_its_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = []
     monkeypatch.setattr("raysgd.train._tune.make_trainable", plans.append)
-    trainer(tmp_path, heartbeat_s=50, resize_check_s=7).to_tune_trainable(lambda: None)
+    trainer(tmp_path, heartbeat_s=50, resize_interval_s=7).to_tune_trainable(lambda: None)
     executor = plans[0].make_trainer(logdir=tmp_path)._executor
-    assert (executor._spec.heartbeat_s, executor._resize_check_s) == (50, 7)
+    assert (executor._spec.heartbeat_s, executor._resize_interval_s) == (50, 7)
 
 
 def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

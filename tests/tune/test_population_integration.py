@@ -49,7 +49,7 @@ def make(config: dict[str, Any]) -> TorchTrainer:
         config=config,
         num_workers=2,
         use_gpu=False,
-        recovery_options=Recovery(snapshot_every_s=0),
+        recovery=Recovery(snapshot_every_s=0),
     )
 
 

@@ -32,7 +32,7 @@ class Call:
             are not in one state.
         parted: Called with what ranks say, by rank: heartbeats while they are in the call, values and failures once it
             has failed. Returns how they did different things, so that some would wait for others for ever.
-        may_rejoin: Whether survivors of a loss may continue it at all.
+        may_continue: Whether survivors of a failure may continue it at all.
         is_short: Whether it may end so soon that the way to the workers counts.
         is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
     """
@@ -48,14 +48,14 @@ class Call:
     leaves_as_new: bool = False
     check: Callable[[Sequence[Any]], None] = lambda values: None
     parted: Callable[[Mapping[int, Any]], str] = lambda told: ""
-    may_rejoin: bool = True
+    may_continue: bool = True
     is_short: bool = False
     is_repeatable: bool = True
 
     @property
-    def can_rejoin(self) -> bool:
-        """True if survivors of a loss can continue it."""
-        return self.may_rejoin and (self.resume is not None or not self.changes_state)
+    def can_continue(self) -> bool:
+        """True if survivors of a failure can continue it."""
+        return self.may_continue and (self.resume is not None or not self.changes_state)
 
     @property
     def is_kept(self) -> bool:

@@ -11,11 +11,11 @@ from typing import Literal
 logger = logging.getLogger(__name__)
 
 
-EventKind = Literal["started", "rejoined", "rebuilt", "restarted", "grown", "left", "hung", "lost", "ended"]
+EventKind = Literal["started", "continued", "restored", "restarted", "grown", "left", "hung", "lost", "ended"]
 
 # What repeats work or changes the number of workers is shown where the user set up no logging.
 _LEVELS = {"started": logging.DEBUG, "restarted": logging.INFO}
-_RECOVERED = {"rejoined": "resumed", "rebuilt": "restarted all workers and resumed"}
+_RECOVERED = {"continued": "resumed", "restored": "restarted all workers and resumed"}
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class GroupEvent:
     """One change in the life of a group.
 
     Attributes:
-        kind: "started"; "rejoined" (survivors of a loss went on), "rebuilt" (after a loss, new workers from a
+        kind: "started"; "continued" (survivors of a failure went on), "restored" (after a failure, new workers from a
             snapshot), "restarted" (the same because the workers before were stopped: after Ctrl-C, an exception that
             left some of them stuck, or a call that had spent its retries), "grown", "left" (a node that is going away),
-            "hung" (a worker was ended because it gave no sign of life), "lost" (a loss ended the call in an error), or
-            "ended" (all workers were, because of Ctrl-C, or of an exception that left some of them stuck).
+            "hung" (a worker was ended because it gave no sign of life), "lost" (a failure ended the call in an error),
+            or "ended" (all workers were, because of Ctrl-C, or of an exception that left some of them stuck).
         old_size: Workers before.
         new_size: Workers after.
         seconds: How long it took.
@@ -48,13 +48,13 @@ class GroupEvent:
 
     @property
     def began_at(self) -> float:
-        """The time when it began, in seconds since the epoch: for a loss, when it was noticed."""
+        """The time when it began, in seconds since the epoch: for a failure, when it was noticed."""
         return self.at - self.seconds
 
     @property
-    def is_loss(self) -> bool:
+    def is_failure(self) -> bool:
         """True if workers were lost, whatever came of it."""
-        return self.kind in ("rejoined", "rebuilt", "lost")
+        return self.kind in ("continued", "restored", "lost")
 
     def __str__(self) -> str:
         detail = f"; {self.detail}" if self.detail else ""
@@ -101,8 +101,8 @@ class GroupHistory:
 
     @property
     def num_failures(self) -> int:
-        """The number of losses of workers that were recovered from."""
-        return self.count("rejoined") + self.count("rebuilt")
+        """The number of failures of workers that were recovered from."""
+        return self.count("continued") + self.count("restored")
 
     def count(self, kind: EventKind) -> int:
         """Return how many events of this kind there were."""

@@ -23,7 +23,7 @@ class FrontEndWords:
         when_shut_down: After a call to a trainer that was shut down.
         when_interrupted: After a shutdown in the middle of a call.
         when_starved: Where too few workers could be had.
-        when_spent: After a loss, where no retry is left.
+        when_spent: After a failure, where no retry is left.
         when_not_granted: Where the resources were not granted in time.
         after_end: What is left when there are no workers any more, for the history.
         restart_point: Where new workers go on, for the history.
@@ -54,15 +54,15 @@ class GroupSpec:
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
         snapshot_every_s: After which of these calls; see `is_due` of `snapshots`.
         snapshots_inside: Whether workers copy their state inside calls, too.
-        regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
+        regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a failure can be kept.
         runs_on: Whether replicas run on by themselves over changes of the group, also between calls, and keep their
             ranks. Without `regroups`.
-        renews: Whether survivors of a loss that cannot go on keep their processes, which get new replicas.
+        renews: Whether survivors of a failure that cannot go on keep their processes, which get new replicas.
         num_spares: How many workers wait, ready, to step in.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
         heartbeat_s: A worker that gives no sign of life for so long is lost.
-        settle_timeout_s: How long a survivor of a loss may take to finish its step.
+        settle_timeout_s: How long a survivor of a failure may take to finish its step.
         relay: Logs what workers logged.
         words: What the front end tells its users behind the engine's facts.
     """
@@ -104,7 +104,7 @@ class GroupSpec:
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a loss are kept in any way, also without others, so that they are asked who is left."""
+        """True if survivors of a failure are kept in any way, also alone, so that they are asked who is left."""
         return self.keeps_processes or self.runs_on
 
     @property

@@ -47,7 +47,7 @@ _AVOIDABLE = {
     "waiting for a slower rank": (SLOWER_RANK,),
     "copying snapshots": (SNAPSHOT,),
     "copying to undo a batch": (UNDO,),
-    "recovering from losses": (AGAIN, *RECOVERY),
+    "recovering from failures": (AGAIN, *RECOVERY),
 }
 
 

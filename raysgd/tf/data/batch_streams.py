@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from raysgd.arrays.division import Division
 from raysgd.connections.group import EarlyVotes, Group
 from raysgd.engine.shared.types import DataLedger, World
-from raysgd.streams.joint_reader import Numbers, StartSum
+from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import array_collate, spec_of
@@ -31,13 +31,13 @@ class StreamItem:
     Attributes:
         batch: The batch.
         num_samples: This rank's samples in the step; 0 where the batch is only there to take part.
-        num_joint: Samples of all ranks in the step; 0 where that is not known.
+        num_global: Samples of all ranks in the step; 0 where that is not known.
         weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
     """
 
     batch: Any
     num_samples: int
-    num_joint: int
+    num_global: int
     weights: tuple[float, float] = (0.0, 0.0)
 
 
@@ -97,7 +97,7 @@ class TFDividedSource:
         sharding: What its batches are.
         world: The place among the replicas.
         pads: Whether a rank without samples still takes part in a step, as it must in training.
-        num_joint: How many batches of one worker make a step; None: as many as there are workers.
+        num_global: How many batches of one worker make a step; None: as many as there are workers.
         seed: What the order of a shuffled dataset depends on.
     """
 
@@ -109,21 +109,21 @@ class TFDividedSource:
         sharding: Sharding,
         world: World,
         pads: bool,
-        num_joint: int | None = None,
+        num_global: int | None = None,
         seed: int | None = None,
     ) -> None:
         self._passes, self._sharding, self._world, self._pads, self._seed = passes, sharding, world, pads, seed
-        self._num_joint = world.size if num_joint is None else num_joint
+        self._num_global = world.size if num_global is None else num_global
 
     def join(self, ranks: Any) -> None:
         """Do nothing: all of them divide alike, without a word."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         self._passes.begin_pass()
-        joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
+        joint = self._global(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total, weights in datasets.counted_part_of(joint, self._world.rank, self._world.size):
             item = StreamItem(batch, int(own), int(total), tuple(weights.numpy()))
-            consumed += item.num_joint
+            consumed += item.num_global
             if item.num_samples or self._pads:
                 yield item
         self._passes.num_samples = consumed
@@ -134,11 +134,11 @@ class TFDividedSource:
         return self._passes.num_samples
 
     def num_steps(self) -> int | None:
-        number = int(self._joint(self._passes.dataset).cardinality())
+        number = int(self._global(self._passes.dataset).cardinality())
         return number if number >= 0 else None
 
-    def _joint(self, dataset: Any) -> Any:
-        return datasets.joint(dataset, self._sharding, self._num_joint)
+    def _global(self, dataset: Any) -> Any:
+        return datasets.joint(dataset, self._sharding, self._num_global)
 
     def go_to_pass(self, index: int) -> bool:
         """Make the next pass that of `index`; False where that cannot be done."""
@@ -320,8 +320,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
-        self._step.begin_batch(item.num_samples, item.num_joint, item.weights)
-        self.consumed += item.num_joint
+        self._step.begin_batch(item.num_samples, item.num_global, item.weights)
+        self.consumed += item.num_global
         return item.batch
 
 
@@ -359,11 +359,11 @@ def source_of(data: StreamData, ranks: TFRanks, seed: int) -> StreamSource:
     return StreamSource(data, ranks, seed, array_collate(), _item, NO_BATCH)
 
 
-def _item(batch: Any, weight: float, num_samples: int, num_joint: int, *place: Any) -> StreamItem:
+def _item(batch: Any, weight: float, num_samples: int, num_global: int, *place: Any) -> StreamItem:
     import tensorflow as tf
 
     tensors = batch if batch is NO_BATCH else tf.nest.map_structure(tf.convert_to_tensor, batch)
-    return StreamItem(tensors, num_samples, num_joint)
+    return StreamItem(tensors, num_samples, num_global)
 
 
 def dataset_of(stream: Stream) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from raysgd._arguments import check_num_workers, check_operator_class
 from raysgd._imports import require_installed
 from raysgd.arrays.ray_batches import ray_batches
-from raysgd.messages.batching import check_joint_size, split_batch_size
+from raysgd.messages.batching import check_global_size, split_batch_size
 from raysgd.messages.settings import GroupSettings
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
@@ -78,22 +78,22 @@ def check_config(settings: TFSettings, num_workers: int, backend: str) -> None:
     _check_callbacks(config, num_workers, backend)
     _check_validation_data(config, num_workers, backend)
     if BATCH_SIZE in config:
-        if options.is_constant:
-            check_joint_size(config[BATCH_SIZE])
+        if options.split_batches:
+            check_global_size(config[BATCH_SIZE])
         else:
             split_batch_size(config[BATCH_SIZE], num_workers)
 
 
 def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
-    """Refuse data of a call that cannot be divided by samples, where a joint batch is constant.
+    """Refuse data of a call that cannot be divided by samples, where a global batch is constant.
 
     Raises:
         ValueError: They cannot.
     """
     is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
-    if dataset is not None and settings.batch_options.is_constant and is_dealt:
+    if dataset is not None and settings.batch_options.split_batches and is_dealt:
         raise ValueError(
-            f'`train(dataset=...)` got `{type(dataset).__name__}`, which `joint_batch="constant"` cannot divide by '
+            f"`train(dataset=...)` got `{type(dataset).__name__}`, which `split_batches=True` cannot divide by "
             "samples: pass arrays or a `tf.data.Dataset`."
         )
 
@@ -123,7 +123,7 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) 
     if is_there and num_workers > 1 and backend == "sockets":
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
-            "it would restore weights and epoch on rank 0 only. Leave it out: after the loss of a worker the "
+            "it would restore weights and epoch on rank 0 only. Leave it out: after the failure of a worker the "
             "call continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
         )
 
@@ -146,7 +146,7 @@ def check_spares(group: GroupSettings) -> None:
     """Refuses spares where they cannot take the place of a lost worker."""
     group.refuse_spares(
         [(group.backend == "mwms", '`backend="mwms"`')],
-        'workers outside the driver, `recovery="rejoin"`, and `backend="sockets"`',
+        'workers outside the driver, `Recovery(in_place=True)`, and `backend="sockets"`',
     )
 
 

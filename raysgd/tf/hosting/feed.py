@@ -43,7 +43,7 @@ class TFFeed(feed.Feed):
         synchronizer: Has the steps.
         world: The place among the replicas.
         seed: What the order of shuffled datasets depends on.
-        num_joint: How many batches of one worker make a step; None: as many as there are workers.
+        num_global: How many batches of one worker make a step; None: as many as there are workers.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class TFFeed(feed.Feed):
         synchronizer: Synchronizer,
         world: World,
         seed: int,
-        num_joint: int | None,
+        num_global: int | None,
     ) -> None:
         super().__init__()
         self._operator_of = operator_of
         self._synchronizer = synchronizer
         self._world = world
         self._seed = seed
-        self._num_joint = num_joint
+        self._num_global = num_global
         self._passes: dict[str, Passes] = {}
         self._is_regrouped = False
 
@@ -111,7 +111,7 @@ class TFFeed(feed.Feed):
             return OwnSource(dataset, votes)
         is_ours = isinstance(share.data, call_data.ArrayDataset)
         internals = self._operator_of()._raysgd
-        is_of_worker = is_ours and not internals.context.settings.batch_options.is_constant
+        is_of_worker = is_ours and not internals.context.settings.batch_options.split_batches
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
         source = TFDividedSource(Passes(dataset), sharding, world, pads=training)
         if training and share.place is None:
@@ -143,9 +143,9 @@ class TFFeed(feed.Feed):
         if dataset is None:
             return _MissingDataset(f"{name}_dataset")
         if datasets.is_divided(dataset):
-            passes, num_joint = self._passes_of(name), self._num_joint or world.size
+            passes, num_global = self._passes_of(name), self._num_global or world.size
             sharding = operator._raysgd.data.sharding
-            return TFDividedSource(passes, sharding, world, pads=training, num_joint=num_joint, seed=self._seed)
+            return TFDividedSource(passes, sharding, world, pads=training, num_global=num_global, seed=self._seed)
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:

@@ -27,7 +27,7 @@ from raysgd.tf.hosting.replica_state import KerasState, part_ways, random_states
 from raysgd.tf.objects import datasets, learning_rates, registration
 from raysgd.tf.objects.datasets import DatasetSignature
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
-from raysgd.tf.parallel import joint_metrics
+from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -64,15 +64,15 @@ class TFHosted(hosted.Hosted):
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
         self._strategy = connections.strategy()
-        counts_steps = settings.recovery_options.snapshot_every_n_steps is not None
+        counts_steps = settings.recovery.snapshot_every_n_steps is not None
         self.synchronizer = (
             Synchronizer(world, self._num_workers, counts_steps)
             if self._strategy is None
             else Synchronizer(World(0, 1))
         )
         # With a batch size of all workers together a step is the same for any number of them.
-        num_joint = self._num_workers if BATCH_SIZE in settings.config else None
-        feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
+        num_global = self._num_workers if BATCH_SIZE in settings.config else None
+        feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
 
     @property
@@ -88,13 +88,13 @@ class TFHosted(hosted.Hosted):
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
         self.loop = self._loop_of(operator)
-        self.state = KerasState(operator, self.feed, self.loop.fit, is_joint=self._strategy is not None)
+        self.state = KerasState(operator, self.feed, self.loop.fit, is_global=self._strategy is not None)
         synchronizer.restrict_to(lambda: operator._models)
         check_batches(operator)
         _make_variables(operator, makes_fit, self._strategy is None, synchronizer)
         check_loss(operator, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
-        joint_metrics.share_first(synchronizer.group, weights)
+        global_metrics.share_first(synchronizer.group, weights)
         for model in operator._models:
             registration.take_weights_in(model)
         part_ways(settings.seed, self.world.rank, operator._models)
@@ -119,9 +119,9 @@ class TFHosted(hosted.Hosted):
                 error.add_note(_LEGACY_KERAS)
             raise
         obstacle = self.feed.obstacle("train")
-        if settings.batch_options.is_constant and obstacle is not None:
+        if settings.batch_options.split_batches and obstacle is not None:
             way_out = "Omit it, or register a dataset that the library divides"
-            raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
+            raise ValueError(f"`split_batches=True` cannot work: {obstacle}. {way_out}.")
         if self._num_workers > 1 and obstacle is None:
             refuse_stateful(operator._models)
         made: TrainingOperator = operator
@@ -146,7 +146,7 @@ class TFHosted(hosted.Hosted):
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
             has_validation=operator.validation_dataset is not None or self.has_own_validate,
-            keeps_joint_batch=self.settings.keeps_joint_batch or operator._raysgd.data.sharding == "global",
+            keeps_global_batch=self.settings.keeps_global_batch or operator._raysgd.data.sharding == "global",
         )
 
     def _signature(self, name: str, dataset: Any) -> DatasetSignature | StreamSignature | None:
@@ -184,7 +184,7 @@ class TFHosted(hosted.Hosted):
         operator = self.operator
         if not operator.warms_up_standby or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
-        self.synchronizer.rejoin(World(0, 1))  # no other rank is here yet
+        self.synchronizer.regroup(World(0, 1))  # no other rank is here yet
         try:
             with self.synchronizer.exchanges.surfacing_errors():
                 operator.warm_up()
@@ -193,7 +193,7 @@ class TFHosted(hosted.Hosted):
 
     def take_place(self, world: World) -> None:
         self.feed.take_place(world)
-        self.synchronizer.rejoin(world)
+        self.synchronizer.regroup(world)
         self.synchronizer.exchanges.forget_call()  # the ranks are compared, and some of them are new
         take_place(self.operator, world)
 
@@ -215,7 +215,7 @@ class TFHosted(hosted.Hosted):
                 yield
             finally:
                 synchronizer.step.forget()
-            joint_metrics.merge_statistics(synchronizer.group, self.operator._models)
+            global_metrics.merge_statistics(synchronizer.group, self.operator._models)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -29,13 +29,13 @@ class KerasState(ReplicaState):
         operator: Has what is registered, and its own state.
         feed: Has the position in the data.
         fit: The place of a `fit` of Keras; None where the operator draws batches.
-        is_joint: Whether it takes all ranks to read a variable.
+        is_global: Whether it takes all ranks to read a variable.
     """
 
-    def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None, is_joint: bool) -> None:
+    def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None, is_global: bool) -> None:
         super().__init__(operator, feed)
         self._fit = fit
-        self._is_joint = is_joint
+        self._is_global = is_global
 
     def read(self) -> dict[str, Any]:
         state = super().read()
@@ -60,7 +60,7 @@ class KerasState(ReplicaState):
             self._fit.resume(resume["fit"])
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        if rank and not self._is_joint:
+        if rank and not self._is_global:
             return None
         state = self.read()
         arrays = [array for part in ("models", "optimizers") for arrays in state[part] for array in arrays]

@@ -7,10 +7,10 @@ Each replica makes the same dataset and takes its part of every step:
 * `"worker"`: a batch of the dataset is that of one worker. As many batches as there are workers make a step, and their
   samples, in order, are divided in the same way.
 
-So N workers see in a step what one process sees in the joint batch, in the same order, and each sample of a pass is
+So N workers see in a step what one process sees in the global batch, in the same order, and each sample of a pass is
 used once. A dataset whose auto-shard policy is OFF is not divided: each worker brings its own part.
 
-Why data is divided by joint batches: ADR 2.
+Why data is divided by global batches: ADR 2.
 """
 
 from __future__ import annotations
@@ -305,12 +305,12 @@ def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
 
 
 def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return this rank's part of each of the joint batches; empty where there are fewer samples than workers."""
+    """Return this rank's part of each of the global batches; empty where there are fewer samples than workers."""
     return dataset.map(_on_element(dataset, lambda batch: _part(batch, rank, num_workers))).prefetch(2)
 
 
 def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return the same with numbers: `(part, samples in it, samples in the joint batch, and the weights of both)`.
+    """Return the same with numbers: `(part, samples in it, samples in the global batch, and the weights of both)`.
 
     A rank without samples gets one that another rank has, and the number 0, so that it can take part in the step.
     """

@@ -17,7 +17,7 @@ from raysgd.tf.data.call_data import inputs
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import learning_rates
 from raysgd.tf.objects.datasets import Sharding, num_samples
-from raysgd.tf.parallel.joint_metrics import merged
+from raysgd.tf.parallel.global_metrics import merged
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.worker.operator import Internals, required
 
@@ -38,7 +38,6 @@ class TFSettings(ReplicaSettings):
     num_workers: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if isinstance(self.verbose, str | bytes) and self.verbose != "auto":
             raise ValueError(f'`verbose={self.verbose!r}`: allowed are True, False, 0, 1, 2 and "auto".')
         check_seed(self.seed)

@@ -155,7 +155,7 @@ class GradientAverager:
     Args:
         exchanges: Has the group, and counts.
         traced: The step of a Keras loop.
-        num_samples_of: See `JointLosses`.
+        num_samples_of: See `GlobalLosses`.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ before it uses them: one exchange for each step, in one flat buffer. It works fo
 `train_on_batch` and loops with a `GradientTape`, in graphs and eagerly.
 
 The average is by samples: a rank's gradient counts by the samples that it is the mean of. So a step of N replicas is
-the step of one process on the joint batch, however unevenly the samples fall on them. A rank without samples takes
+the step of one process on the global batch, however unevenly the samples fall on them. A rank without samples takes
 part with weight 0, and runs nothing of the user's for that.
 
 Why gradients are averaged around the optimizer instance: ADR 31.
@@ -25,8 +25,8 @@ from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import num_samples
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager
-from raysgd.tf.parallel.joint_losses import JointLosses, refuse_by_name
-from raysgd.tf.parallel.joint_metrics import JointMetrics, check_aggregation
+from raysgd.tf.parallel.global_losses import GlobalLosses, refuse_by_name
+from raysgd.tf.parallel.global_metrics import GlobalMetrics, check_aggregation
 from raysgd.tf.parallel.step import AppliedOptimizer, TFStep, TracedStep, UsualStep
 
 
@@ -46,7 +46,7 @@ class Synchronizer:
         watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
-    losses: JointLosses | None = None
+    losses: GlobalLosses | None = None
 
     def __init__(self, world: World, num_workers: int = 1, counts_steps: bool = False) -> None:
         is_one_of_many = world.is_distributed or num_workers > 1
@@ -56,20 +56,20 @@ class Synchronizer:
         if not self.watches:
             return
         self._traced = traced = TracedStep()
-        self._losses = losses = JointLosses(self.exchanges, traced, self.step, self.validation_step)
+        self._losses = losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
         self.losses = losses if is_one_of_many else None
         self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
         self._new_averager = partial(GradientAverager, self.exchanges, traced, losses.num_samples_of)
         self._averager = self._new_averager()  # for what is not watched: one, as ranks retrace at different times
         self._averagers = [self._averager]
-        self._metrics = JointMetrics(lambda: self.group, traced)
+        self._metrics = GlobalMetrics(lambda: self.group, traced)
 
     @property
     def group(self) -> Group:
         """The ranks."""
         return self.exchanges.group
 
-    def rejoin(self, world: World) -> None:
+    def regroup(self, world: World) -> None:
         """Go on with another group, which all its ranks have joined already; what is watched stays watched."""
         self.exchanges.group = group_of(world)
         if self.watches:
@@ -271,7 +271,7 @@ class Synchronizer:
 
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
-        """Inside, a Keras loop evaluates; all ranks the same joint batches, or each one its own."""
+        """Inside, a Keras loop evaluates; all ranks the same global batches, or each one its own."""
         self._losses.evaluates_together = together
         try:
             yield

@@ -22,14 +22,14 @@ class TFStep:
     Attributes:
         num_samples: This rank's samples in the step, 0 where it has none; None where the loop is Keras's and the batch
             itself says.
-        num_joint: Samples of all ranks in the step; 0 where that is not known.
+        num_global: Samples of all ranks in the step; 0 where that is not known.
         weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
         began_at: When drawing its batch began.
         usual: The exchanges of the last batch that had some, each to be repeated without samples.
     """
 
     num_samples: int | None = None
-    num_joint: int = 0
+    num_global: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
     began_at: float = 0.0
     usual: list[Exchange] = field(default_factory=list)
@@ -37,12 +37,12 @@ class TFStep:
     _waiting: list[tuple[int, int]] = field(default_factory=list)
     _is_last_waiting: bool = False
 
-    def begin_batch(self, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
+    def begin_batch(self, num_samples: int, num_global: int, weights: tuple[float, float]) -> None:
         """Begin a batch, which is about to be handed out."""
-        self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
+        self.num_samples, self.num_global, self.weights = num_samples, num_global, weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
-        self._waiting.append((num_samples, num_joint))
+        self._waiting.append((num_samples, num_global))
         self._is_last_waiting = True
 
     def confirm(self) -> None:
@@ -84,11 +84,11 @@ class TFStep:
     def factor(self, divisor: float | None) -> float:
         """Return what the loss is to be multiplied by, as far as the batch says; 1 where nothing is known."""
         own, joint = self.weights
-        if not self.num_samples or not self.num_joint:
+        if not self.num_samples or not self.num_global:
             return 1.0
         if divisor is None:
-            return self.num_joint / self.num_samples
-        return divisor / joint * self.num_joint / self.num_samples if joint and np.isclose(divisor, own) else 1.0
+            return self.num_global / self.num_samples
+        return divisor / joint * self.num_global / self.num_samples if joint and np.isclose(divisor, own) else 1.0
 
     is_boundary = True  # each batch is a step of the optimizer
 

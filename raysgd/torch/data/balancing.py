@@ -1,4 +1,4 @@
-"""`balance="speed"`: a worker measures its steps and tells the others, and the shares of joint batches follow.
+"""`balance="speed"`: a worker measures its steps and tells the others, and the shares of global batches follow.
 
 A worker's time for a step is measured without what it waits for others. Shares change where times differ, so that each
 worker takes as long as the others. The rule is arithmetic on the same numbers, so all workers decide alike.
@@ -149,26 +149,26 @@ class Balancing:
         """Called when a pass is opened or resumed."""
         self._plan.begin_pass()
 
-    def after_batch(self, num_samples: int, is_last: bool, position: int, joint_size: int) -> None:
+    def after_batch(self, num_samples: int, is_last: bool, position: int, global_size: int) -> None:
         """Called by all ranks after each batch.
 
         Args:
             num_samples: This rank's samples in it.
-            is_last: Whether the joint step ended with it.
+            is_last: Whether the global step ended with it.
             position: Where the next one begins.
-            joint_size: Samples of a joint step.
+            global_size: Samples of a global step.
         """
         self._num_samples += num_samples
         if is_last:
-            self._after_step(position, joint_size)
+            self._after_step(position, global_size)
 
-    def _after_step(self, position: int, joint_size: int) -> None:
+    def _after_step(self, position: int, global_size: int) -> None:
         self._num_steps += 1
         if self._plan.reach(position) or not self._is_settled:
             self._is_settled = True
             self._forget()  # measured with other shares, or in the first step
         if self._waiting is not None:
-            self._hear(position, joint_size)
+            self._hear(position, global_size)
         if self._num_steps >= self._rule.every and not self._plan.is_changing:
             self._tell()
 
@@ -179,7 +179,7 @@ class Balancing:
         self._waiting = self._start_sum(numbers), numbers
         self._forget()
 
-    def _hear(self, position: int, joint_size: int) -> None:
+    def _hear(self, position: int, global_size: int) -> None:
         """Takes what all ranks have told, which came while the last step was computed."""
         assert self._waiting is not None
         (wait, numbers), self._waiting = self._waiting, None
@@ -188,6 +188,6 @@ class Balancing:
         speeds = self._rule.corrected(self._plan.now, samples, seconds)
         before, self._slowest = self._slowest, None if speeds is None else seconds.index(max(seconds))
         if speeds is not None and (before == self._slowest or not self._rule.may_be_chance(seconds)):
-            self._plan.change(position + int(max(ahead)) * joint_size, speeds)
+            self._plan.change(position + int(max(ahead)) * global_size, speeds)
             self._plan.reach(position)
             self._forget()

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import Sampler
 
 from raysgd._numbers.seeds import seed_of
-from raysgd.arrays.division import BatchShare, Division, ShardedJointBatch
+from raysgd.arrays.division import BatchShare, Division, ShardedGlobalBatch
 from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches, SampleOrder, SamplerOrder
 
 SpeedsAt = Callable[[int], Sequence[float]]
@@ -45,7 +45,7 @@ class Share(NamedTuple):
         num_samples: Samples that count: `stop - start`, or 0 where the slice is only padding.
         weight: Factor for this rank's gradient before the plain mean over ranks is taken. 1.0 exactly when
             all ranks have the same number of samples; the weights of a step's ranks always average to 1.
-        num_joint: Samples of all ranks together.
+        num_global: Samples of all ranks together.
         is_first: Whether the step begins with it; a rank may take several batches for a step, one after the other.
         is_last: Whether the step ends with it.
     """
@@ -54,25 +54,25 @@ class Share(NamedTuple):
     stop: int
     num_samples: int
     weight: float
-    num_joint: int
+    num_global: int
     is_first: bool = True
     is_last: bool = True
 
 
 @dataclass(frozen=True)
 class PassPlan:
-    """The division of the rest of a pass over a group, by joint batches of one size, or of given ones.
+    """The division of the rest of a pass over a group, by global batches of one size, or of given ones.
 
     Attributes:
         num_samples: Samples in the whole pass.
         consumed: Samples already used, by whatever group used them.
-        division: How a joint batch is divided.
+        division: How a global batch is divided.
         drop_last: Leave out a last step that is not full.
         pad: What a rank does that has no sample where others have some. True: it repeats samples of that step with
             weight 0 (training). False: it has no batch (evaluation).
         speeds_at: How fast each rank is; asked when a step is divided, and has to answer alike on all ranks. None for
             even shares.
-        bounds: Where joint batches of the whole pass begin, and where the last one ends; None for those of one size.
+        bounds: Where global batches of the whole pass begin, and where the last one ends; None for those of one size.
 
     Raises:
         ValueError: A number is out of range.
@@ -87,7 +87,7 @@ class PassPlan:
 
     num_samples: int
     consumed: int
-    division: Division | ShardedJointBatch
+    division: Division | ShardedGlobalBatch
     drop_last: bool
     pad: bool
     speeds_at: SpeedsAt | None = None
@@ -97,14 +97,14 @@ class PassPlan:
         check_range("num_samples", self.num_samples, minimum=0)
         check_range("consumed", self.consumed, minimum=0, maximum=self.num_samples)
         check_range("world_size", self.division.world_size, minimum=1)
-        check_range("joint_size", self.division.joint_size, minimum=1)
+        check_range("global_size", self.division.global_size, minimum=1)
 
     @cached_property
     def num_steps(self) -> int:
-        """Joint steps still to come in this pass."""
+        """Global steps still to come in this pass."""
         if self._rest is not None:
             return len(self._rest) - 1
-        full, rest = divmod(self.num_samples - self.consumed, self.division.joint_size)
+        full, rest = divmod(self.num_samples - self.consumed, self.division.global_size)
         return full if rest == 0 or self.drop_last else full + 1
 
     @cached_property
@@ -115,23 +115,23 @@ class PassPlan:
         return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]]
 
     def _span(self, step: int) -> tuple[int, int]:
-        """Return where a joint step begins and ends, counted from `consumed`."""
+        """Return where a global step begins and ends, counted from `consumed`."""
         if self._rest is not None:
             return self._rest[step], self._rest[step + 1]
-        start = self.consumed + step * self.division.joint_size
-        return start, min(start + self.division.joint_size, self.num_samples)
+        start = self.consumed + step * self.division.global_size
+        return start, min(start + self.division.global_size, self.num_samples)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Return the same for one joint step after the other."""
+        """Return the same for one global step after the other."""
         if self._rest is not None:
             yield from pairwise(self._rest)
             return
-        size = self.division.joint_size
+        size = self.division.global_size
         for start in range(self.consumed, self.consumed + self.num_steps * size, size):
             yield start, min(start + size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
-        """Return the position in the pass after `steps` more joint steps; after the last one the pass is over.
+        """Return the position in the pass after `steps` more global steps; after the last one the pass is over.
 
         Raises:
             ValueError: `steps` is negative or more than are left.
@@ -156,7 +156,7 @@ class PassPlan:
 
     @property
     def _sizes(self) -> set[int]:
-        """The sizes of joint batches in the rest."""
+        """The sizes of global batches in the rest."""
         num = self.num_steps
         spans = map(self._span, sorted({0, num - 1}) if num else ()) if self._rest is None else pairwise(self._rest)
         return {stop - start for start, stop in spans}
@@ -178,7 +178,7 @@ class PassPlan:
                 yield Share(start + share.start, start + share.stop, *share[2:])
 
     def shares_of_step(self, step: int, rank: int) -> list[Share]:
-        """Return the batches that `rank` takes in joint step `step`, counted from `consumed`.
+        """Return the batches that `rank` takes in global step `step`, counted from `consumed`.
 
         Raises:
             ValueError: There is no such step or no such rank.
@@ -190,7 +190,7 @@ class PassPlan:
         return list(rest.shares(rank))
 
     def _shares_of_batch(self, rank: int, size: int, speeds: Sequence[float]) -> list[Share]:
-        """Return what a rank takes of a joint batch, with positions counted from its first sample."""
+        """Return what a rank takes of a global batch, with positions counted from its first sample."""
         parts = self.division.parts(size, rank, speeds)
         return [self._share(size, index, parts) for index in range(len(parts))]
 
@@ -207,7 +207,7 @@ class PassPlan:
         """Return how many batches `rank` sees in the rest of the pass."""
         if self._rest is not None:
             return sum(map(_is_batch, self.shares(rank)))
-        full = (self.num_samples - self.consumed) // self.division.joint_size
+        full = (self.num_samples - self.consumed) // self.division.global_size
         steps = [(full, 0)] if full else []
         steps += [(1, full)] if full < self.num_steps else []
         return sum(count * sum(map(_is_batch, self.shares_of_step(step, rank))) for count, step in steps)
@@ -229,14 +229,14 @@ _WHEN_LOADED = 1
 
 
 @dataclass(frozen=True)
-class JointBatchRule:
+class GlobalBatchRule:
     """Says that the batch size of a loader is that of all ranks together.
 
     Attributes:
         cap: The most samples in a batch of one rank.
         speeds_at: See `PassPlan`.
-        num_shards: How many logical shards a joint batch has; 0 where it is divided by ranks.
-        multiple: The joint batch has as many times the size of the loader.
+        num_shards: How many logical shards a global batch has; 0 where it is divided by ranks.
+        multiple: The global batch has as many times the size of the loader.
     """
 
     cap: int | None = None
@@ -245,17 +245,17 @@ class JointBatchRule:
     multiple: int = 1
 
     @property
-    def of_streams(self) -> Callable[[int, int], Division | ShardedJointBatch]:
+    def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
         """Divides those of streams, whose size is always that of all workers."""
         return replace(self, multiple=1).division
 
-    def division(self, joint_size: int, world_size: int) -> Division | ShardedJointBatch:
-        """Return how joint batches of a size are divided."""
+    def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
+        """Return how global batches of a size are divided."""
         if not self.num_shards:
-            return Division(joint_size, world_size, self.cap)
-        cap = self.cap or (joint_size // self.multiple if self.multiple > 1 else None)
-        num_parts = Division(joint_size, self.num_shards, cap).num_batches(joint_size)
-        return ShardedJointBatch(joint_size, world_size, self.num_shards * num_parts, cap)
+            return Division(global_size, world_size, self.cap)
+        cap = self.cap or (global_size // self.multiple if self.multiple > 1 else None)
+        num_parts = Division(global_size, self.num_shards, cap).num_batches(global_size)
+        return ShardedGlobalBatch(global_size, world_size, self.num_shards * num_parts, cap)
 
 
 class SeededIndices(list[int]):
@@ -282,13 +282,13 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     Attributes:
         order: The order of the samples.
-        batch_size: Samples per rank in a full step; with `joint` those of all ranks. Without a meaning where the order
+        batch_size: Samples per rank in a full step; with `rule` those of all ranks. Without a meaning where the order
             is one of batches.
-        drop_last: Leave out a last joint step that is not full.
+        drop_last: Leave out a last global step that is not full.
         pad: Give a rank without samples in the last step some to repeat, see `PassPlan`.
         rank: This worker's place in the group.
         world_size: Size of the group.
-        joint: How joint batches of one size are divided; None where the size of a rank's batch is given.
+        rule: How global batches of one size are divided; None where the size of a rank's batch is given.
         plan: The pass begun last, or None before the first and after `reshape`.
 
     Raises:
@@ -317,10 +317,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         pad: bool,
         rank: int,
         world_size: int,
-        joint: JointBatchRule | None = None,
+        rule: GlobalBatchRule | None = None,
     ) -> None:
         self.order = order
-        self.joint = joint
+        self.rule = rule
         self.drop_last = drop_last
         self.pad = pad
         self._indices: Indices = ()
@@ -393,26 +393,26 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def most_batches(self) -> int:
         """The number of batches that a rank takes for a full step, one after the other; 2 for several of any number."""
         if isinstance(self.order, BatchesOrder):  # each pass may have others
-            return 1 if self.joint is None or self.joint.cap is None else 2
-        return self._division.num_batches(self._division.joint_size)
+            return 1 if self.rule is None or self.rule.cap is None else 2
+        return self._division.num_batches(self._division.global_size)
 
     @property
     def num_shards(self) -> int:
-        """The number of logical shards of a joint batch; 0 where it is divided by ranks."""
+        """The number of logical shards of a global batch; 0 where it is divided by ranks."""
         division = self._division
-        return division.num_shards if isinstance(division, ShardedJointBatch) else 0
+        return division.num_shards if isinstance(division, ShardedGlobalBatch) else 0
 
     @property
-    def _division(self) -> Division | ShardedJointBatch:
-        if self.joint is None:
+    def _division(self) -> Division | ShardedGlobalBatch:
+        if self.rule is None:
             return Division(self.batch_size * self.world_size, self.world_size, cap=self.batch_size)
         drawn = self._indices
-        return self.joint.division(
+        return self.rule.division(
             drawn.largest if isinstance(drawn, JoinedBatches) else self.batch_size, self.world_size
         )
 
     def _plan(self, num_samples: int, consumed: int) -> PassPlan:
-        speeds_at = None if self.joint is None else self.joint.speeds_at
+        speeds_at = None if self.rule is None else self.rule.speeds_at
         bounds = self._indices.bounds if isinstance(self._indices, JoinedBatches) else None
         return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, speeds_at, bounds)
 

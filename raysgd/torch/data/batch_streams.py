@@ -43,8 +43,8 @@ class DrawnItem(NamedTuple):
         weight: The weight of its gradient.
         num_samples: Real samples in it, if known.
         total: The same of all ranks together.
-        is_first: Whether the joint step begins with it.
-        is_last: Whether the joint step ends with it.
+        is_first: Whether the global step begins with it.
+        is_last: Whether the global step ends with it.
         seeds: Where random numbers of the training come from, in a logical shard and after the last one; None if they
             go on.
         is_last_of_pass: Whether the pass ends with it; None where that is not known yet.
@@ -103,14 +103,14 @@ class DividedLoaderSource:
         if self._ranks is ranks:
             return
         if self.has_own_order:
-            start_sum = ranks.start_sum if ranks.is_joint else None
+            start_sum = ranks.start_sum if ranks.is_global else None
             self._check_order = partial(self._check_drawn, start_sum, ranks.world_size)
         self._ranks, self.balancing, self.agreement = ranks, None, None  # those of the former group
-        if not ranks.is_joint or self.num_shards:
+        if not ranks.is_global or self.num_shards:
             return
         if not ranks.balance:
             self.agreement = Agreement(ranks.start_sum) if self.has_own_collator else None
-        elif self._sharded.sampler.joint is not None:
+        elif self._sharded.sampler.rule is not None:
             self.follow(Balancing(ranks.rank, ranks.world_size, ranks.own_s, ranks.start_sum))
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
@@ -150,27 +150,27 @@ class DividedLoaderSource:
 
     @property
     def _size(self) -> dict[str, int]:
-        """The size of a pass as positions carry it; of samples in joint batches of any size, that of the batches."""
+        """The size of a pass as positions carry it; of samples in global batches of any size, that of the batches."""
         is_of_batches = isinstance(self.order, BatchesOrder)
         return {"num_batches" if is_of_batches else "num_samples": self.num_samples}
 
     def follow(self, balancing: Balancing) -> None:
         """Lets the shares follow the speed of the ranks."""
         loader, sampler = self._sharded.loader, self._sharded.sampler
-        assert sampler.joint is not None, "a joint batch is what can be divided otherwise"
-        sampler.joint = replace(sampler.joint, speeds_at=balancing.speeds_at)
+        assert sampler.rule is not None, "a global batch is what can be divided otherwise"
+        sampler.rule = replace(sampler.rule, speeds_at=balancing.speeds_at)
         # Steps, as if each was a single batch: rather too many.
         balancing.num_ahead = 1 + loader.num_workers * loader.prefetch_factor if loader.prefetch_factor else 0
         self.balancing = balancing
 
     @property
     def most_batches(self) -> int:
-        """The number of batches that a rank takes for a joint step, one after the other."""
+        """The number of batches that a rank takes for a global step, one after the other."""
         return self._sharded.sampler.most_batches
 
     @property
     def num_shards(self) -> int:
-        """The number of logical shards of a joint batch; 0 where it is divided by ranks."""
+        """The number of logical shards of a global batch; 0 where it is divided by ranks."""
         return self._sharded.sampler.num_shards
 
     @property
@@ -247,13 +247,13 @@ class DividedLoaderSource:
             steps_left -= share.is_last
             is_end = steps_left == 0
             yield DrawnItem(
-                batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last, seeds, is_end
+                batch, share.weight, share.num_samples, share.num_global, share.is_first, share.is_last, seeds, is_end
             )
             if num_shards and share.is_last:
-                consumed += share.num_joint
+                consumed += share.num_global
             if balancing is not None:
-                consumed += share.num_joint
-                balancing.after_batch(share.num_samples, share.is_last, consumed, plan.division.joint_size)
+                consumed += share.num_global
+                balancing.after_batch(share.num_samples, share.is_last, consumed, plan.division.global_size)
         next(batches, None)  # so that the loader ends its processes
 
     def num_steps(self) -> int | None:
@@ -284,8 +284,8 @@ class DividedBatchesSource(DividedLoaderSource):
         super().join(ranks)
         if is_known or ranks.world_size == 1:
             return
-        self.is_divided = ranks.is_joint
-        if not ranks.is_joint:
+        self.is_divided = ranks.is_global
+        if not ranks.is_global:
             self._plain = PlainSource(self._given)
             self._plain.join(ranks)
         elif not self._draws_alike(ranks):
@@ -326,8 +326,8 @@ class PlainSource:
         is_divided: Whether it is a `raysgd.worker.data.feed.DividedSource`.
         left_out: Rows that could not be read and were left out.
         row_bytes: The mean size of a row in memory; None where it is not measured.
-        most_batches: The number of batches that a rank takes for a joint step, one after the other.
-        num_shards: The number of logical shards of a joint batch; 0 where it is divided by ranks.
+        most_batches: The number of batches that a rank takes for a global step, one after the other.
+        num_shards: The number of logical shards of a global batch; 0 where it is divided by ranks.
     """
 
     is_divided, left_out, row_bytes = False, 0, None

@@ -17,7 +17,7 @@ from raysgd.arrays.whole_data import Creator, DealtBatches, OwnData, creator_of,
 from raysgd.engine.shared.types import World
 from raysgd.messages.prediction_data import num_rows_of
 from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import JointBatchRule
+from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 
@@ -127,22 +127,22 @@ def seed_of(loader: Any, seed: int) -> int:
     return seed if own is None else own.initial_seed()
 
 
-def divided(loader: Any, world: World, training: bool, joint: JointBatchRule | None = None) -> ShardedLoader | Any:
+def divided(loader: Any, world: World, training: bool, rule: GlobalBatchRule | None = None) -> ShardedLoader | Any:
     """The loader as this worker uses it: divided by samples, or else dealt by batches.
 
     Raises:
         TypeError: It is no iterable of batches.
-        ValueError: It is to be divided by joint batches, and cannot be.
+        ValueError: It is to be divided by global batches, and cannot be.
     """
     if not hasattr(loader, "__iter__"):
         raise TypeError(
             f"The creator in `dataset=` returned a `{type(loader).__name__}`: return a `DataLoader`, or another "
             "iterable of batches that can be iterated over again and again."
         )
-    sharded = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, joint=joint)
-    if joint is not None and training and not isinstance(sharded, ShardedLoader):
+    sharded = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, rule=rule)
+    if rule is not None and training and not isinstance(sharded, ShardedLoader):
         raise ValueError(
-            '`train(dataset=...)` with `joint_batch="constant"` or `deterministic=True` needs data that the library '
+            "`train(dataset=...)` with `split_batches=True` or `deterministic=True` needs data that the library "
             f"divides by samples, and these are not divided ({sharded.reason}): pass arrays, a map-style dataset, or a "
             "`DataLoader` over one."
         )

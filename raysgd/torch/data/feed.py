@@ -16,7 +16,7 @@ from raysgd.messages.epochs import EpochRequest
 from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
-from raysgd.torch.data.batch_sampler import JointBatchRule
+from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.batch_streams import (
     DividedBatchesSource,
     DividedLoaderSource,
@@ -49,7 +49,7 @@ class TorchFeed(feed.Feed):
         world_size: How many replicas there are.
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
         rank: The place among them.
-        joint: How loaders are divided by joint batches; None where the size of a worker's batch is given.
+        rule: How loaders are divided by global batches; None where the size of a worker's batch is given.
         balance: Whether shares follow the speed of the ranks.
     """
 
@@ -60,13 +60,13 @@ class TorchFeed(feed.Feed):
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
-        joint: JointBatchRule | None = None,
+        rule: GlobalBatchRule | None = None,
         balance: bool = False,
     ) -> None:
         super().__init__()
         self._data_of = data_of
         self._parallel = parallel
-        self._joint = joint
+        self._rule = rule
         self._group = Ranks(parallel, rank, world_size, balance)
         self._undo = undo
 
@@ -88,10 +88,10 @@ class TorchFeed(feed.Feed):
         if isinstance(share, WholeShare):
             loader = self.made_of_call(name, request)
             if isinstance(loader, Stream):
-                assert self._joint is not None, "checked in the driver"
-                made = stream_data(loader, name, self._joint.of_streams, ranks.world_size)
+                assert self._rule is not None, "checked in the driver"
+                made = stream_data(loader, name, self._rule.of_streams, ranks.world_size)
                 return self._stream_source(made, request.seed)
-            data = call_data.divided(loader, World(ranks.rank, ranks.world_size), training, self._joint)
+            data = call_data.divided(loader, World(ranks.rank, ranks.world_size), training, self._rule)
             if isinstance(data, ShardedLoader):
                 dealt = DealtBatches(loader, World(ranks.rank, ranks.world_size))
                 return _divided_source(data, call_data.seed_of(loader, request.seed), dealt)
@@ -143,7 +143,7 @@ class TorchFeed(feed.Feed):
         Args:
             rank: The place.
             size: The size.
-            batch_size: How many samples of a joint batch are this worker's share from now on; None if unknown.
+            batch_size: How many samples of a global batch are this worker's share from now on; None if unknown.
             instead_of: How many were; loaders with another batch size keep theirs.
         """
         self._group = Ranks(self._parallel, rank, size, self._group.balance)
@@ -152,7 +152,7 @@ class TorchFeed(feed.Feed):
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
-                data.sampler.joint = self._joint
+                data.sampler.rule = self._rule
                 data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
 
     def is_divided(self, stream: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from raysgd.streams.loaders import end_with_parent
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatchRule, SeededIndices
+from raysgd.torch.data.batch_sampler import ElasticBatchSampler, GlobalBatchRule, SeededIndices
 from raysgd.torch.data.sample_order import BatchesOrder, divides_data, has_no_length, order_of
 from raysgd.torch.objects import rng
 
@@ -96,14 +96,14 @@ def shard_loader(
     world_size: int,
     training: bool,
     pin_memory: bool = False,
-    joint: JointBatchRule | None = None,
+    rule: GlobalBatchRule | None = None,
 ) -> ShardedLoader | UndividedLoader:
     """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
 
     The loader's own order is respected: what is sequential in one process is sequential over many workers,
-    what is shuffled is shuffled again in each pass, a user's sampler draws the joint order. `batch_size` is
-    that of one worker, as written; with `joint` it is that of all workers together. Of a user's batch sampler,
-    each worker takes whole batches; with `joint` each batch is a joint one.
+    what is shuffled is shuffled again in each pass, a user's sampler draws the global order. `batch_size` is
+    that of one worker, as written; with `rule` it is that of all workers together. Of a user's batch sampler,
+    each worker takes whole batches; with `rule` each batch is a global one.
 
     All loading options are kept, but for `in_order=False`: batches that overtake each other would be counted
     for the wrong step, so they arrive in order here (a warning says so).
@@ -116,7 +116,7 @@ def shard_loader(
             exchange; False gives them no batch, so that evaluation sees every sample once.
         pin_memory: Whether batches are put where a GPU can copy them from while it computes, also if the user's loader
             does not ask for that.
-        joint: How joint batches of one size are divided.
+        rule: How global batches of one size are divided.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -132,15 +132,15 @@ def shard_loader(
         return obstacle
     batches, own_sampler = loader.batch_sampler, _own_sampler(loader)
     is_of_batches = own_sampler is batches
-    reason = _obstacle_of_batches(joint, training) if is_of_batches else None
+    reason = _obstacle_of_batches(rule, training) if is_of_batches else None
     if reason is not None:
         return UndividedLoader(loader, reason, warn=True)
-    takes_whole, order = is_of_batches and joint is None, order_of(own_sampler)
-    if is_of_batches and joint is not None:
+    takes_whole, order = is_of_batches and rule is None, order_of(own_sampler)
+    if is_of_batches and rule is not None:
         order = BatchesOrder(own_sampler)
     size, drop_last = (1, False) if is_of_batches else (batches.batch_size, batches.drop_last)
-    size *= 1 if joint is None else joint.multiple
-    sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, joint)
+    size *= 1 if rule is None else rule.multiple
+    sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, rule)
     signature = DataSignature(order.num_samples, sampler.batch_size, sampler.drop_last, order.name)
     return ShardedLoader(
         given=loader,
@@ -159,11 +159,11 @@ def _obstacle(loader: Any) -> UndividedLoader | None:
     return None
 
 
-def _obstacle_of_batches(joint: JointBatchRule | None, training: bool) -> str | None:
+def _obstacle_of_batches(rule: GlobalBatchRule | None, training: bool) -> str | None:
     """Return why batches of a user's batch sampler are not divided; None where they are."""
-    if joint is None:
+    if rule is None:
         return None if training else "custom `batch_sampler`"
-    return "custom `batch_sampler`, of which logical shards are not made" if joint.num_shards else None
+    return "custom `batch_sampler`, of which logical shards are not made" if rule.num_shards else None
 
 
 def _has_own_iteration(loader: DataLoader[Any]) -> bool:
@@ -190,8 +190,8 @@ class _BatchesInOne(Sampler[list[Any]]):
         self._batches = batches
 
     def __iter__(self) -> Iterator[list[Any]]:
-        joint: Iterator[Any] = iter(self._batches)
-        return (list(chain.from_iterable(batches)) for batches in joint)
+        rule: Iterator[Any] = iter(self._batches)
+        return (list(chain.from_iterable(batches)) for batches in rule)
 
     def __len__(self) -> int:
         return len(self._batches)

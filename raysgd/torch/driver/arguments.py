@@ -19,7 +19,7 @@ from raysgd._text.log_lines import Once
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.engine.placement import num_gpus
-from raysgd.messages.batching import check_joint_size, split_batch_size
+from raysgd.messages.batching import check_global_size, split_batch_size
 from raysgd.messages.settings import GroupSettings
 from raysgd.torch import constants
 from raysgd.torch.data import call_data
@@ -66,27 +66,27 @@ def check_operator_class(operator_cls: Any) -> None:
     checks.check_operator_class(operator_cls, TrainingOperator, "TrainingOperator")
 
 
-def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, joint_option: str = "") -> None:
+def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, global_option: str = "") -> None:
     """Refuses what cannot be divided over the workers, which step each by itself if they step apart.
 
     Raises:
         TypeError: It is of an unknown kind.
-        ValueError: It cannot be divided by samples, though the trainer has this option for joint batches; or not by
+        ValueError: It cannot be divided by samples, though the trainer has this option for global batches; or not by
             workers that step apart.
     """
     if dataset is None:
         return
     is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
-    if joint_option and is_dealt:
+    if global_option and is_dealt:
         raise ValueError(
-            f"`train(dataset=...)` got `{type(dataset).__name__}`, which {joint_option} cannot divide by "
+            f"`train(dataset=...)` got `{type(dataset).__name__}`, which {global_option} cannot divide by "
             "samples: pass arrays, a map-style dataset, or a `DataLoader` over one."
         )
     if ray_batches(dataset) is not None:
         if steps_apart:
             raise ValueError(
                 "`train(dataset=...)` got a dataset of Ray Data, which several workers share only if they step "
-                'together: omit `parallel="none"`.'
+                'together: omit `strategy="none"`.'
             )
         return
     if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")) and not call_data.is_known(dataset):
@@ -145,7 +145,7 @@ def resolve_backend(backend: str, use_gpu: bool) -> str:
     return backend
 
 
-def check_horovod(precision: str, parallel: str, use_gpu: bool) -> None:
+def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
     """Refuses what cannot be had together with `backend="horovod"`, and that itself where Horovod is missing."""
     hvd = import_horovod()
     if precision == "apex":
@@ -153,9 +153,9 @@ def check_horovod(precision: str, parallel: str, use_gpu: bool) -> None:
             'Apex does not work with `backend="horovod"`, because both rebuild the optimizer: use `use_fp16=True` or '
             '`precision="bf16"`, or `backend="gloo"` or "nccl".'
         )
-    if parallel == "fsdp":
+    if strategy == "fsdp":
         raise ValueError(
-            '`parallel="fsdp"` does not work with `backend="horovod"`, which keeps whole models: use `backend="gloo"` '
+            '`strategy="fsdp"` does not work with `backend="horovod"`, which keeps whole models: use `backend="gloo"` '
             'or "nccl".'
         )
     if use_gpu and not (hvd.cuda_built() or hvd.rocm_built()):
@@ -172,17 +172,17 @@ def resolve_timeout(timeout_s: float | None, backend: str) -> float:
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
-def check_spares(group: GroupSettings, parallel: str) -> None:
+def check_spares(group: GroupSettings, strategy: str) -> None:
     """Refuses spares where they cannot take the place of a lost worker."""
     group.refuse_spares(
-        ((parallel != "ddp", f'`parallel="{parallel}"`'), (group.backend == "horovod", '`backend="horovod"`')),
-        'workers outside the driver, `recovery="rejoin"`, and `parallel="ddp"` on gloo or NCCL',
+        ((strategy != "ddp", f'`strategy="{strategy}"`'), (group.backend == "horovod", '`backend="horovod"`')),
+        'workers outside the driver, `Recovery(in_place=True)`, and `strategy="ddp"` on gloo or NCCL',
     )
 
 
-def outlives_host(options: Mapping[str, Any]) -> bool:
+def outlives_its_process(options: Mapping[str, Any]) -> bool:
     """Return whether the workers of a trainer with these options can outlive the process of its host."""
-    is_ddp = options.get("parallel") in (None, "ddp") and options.get("wrap_ddp", True)
+    is_ddp = options.get("strategy") in (None, "ddp") and options.get("wrap_ddp", True)
     return is_ddp and options.get("backend") != "horovod"
 
 
@@ -191,8 +191,8 @@ def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
     config = settings.config
     if BATCH_SIZE not in config:
         return
-    if settings.batch_options.is_constant:
-        check_joint_size(config[BATCH_SIZE])
+    if settings.batch_options.split_batches:
+        check_global_size(config[BATCH_SIZE])
         return
     split = split_batch_size(config[BATCH_SIZE], num_workers)
     if split.effective != split.requested:
@@ -201,28 +201,28 @@ def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
         )
 
 
-PARALLEL = ("ddp", "fsdp", "none")
+STRATEGIES = ("ddp", "fsdp", "none")
 
 
-def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
+def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
     """Return how replicas are kept equal, of the newer argument and the older one."""
     refuse_text(wrap_ddp=wrap_ddp)
-    if parallel is None:
+    if strategy is None:
         return "ddp" if wrap_ddp else "none"
-    if not isinstance(parallel, str) or parallel not in PARALLEL:
-        allowed = ", ".join(f'"{name}"' for name in PARALLEL)
-        raise ValueError(f"`parallel={parallel!r}`: allowed are {allowed}, or None to go by `wrap_ddp`.")
-    if not wrap_ddp and parallel != "none":
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        allowed = ", ".join(f'"{name}"' for name in STRATEGIES)
+        raise ValueError(f"`strategy={strategy!r}`: allowed are {allowed}, or None to go by `wrap_ddp`.")
+    if not wrap_ddp and strategy != "none":
         raise ValueError(
-            f'`wrap_ddp=False` and `parallel="{parallel}"` contradict each other: leave `wrap_ddp` out, or pass '
-            '`parallel="none"`.'
+            f'`wrap_ddp=False` and `strategy="{strategy}"` contradict each other: leave `wrap_ddp` out, or pass '
+            '`strategy="none"`.'
         )
-    return parallel
+    return strategy
 
 
 _OTHER_FSDP = {
     "state_dict_type": "A whole state is put together only where you ask for it: `save(path, whole=True)`.",
-    "sharding_strategy": 'Models are divided: pass `reshard_after_forward`, or `parallel="ddp"` for whole models.',
+    "sharding_strategy": 'Models are divided: pass `reshard_after_forward`, or `strategy="ddp"` for whole models.',
     "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` divides the model.",
     "use_orig_params": "Leave it out: parameters keep their names and shapes.",
     "param_init_fn": "Initialize the model in `setup`, where it is whole.",
@@ -233,40 +233,43 @@ _OTHER_FSDP = {
 """Arguments of PyTorch's earlier FSDP, which put whole models together: what to do instead."""
 
 
-def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
+def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
     """Return the options of FSDP; refuses those that are unknown, of the wrong kind or not asked for."""
-    if fsdp_args is None:
+    if strategy_options is None:
         return FSDPOptions()
-    if not isinstance(fsdp_args, Mapping):
-        raise ValueError(f"`fsdp_args={fsdp_args!r}`: need a dict of options, or None.")
-    if parallel != "fsdp":
-        raise ValueError(f'`fsdp_args` is given with `parallel="{parallel}"`: pass `parallel="fsdp"`, or omit it.')
+    if not isinstance(strategy_options, Mapping):
+        raise ValueError(f"`strategy_options={strategy_options!r}`: need a dict of options, or None.")
+    if strategy != "fsdp":
+        raise ValueError(
+            f'`strategy_options` is given with `strategy="{strategy}"`: pass `strategy="fsdp"`, or omit it.'
+        )
     known = [option.name for option in fields(FSDPOptions)]
-    for name in fsdp_args:
+    for name in strategy_options:
         if name not in known:
             hint = f" {_OTHER_FSDP[name]}" if name in _OTHER_FSDP else did_you_mean(str(name), known)
-            raise ValueError(f"`fsdp_args` has {name!r}: allowed are {', '.join(map(repr, known))}.{hint}")
-    options = FSDPOptions(**fsdp_args)
+            raise ValueError(f"`strategy_options` has {name!r}: allowed are {', '.join(map(repr, known))}.{hint}")
+    options = FSDPOptions(**strategy_options)
     smallest = options.min_block_parameters
     if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
         raise ValueError(
-            f"`fsdp_args={{'min_block_parameters': {smallest!r}}}`: need a number of parameters, 1 or more."
+            f"`strategy_options={{'min_block_parameters': {smallest!r}}}`: need a number of parameters, 1 or more."
         )
     if not isinstance(options.reshard_after_forward, bool):
         raise ValueError(
-            f"`fsdp_args={{'reshard_after_forward': {options.reshard_after_forward!r}}}`: allowed are True and False."
+            f"`strategy_options={{'reshard_after_forward': {options.reshard_after_forward!r}}}`: allowed are True and "
+            "False."
         )
     return options
 
 
-def check_joint_batches(settings: TorchSettings) -> None:
-    """Refuses joint batches where nothing divides them, or nothing averages the gradients of uneven shares."""
-    parallel, is_deterministic = settings.parallel, settings.batch_options.deterministic
-    way_out = 'it divides data that `parallel="ddp"` on gloo or NCCL trains on. Use that, or omit it'
+def check_global_batches(settings: TorchSettings) -> None:
+    """Refuses global batches where nothing divides them, or nothing averages the gradients of uneven shares."""
+    strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
+    way_out = 'it divides data that `strategy="ddp"` on gloo or NCCL trains on. Use that, or omit it'
     settings.batch_options.refuse_with(
         [
             (settings.use_horovod, '`backend="horovod"`', way_out),
-            (parallel != "ddp", f'`parallel="{parallel}"`', way_out),
+            (strategy != "ddp", f'`strategy="{strategy}"`', way_out),
             (
                 not settings.add_dist_sampler,
                 "`add_dist_sampler=False`",
@@ -275,7 +278,7 @@ def check_joint_batches(settings: TorchSettings) -> None:
             (
                 is_deterministic and settings.step_options.accumulate_grad_batches > 1,
                 f"`accumulate_grad_batches={settings.step_options.accumulate_grad_batches}`",
-                "make the joint batch as many times larger, and pass `max_batch_per_worker`",
+                "make the global batch as many times larger, and pass `micro_batch_size`",
             ),
             (
                 is_deterministic and choose_precision(settings.use_fp16, settings.precision) == "apex",
@@ -290,7 +293,7 @@ def check_joint_batches(settings: TorchSettings) -> None:
             (
                 is_deterministic and hasattr(settings.training_operator_cls, "_lightning_module_cls"),
                 "an operator made of a `LightningModule`",
-                'its hooks run the backward pass. Pass `joint_batch="constant"` instead, with which any number of '
+                "its hooks run the backward pass. Pass `split_batches=True` instead, with which any number of "
                 "workers takes the same steps up to rounding, or write a `TrainingOperator`",
             ),
         ]
@@ -299,15 +302,15 @@ def check_joint_batches(settings: TorchSettings) -> None:
 
 def check_combination(settings: TorchSettings) -> None:
     """Refuses what cannot work together, by name."""
-    precision, parallel = choose_precision(settings.use_fp16, settings.precision), settings.parallel
+    precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
     step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
-    check_joint_batches(settings)
+    check_global_batches(settings)
     if settings.use_horovod:
-        check_horovod(precision, parallel, settings.use_gpu)
+        check_horovod(precision, strategy, settings.use_gpu)
     for applies, what, why in (
         (
-            precision == "apex" and parallel == "fsdp",
-            'Apex with `parallel="fsdp"`',
+            precision == "apex" and strategy == "fsdp",
+            'Apex with `strategy="fsdp"`',
             'Apex replaces parameters, and so does FSDP. Pass `precision="fp16"` or `precision="bf16"`',
         ),
         (
@@ -322,17 +325,17 @@ def check_combination(settings: TorchSettings) -> None:
         ),
         (
             precision in ("fp16", "bf16", "legacy") and fsdp.mp_policy is not None,
-            "mixed precision with `fsdp_args={'mp_policy': ...}`",
+            "mixed precision with `strategy_options={'mp_policy': ...}`",
             'both choose formats. Pass `precision="fp32"` with the policy, or leave the policy out',
         ),
         (
             precision in ("fp16", "legacy") and fsdp.offload_policy is not None,
-            "fp16 with `fsdp_args={'offload_policy': ...}`",
+            "fp16 with `strategy_options={'offload_policy': ...}`",
             'the gradient scaler needs gradients on the device. Pass `precision="bf16"`, or leave the policy out',
         ),
         (
             fsdp.offload_policy is not None and not settings.use_gpu,
-            "`fsdp_args={'offload_policy': ...}` without GPUs",
+            "`strategy_options={'offload_policy': ...}` without GPUs",
             "everything is in the memory of the host already. Leave the policy out",
         ),
         (
@@ -341,14 +344,14 @@ def check_combination(settings: TorchSettings) -> None:
             "PyTorch's `SyncBatchNorm` runs on GPUs only. Pass `use_gpu=True`, or leave it out",
         ),
         (
-            step.sync_batchnorm and parallel == "none",
-            '`sync_batchnorm=True` with `parallel="none"`',
-            'it needs workers that step together. Pass `parallel="ddp"`, or convert the models in `setup`',
+            step.sync_batchnorm and strategy == "none",
+            '`sync_batchnorm=True` with `strategy="none"`',
+            'it needs workers that step together. Pass `strategy="ddp"`, or convert the models in `setup`',
         ),
         (
-            hasattr(operator_cls, "_lightning_module_cls") and parallel == "fsdp",
-            'an operator made of a `LightningModule` with `parallel="fsdp"`',
-            'its steps do not run through `forward`. Pass `parallel="ddp"`, or write a `TrainingOperator`',
+            hasattr(operator_cls, "_lightning_module_cls") and strategy == "fsdp",
+            'an operator made of a `LightningModule` with `strategy="fsdp"`',
+            'its steps do not run through `forward`. Pass `strategy="ddp"`, or write a `TrainingOperator`',
         ),
         (
             hasattr(operator_cls, "_lightning_module_cls") and step.compile is not False,

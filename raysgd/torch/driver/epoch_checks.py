@@ -25,7 +25,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
     if len(set(counts)) > 1:
         raise UnevenStepsError(
             f"The workers drew {counts} batches: replicas that exchange gradients must take the same number of "
-            'steps. Let `train_epoch` draw the same number on all ranks, or pass `parallel="none"` and keep '
+            'steps. Let `train_epoch` draw the same number on all ranks, or pass `strategy="none"` and keep '
             "them equal yourself."
         )
     if words := difference(dict(enumerate(answers))):

@@ -30,12 +30,12 @@ from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import TorchInternals
-from raysgd.torch.operator.registrar import joint_batches
+from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.exchanges import StepRows, names_of_all
-from raysgd.torch.parallel.joint_record import sums_of
+from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.advice import BATCH_NORMS, check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
@@ -91,8 +91,8 @@ class TorchHosted(hosted.Hosted):
         is_balanced = settings.batch_options.balance is not None
         if is_balanced:
             self.parallel.take_time(self._device)
-        joint = joint_batches(settings)
-        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, joint, is_balanced)
+        rule = global_batches(settings)
+        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, is_balanced)
         super().__init__(settings, world, feed, ledger)
         self._modes = ModuleModes()
         self._prediction = PredictionLoader(partial(feed.collate_fn, "validation"))
@@ -100,7 +100,7 @@ class TorchHosted(hosted.Hosted):
     @property
     def growth(self) -> float:
         """As far as the allocator of a GPU knows. A share that is taken in parts needs no more memory."""
-        if self.settings.batch_options.max_batch_per_worker is not None:
+        if self.settings.batch_options.micro_batch_size is not None:
             return math.inf
         if self._device.type != "cuda":
             return super().growth
@@ -125,7 +125,9 @@ class TorchHosted(hosted.Hosted):
         self.internals.begin_training()
         self._check_data()
         self._warn_of_batch_norms()
-        undo = make_undo(self.operator, self.parallel, settings.recovery_options.undo, world, self._ledger)
+        recovery = settings.recovery
+        copies = recovery.undo if recovery.in_place else False
+        undo = make_undo(self.operator, self.parallel, copies, world, self._ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
         self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
@@ -136,10 +138,10 @@ class TorchHosted(hosted.Hosted):
         return facts
 
     def _check_data(self) -> None:
-        """Refuses train data that cannot be divided by joint batches, if the trainer has to."""
+        """Refuses train data that cannot be divided by global batches, if the trainer has to."""
         train, options = self._data("train"), self.settings.batch_options
-        if options.is_joint and isinstance(train, UndividedLoader):
-            name = "deterministic" if options.deterministic else "joint_batch"
+        if options.is_global and isinstance(train, UndividedLoader):
+            name = "deterministic" if options.deterministic else "split_batches"
             raise ValueError(
                 f"`{name}={getattr(options, name)!r}` needs train data that the library divides, and the train loader "
                 f"is not divided ({train.reason}). Register a `DataLoader` over a map-style dataset, or omit `{name}`."
@@ -188,7 +190,7 @@ class TorchHosted(hosted.Hosted):
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else self.internals.data.ray_batches,
             has_validation=validation is not None or self.has_own_validate,
-            keeps_joint_batch=self.settings.keeps_joint_batch,
+            keeps_global_batch=self.settings.keeps_global_batch,
             batch_size=train.batch_size if isinstance(train, ShardedLoader) else None,
             plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
         )
@@ -292,8 +294,8 @@ class TorchHosted(hosted.Hosted):
         )
         try:
             if self.loop.undo is not None:
-                can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
-                self.loop.undo.open_call(can_rejoin and self.loop.can_resume(stream))
+                can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
+                self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
             if parallel.rows is not None:
                 self._open_rows(parallel.rows, run, stream)
             with nullcontext() if parallel.record is None else parallel.record.of_call():
@@ -328,7 +330,7 @@ class TorchHosted(hosted.Hosted):
         self.internals.trained.check(self.operator._freezes_in_batches)
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
-        """Returns the advice for user code about shares of joint batches that do not work, and PyTorch's own errors."""
+        """Returns the advice for user code about shares of batches that do not work, and PyTorch's own errors."""
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or bool(source.num_shards))
         if isinstance(source, DividedLoaderSource):
@@ -406,10 +408,10 @@ def _make_parallel(settings: TorchSettings, world: World, device: torch.device) 
     if settings.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
-        return HorovodByHand() if settings.parallel == "none" else HorovodParallel(world.size)
-    if not world.is_distributed or settings.parallel == "none":
+        return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
+    if not world.is_distributed or settings.strategy == "none":
         return NoParallel(has_others=world.is_distributed)
-    if settings.parallel == "ddp":
+    if settings.strategy == "ddp":
         return DDP(tells_rows=device.type == "cpu")  # elsewhere it would wait for the device
     from raysgd.torch.parallel.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without
 

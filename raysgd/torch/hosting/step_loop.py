@@ -39,7 +39,7 @@ class StepLoop(Loop):
         operator: Takes the steps.
         parallel: How the replicas are kept equal.
         feed: Has the data.
-        undo: Copies what batches change; None where no batch is repeated after a loss.
+        undo: Copies what batches change; None where no batch is repeated after a failure.
     """
 
     step: BatchStep
@@ -209,9 +209,9 @@ class StepLoop(Loop):
 
     def _check_window(self, window: int) -> None:
         """Refuse steps of several batches with several optimizers, each of which would need its own window."""
-        most = self._operator._raysgd.context.settings.batch_options.max_batch_per_worker
+        most = self._operator._raysgd.context.settings.batch_options.micro_batch_size
         if window > 1 or most is not None:
-            option = f"accumulate_grad_batches={window}" if window > 1 else "max_batch_per_worker"
+            option = f"accumulate_grad_batches={window}" if window > 1 else "micro_batch_size"
             raise ValueError(
                 f"`{option}` works with one optimizer, and {len(self._optimizers)} are registered: register one with "
                 "several parameter groups, or omit the option and accumulate in `train_batch`."
@@ -220,8 +220,8 @@ class StepLoop(Loop):
     def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
         if window > 1:
             raise ValueError(
-                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: make the joint batch as "
-                "many times larger, and pass `max_batch_per_worker`."
+                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: make the global batch as "
+                "many times larger, and pass `micro_batch_size`."
             )
         internals = self._operator._raysgd
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
@@ -253,7 +253,7 @@ class StepLoop(Loop):
 def make_undo(
     operator: TrainingOperator, parallel: NoParallel, undo: bool | None, world: World, ledger: Ledger | None = None
 ) -> Undo | None:
-    """Return the copies of what batches change; None where no batch is repeated after a loss.
+    """Return the copies of what batches change; None where no batch is repeated after a failure.
 
     Args:
         operator: Takes the batches.

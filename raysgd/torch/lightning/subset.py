@@ -37,7 +37,7 @@ NEVER_CALLED = {
     "teardown": "nothing tells that a training has ended: call what it does in your program",
     "on_validation_model_train": "each part of the model is put back into its mode before the next training",
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
-    "configure_sharded_model": "use `configure_model`, and `TorchTrainer(parallel='fsdp')` to divide a model",
+    "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to divide a model",
 }
 """Hooks of a training that are not called, and what to do about it. A module that has one gets a warning."""
 

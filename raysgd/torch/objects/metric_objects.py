@@ -224,7 +224,7 @@ def _saw_anything(metric: Metric) -> bool:
 
 
 def _fill(target: Metric, sources: Sequence[Metric]) -> None:
-    """Give a metric the joint state of metrics like it."""
+    """Give a metric the global state of metrics like it."""
     sources = [source for source in sources if source.update_called] or sources
     if type(target).merge_state is not _metric_class().merge_state:
         _fill_by_its_own_rule(target, sources)

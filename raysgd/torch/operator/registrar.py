@@ -20,7 +20,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import JointBatchRule
+from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
 from raysgd.torch.objects.blocks import checkpoint_activations
@@ -369,14 +369,14 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
     )
 
 
-def joint_batches(settings: TorchSettings) -> JointBatchRule | None:
-    """Returns how loaders are divided by joint batches; None where the size of a worker's batch is given."""
+def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
+    """Returns how loaders are divided by global batches; None where the size of a worker's batch is given."""
     options = settings.batch_options
-    if not options.is_joint:
+    if not options.is_global:
         return None
     num_shards = options.num_shards if options.deterministic else 0
-    multiple = 1 if options.is_constant else num_shards
-    return JointBatchRule(options.max_batch_per_worker, num_shards=num_shards, multiple=multiple)
+    multiple = 1 if options.split_batches else num_shards
+    return GlobalBatchRule(options.micro_batch_size, num_shards=num_shards, multiple=multiple)
 
 
 def _divided(
@@ -392,8 +392,8 @@ def _divided(
     if not context.settings.add_dist_sampler:
         return UndividedLoader(loader, "`add_dist_sampler=False`", warn=False)
     world, pins = context.world, context.use_gpu
-    joint = joint_batches(context.settings)
-    data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=pins, joint=joint)
+    rule = global_batches(context.settings)
+    data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=pins, rule=rule)
     if isinstance(data, UndividedLoader) and data.warn and world.is_distributed and world.rank == 0:
         logger.warning(
             "the %s loader is not divided over the workers (%s): each worker reads all of it",
@@ -405,10 +405,10 @@ def _divided(
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
     """A stream, which all workers read together."""
-    joint, reason = joint_batches(context.settings), context.settings.obstacle_of_streams
-    if joint is None or reason is not None:
+    rule, reason = global_batches(context.settings), context.settings.obstacle_of_streams
+    if rule is None or reason is not None:
         raise InvalidRegistrationError(f"`register_data({name}_loader=...)` got {reason}")
-    return stream_data(stream, name, joint.of_streams, context.world.size)
+    return stream_data(stream, name, rule.of_streams, context.world.size)
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> UndividedLoader:
@@ -418,7 +418,7 @@ def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) ->
     if training and is_shared and not context.parallel.synchronizes:
         raise InvalidRegistrationError(
             "`register_data(train_loader=...)` got a dataset of Ray Data, which several workers share only if they "
-            'step together. With `parallel="none"` pass `add_dist_sampler=False` too, and give each worker a '
+            'step together. With `strategy="none"` pass `add_dist_sampler=False` too, and give each worker a '
             "different dataset."
         )
     sized = batches.sized(settings.config_for(world.size))

@@ -32,7 +32,7 @@ class TorchSettings(ReplicaSettings):
     scheduler_step_freq: str | None = None
     use_fp16: bool | str = False
     precision: str | None = None
-    parallel: str = "ddp"
+    strategy: str = "ddp"
     use_horovod: bool = False
     use_tqdm: bool = False
     add_dist_sampler: bool = True
@@ -45,7 +45,6 @@ class TorchSettings(ReplicaSettings):
         if self.scheduler_step_freq and self.scheduler_step_freq not in tuple(VALID_SCHEDULER_STEP):
             allowed = ", ".join(repr(name) for name in sorted(VALID_SCHEDULER_STEP))
             raise ValueError(f"`scheduler_step_freq={self.scheduler_step_freq!r}`: allowed are None, {allowed}.")
-        super().__post_init__()
         check_kind("step_options", self.step_options, StepOptions)
         if self.seed is not None:
             check_seed(self.seed)

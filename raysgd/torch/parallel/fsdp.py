@@ -31,7 +31,7 @@ from raysgd.connections.torch import new_group_beside
 from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
-from raysgd.torch.parallel.joint_record import JointRecord
+from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
@@ -319,7 +319,7 @@ class FSDP(NoParallel):
 class _WeightedReduceScatter:
     """The exchange of gradients, weighted on their way out."""
 
-    def __init__(self, step: BatchStep, record: JointRecord) -> None:
+    def __init__(self, step: BatchStep, record: GlobalRecord) -> None:
         self._step, self._record = step, record
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

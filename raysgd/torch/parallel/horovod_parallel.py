@@ -20,7 +20,7 @@ import torch
 from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.torch.parallel.joint_record import JointRecord
+from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
@@ -44,8 +44,8 @@ class HorovodParallel(HorovodByHand):
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
-        self.synchronizes = self.step.is_joint = world_size > 1
-        self.record = JointRecord() if self.synchronizes else None
+        self.synchronizes = self.step.is_global = world_size > 1
+        self.record = GlobalRecord() if self.synchronizes else None
         self._outgoing = _OutgoingGradient(self.step)
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._averaged: set[torch.Tensor] = set()

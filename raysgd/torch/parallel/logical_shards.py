@@ -1,6 +1,6 @@
 """The gradients of logical shards: each kept by itself, added in one order whatever rank computed it, to the same bits.
 
-A joint batch is cut into a fixed number of shards. A rank computes some of them, one after the other, and keeps the
+A global batch is cut into a fixed number of shards. A rank computes some of them, one after the other, and keeps the
 gradient of each as a row. Then each rank is sent a part of every row, adds the parts up in the order of the shards, and
 sends the sum to all. Floating-point sums depend on their order, and this order does not depend on the ranks.
 
@@ -21,10 +21,10 @@ from raysgd.torch.objects import rng
 
 
 class LogicalShards:
-    """A rank's part of a joint batch's gradients, and the sum over all ranks.
+    """A rank's part of a global batch's gradients, and the sum over all ranks.
 
     Args:
-        num_shards: How many there are in a joint batch.
+        num_shards: How many there are in a global batch.
         rank: The place among the ranks.
         world_size: How many ranks there are.
         models: As training calls them.
@@ -47,7 +47,7 @@ class LogicalShards:
         Args:
             is_first: Whether it is the first one of this rank in a step.
             seed: Where its random numbers come from.
-            fraction: Its samples, as a part of those of the joint batch.
+            fraction: Its samples, as a part of those of the global batch.
             seed_of_step: Where those come from that follow the last one.
         """
         self.fraction, self.seed_of_step = fraction, seed_of_step
@@ -82,7 +82,7 @@ class LogicalShards:
         """Puts the sums over all shards where optimizers look for gradients."""
         counts = self._counts()
         self._make_room(parameters)
-        self._rows[self._num_kept :].zero_()  # shards of a short joint batch that have no sample
+        self._rows[self._num_kept :].zero_()  # shards of a short global batch that have no sample
         sums = self._summed(self._rows[: counts[self._rank]], counts)
         start, flags = 0, sums[-len(parameters) :].tolist()
         for each, has_gradient in zip(parameters, flags, strict=True):

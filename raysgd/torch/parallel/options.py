@@ -11,11 +11,9 @@ from raysgd._arguments import check_count, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a step beyond forward and backward pass.
+    """Options of a step beyond forward and backward pass, which `TorchTrainer` takes one by one.
 
-    Pass it as `step_options` to `TorchTrainer`.
-
-    Args:
+    Attributes:
         accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
         clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
         clip_grad_value: Bound for each single number of the gradients.
@@ -26,10 +24,6 @@ class StepOptions:
 
     Raises:
         ValueError: A value cannot work.
-
-    Examples:
-        >>> from raysgd import StepOptions
-        >>> options = {"step_options": StepOptions(accumulate_grad_batches=4, clip_grad_norm=1.0)}
     """
 
     accumulate_grad_batches: int = 1
@@ -66,7 +60,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """The options that `TorchTrainer(fsdp_args=...)` may hold.
+    """The options that `TorchTrainer(strategy_options=...)` may hold.
 
     Attributes:
         min_block_parameters: A block of the model with fewer parameters is not a separate group.

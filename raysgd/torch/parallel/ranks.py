@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from raysgd.streams.joint_reader import Numbers, StartSum
+from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
 
@@ -32,7 +32,7 @@ class Ranks:
         self.balance = balance
 
     @property
-    def is_joint(self) -> bool:
+    def is_global(self) -> bool:
         """True if there are others, with which this one steps together."""
         return self.world_size > 1 and self._parallel.synchronizes
 
@@ -47,9 +47,9 @@ class Ranks:
         Raises:
             ValueError: The workers tell each other nothing.
         """
-        if not self.is_joint:
+        if not self.is_global:
             raise ValueError(
-                'With `parallel="none"` workers tell each other nothing, which a stream with a filter, or with shards '
+                'With `strategy="none"` workers tell each other nothing, which a stream with a filter, or with shards '
                 "of unknown lengths, needs."
             )
         start_sum = self.start_sum

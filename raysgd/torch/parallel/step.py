@@ -1,4 +1,4 @@
-"""The place of a replica: in which joint batch, and where that is among the batches of one optimizer step.
+"""The place of a replica: in which global batch, and where that is among the batches of one optimizer step.
 
 A batch counts by an *amount*: its samples, or the weight that user code gave to its backward pass, or the labels that a
 loss of PyTorch counts. The gradient of a step is the mean over the amounts of all its batches, on all ranks:
@@ -107,14 +107,14 @@ class BatchStep:
             when unknown.
         window: How many batches make an optimizer step, fewer where the pass or the call ends first.
         shards: What keeps the gradients of logical shards; None where gradients are averaged as they come.
-        most_parts: In how many batches, one after the other, a rank may take a joint batch.
-        is_last_part: Whether the joint batch ends with this one.
+        most_parts: In how many batches, one after the other, a rank may take a global batch.
+        is_last_part: Whether the global batch ends with this one.
         is_boundary: Whether the optimizer steps on this batch. Without accumulation it always does.
-        is_joint: Whether gradients are averaged over the ranks, so that all ranks' samples count.
+        is_global: Whether gradients are averaged over the ranks, so that all ranks' samples count.
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
             As with the next four, None is for nothing.
         check: Called before a step counts as done; raises if it cannot.
-        refresh: Called before the first batch of each joint batch of a call, on all ranks.
+        refresh: Called before the first batch of each global batch of a call, on all ranks.
         opens: Called before the first batch of each step of the optimizers.
         exchanges: Called when gradients of a model are exchanged.
         began_at: When this rank asked for the batch; 0 once its first backward pass follows.
@@ -135,7 +135,7 @@ class BatchStep:
     """
 
     def __init__(self) -> None:
-        self.is_joint = False
+        self.is_global = False
         self.defer: Callable[[bool], None] | None = None
         self.check: Callable[[], None] | None = None
         self.opens: Callable[[], None] | None = None
@@ -200,7 +200,7 @@ class BatchStep:
             assert total is not None
             self._index = (0 if self.is_boundary else self._index) + is_last_part
             is_boundary = is_last_part and (is_last or self._index * self.most_parts >= self.window)
-            total = total if self.is_joint or num_samples is None else num_samples
+            total = total if self.is_global or num_samples is None else num_samples
         else:
             total = None
         self._num_batches += 1
@@ -217,7 +217,7 @@ class BatchStep:
         self.weight, self.num_samples, self._total = weight, num_samples, total
         self.is_boundary, self.is_padding = is_boundary, num_samples == 0
         self.weights, self.amounts, self.has_uncounted = [], [], False
-        if self.window > 1 or self.is_joint:
+        if self.window > 1 or self.is_global:
             self._num_waiting += 1
             self.is_last_waiting = True
         if self.window > 1 and self.defer is not None:
@@ -293,7 +293,7 @@ class BatchStep:
         self.left_out -= ids
         if isinstance(weight, float):
             self.weights.append(weight)
-        if self.is_joint or self.window > 1:
+        if self.is_global or self.window > 1:
             self.use(by_samples=weight is None)
         if self.window > 1 and self._ended_in == self._num_batches:
             raise ValueError(
@@ -312,7 +312,7 @@ class BatchStep:
     @property
     def option(self) -> str:
         """The option of the trainer that makes several batches one step."""
-        return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "max_batch_per_worker"
+        return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, usual: float, *, is_of_criterion: bool = False) -> float:
         """Count this batch in its window; return what to multiply its loss with.
@@ -330,7 +330,7 @@ class BatchStep:
         amount = weight
         if amount is None:
             total = num_ranks if total is None else total  # of a batch that is not of the data
-            amount = total / num_ranks * (self.weight if self.is_joint else 1.0)
+            amount = total / num_ranks * (self.weight if self.is_global else 1.0)
         if self.waiting is None:
             usual = usual if total is None else total / num_ranks
             self.waiting = Window(weight is not None, self.window * usual or 1.0)

@@ -27,7 +27,7 @@ from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.exchanges import Exchanges, StepRows, StreamClock
-from raysgd.torch.parallel.joint_record import JointRecord
+from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.step import BatchStep
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
@@ -67,9 +67,9 @@ class NoParallel:
         self.step = BatchStep()
         self.rows = StepRows(self.step) if tells_rows else None
         self.has_others = has_others
-        self.step.is_joint = self.synchronizes
+        self.step.is_global = self.synchronizes
         self.exchanges = Exchanges()
-        self.record = JointRecord() if self.synchronizes else None
+        self.record = GlobalRecord() if self.synchronizes else None
         self.times_exchanges = False
         self.exchanged: set[int] = set()
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext

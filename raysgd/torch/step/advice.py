@@ -1,6 +1,6 @@
 """Advice for mistakes that PyTorch reports in words for others, or with a hang: said ahead, or put before its words.
 
-Where the ranks' shares of a joint batch differ, gathers of user code compare sizes: gloo ends the process of a rank
+Where the ranks' shares of a global batch differ, gathers of user code compare sizes: gloo ends the process of a rank
 that receives more than it has room for, and NCCL waits for ever. A pass whose shares a batch norm cannot train on is
 refused when it begins.
 """
@@ -30,7 +30,7 @@ def with_advice(models: Iterable[torch.nn.Module], divided: BatchStep | None = N
 
     Args:
         models: Those that are trained.
-        divided: The step, if its batches are shares of joint batches.
+        divided: The step, if its batches are shares of global batches.
     """
     try:
         yield
@@ -62,9 +62,9 @@ BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 """Those that look at the batch of their own rank."""
 
 SINGLE_SAMPLE = (
-    "A batch norm cannot train on a single sample, and sizes leave a worker one here: the joint batch has one sample, "
+    "A batch norm cannot train on a single sample, and sizes leave a worker one here: the global batch has one sample, "
     "or batches of a worker have two at most. Pass `drop_last=True` to the train loader, choose another batch size or "
-    "`max_batch_per_worker` (at least 3), pass `sync_batchnorm=True` on GPUs, or use a norm that looks at each sample "
+    "`micro_batch_size` (at least 3), pass `sync_batchnorm=True` on GPUs, or use a norm that looks at each sample "
     "by itself, such as `GroupNorm`."
 )
 
@@ -124,6 +124,6 @@ def _compare(group: Any, own: torch.Tensor) -> None:
     if most != -least:
         raise ValueError(
             f"The workers gather tensors of different sizes, of {-least} to {most} numbers, because "
-            "their shares of this joint batch differ. PyTorch gathers equal sizes only. Pass `drop_last=True` to the "
+            "their shares of this global batch differ. PyTorch gathers equal sizes only. Pass `drop_last=True` to the "
             "train loader and a batch size that the number of workers divides, or fill the tensors up to one size."
         )

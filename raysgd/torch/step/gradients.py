@@ -135,7 +135,7 @@ class OwnSteps:
     def _check_closure(self, optimizer: Any) -> None:
         """Refuse a closure, which computes a whole step, where a step takes other ranks or several batches."""
         name = type(optimizer).__name__
-        if self._step.is_joint:
+        if self._step.is_global:
             raise ValueError(
                 f"`{name}.step` was given a closure, which an optimizer calls as often as this worker's loss makes "
                 "it, and the workers would step differently: use one worker, or an optimizer that needs no closure, "
@@ -144,7 +144,7 @@ class OwnSteps:
         if self._step.window > 1 or self._step.shards is not None:
             raise ValueError(
                 f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
-                "several batches: omit `accumulate_grad_batches`, `max_batch_per_worker` or `deterministic=True`."
+                "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."
             )
 
     def _check_gradients(self, optimizer: Any) -> None:
@@ -288,7 +288,7 @@ class Gradients:
             raise ValueError(
                 "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
                 "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
-                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
+                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the failure."
             )
 
     # ------------------------------------------------------------------------------------ backward passes
@@ -403,7 +403,7 @@ class Gradients:
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Computes the gradients of a logical shard, and after the last one those of the joint batch."""
+        """Computes the gradients of a logical shard, and after the last one those of the global batch."""
         step = self._parallel.step
         assert step.shards is not None
         step.end_forward()

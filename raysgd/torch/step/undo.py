@@ -81,11 +81,11 @@ class Undo:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def switch_off(self) -> None:
-        """Copy nothing: a loss in the middle of a batch restarts the call from the snapshot."""
+        """Copy nothing: a failure in the middle of a batch restarts the call from the snapshot."""
         self._is_off = True
 
     def open_call(self, is_used: bool = True) -> None:
-        """Begin a call, or go on with one after a loss; without `is_used`, none of its batches could be repeated."""
+        """Begin a call, or go on with one after a failure; without `is_used`, none of its batches could be repeated."""
         self.forget()
         self._is_used = is_used and not self._is_off
         self._is_first, self._num_usual = True, math.inf
@@ -196,7 +196,7 @@ class Undo:
         if not self.copies_all:
             self._copies = _Copies()  # the memory is free again
 
-    # ------------------------------------------------------------------------------------------------- after a loss
+    # ------------------------------------------------------------------------------------------------- after a failure
 
     def can_put_back(self, has_broken: bool) -> bool:
         """Return whether the state is that before the batch, or can be made that one.

@@ -1,4 +1,4 @@
-"""`max_retries`: how many losses of workers one piece of work may meet, what renews them, and what is said last."""
+"""`max_retries`: how many failures of workers one piece of work may meet, what renews them, and what is said last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY_ADVICE = (
 
 
 class LossCounter:
-    """Counts the losses of workers, separately for each piece of work.
+    """Counts the failures of workers, separately for each piece of work.
 
     Attributes:
         budget: What the engine takes retries from.
@@ -49,7 +49,7 @@ class LossCounter:
         if self.budget.is_spent:
             self.budget.refuse()
             raise WorkersLostError(f"{loss}. {self._advice}".rstrip()) from loss
-        self.budget.pay_for_rebuild()
+        self.budget.pay_for_restart()
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -79,12 +79,12 @@ class RenewingPolicy(FailurePolicy):
 
     take_landing: Callable[[], bool]
 
-    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Decision:
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
         """Return what to do next. Where survivors go on, that does not wait for a checkpoint on its way."""
-        is_needed = budget.is_spent or not (self.rejoins and can_rejoin)
+        is_needed = budget.is_spent or not (self.continues and can_continue)
         if is_needed and self.take_landing():
             budget.renew()
-        return super().decide(diagnosis, budget, can_rejoin)
+        return super().decide(diagnosis, budget, can_continue)
 
 
 def restarts_allowed(max_retries: int) -> float:

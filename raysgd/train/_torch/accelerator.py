@@ -13,7 +13,7 @@ from raysgd.air._running import RunningSession, running_session
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.train._torch.joint_steps import JointSteps
+from raysgd.train._torch.global_steps import GlobalSteps
 
 
 class Accelerator:
@@ -25,7 +25,7 @@ class Accelerator:
         steps: The steps that all ranks take together; None where a loss of workers ends the function.
     """
 
-    def __init__(self, precision: Precision, device: torch.device, steps: JointSteps | None = None) -> None:
+    def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:
         self.precision = precision
         self.device = device
         self.steps = steps
@@ -108,8 +108,8 @@ def accelerator_of(helper: str) -> Accelerator:
     return accelerator
 
 
-def _steps_of(session: RunningSession) -> JointSteps | None:
-    return JointSteps(session) if session.membership is not None else None
+def _steps_of(session: RunningSession) -> GlobalSteps | None:
+    return GlobalSteps(session) if session.membership is not None else None
 
 
 def _device_of(session: RunningSession) -> torch.device:

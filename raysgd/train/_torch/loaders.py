@@ -28,7 +28,7 @@ from raysgd.torch.data.sample_order import Indices, SamplerOrder, ShuffledOrder,
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.train._torch.accelerator import accelerator_of
-from raysgd.train._torch.repeating_loader import JointBatches, JointStream, RepeatingLoader
+from raysgd.train._torch.repeating_loader import GlobalBatches, GlobalStream, RepeatingLoader
 from raysgd.train._worker.shards import StreamPart
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ def prepare_data_loader(
             position of their own, such as streams.
         exact: Whether each sample comes once on one worker, as for an evaluation. Workers may then get different
             numbers of batches. A training of `DistributedDataParallel` models needs `model.join()` around such a pass.
-            With `elastic=True` all get the same number: a joint batch has `batch_size` samples for each worker that the
-            function begins with, is divided over those that are left, and each counts by its samples. That of a stream
-            has the size of the stream.
+            With `elastic=True` all get the same number: a global batch has `batch_size` samples for each worker that
+            the function begins with, is divided over those that are left, and each counts by its samples. That of a
+            stream has the size of the stream.
 
     Raises:
         SessionMisuseError: Outside of a training function.
@@ -71,12 +71,12 @@ def prepare_data_loader(
     world = running_session("prepare_data_loader").world
     data: Any = data_loader
     is_stream = isinstance(data, Stream | StreamPart)
-    is_joint = is_stream or (add_dist_sampler and exact and is_divisible(data))
-    steps = accelerator.steps if is_joint else None
+    is_global = is_stream or (add_dist_sampler and exact and is_divisible(data))
+    steps = accelerator.steps if is_global else None
     if is_stream:
         data = of_stream(data, world, exact, goes_on=steps is not None)
     elif steps is not None:
-        data = over_joint_batches(data, world, accelerator.seed)
+        data = over_global_batches(data, world, accelerator.seed)
     elif add_dist_sampler:
         data = divided(data, world, accelerator.seed, exact)
     if move_to_device:
@@ -104,7 +104,7 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
             "`prepare_data_loader(stream, exact=True)`, or leave `elastic` out."
         )
     joined = part.joined(Ranks(DDP(), world.rank, world.size), TensorCollate(), exact=exact and not goes_on)
-    return JointStream(joined) if goes_on else joined
+    return GlobalStream(joined) if goes_on else joined
 
 
 def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
@@ -133,8 +133,8 @@ def is_divisible(loader: DataLoader[Any]) -> bool:
     return not divides_data(_sampler_of(loader)) and not isinstance(loader.dataset, IterableDataset)
 
 
-def over_joint_batches(loader: DataLoader[Any], world: World, seed: int | None) -> DataLoader[Any]:
-    """A loader over this rank's part of each joint batch, however many ranks that is divided over.
+def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None) -> DataLoader[Any]:
+    """A loader over this rank's part of each global batch, however many ranks that is divided over.
 
     Args:
         loader: Any loader.
@@ -151,7 +151,7 @@ def over_joint_batches(loader: DataLoader[Any], world: World, seed: int | None) 
     whole = _divided_sampler(_sampler_of(loader), World(0, 1), exact=True)
     assert isinstance(whole, DrawnSampler), "parts are exact"
     made = copy.copy(loader)
-    joint = JointBatches(whole, batches.batch_size * world.size, batches.drop_last)
+    joint = GlobalBatches(whole, batches.batch_size * world.size, batches.drop_last)
     vars(made).update(sampler=whole, batch_sampler=joint, _iterator=None)
     return _seeded(made, seed, world.rank)
 

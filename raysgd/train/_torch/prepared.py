@@ -43,7 +43,7 @@ def prepare_model(
             `parallel_strategy`.
         ddp_kwargs: Arguments for that.
         parallel_strategy: Says the same in other words: "ddp" or None; or "fsdp", to divide it by `fully_shard`.
-        parallel_strategy_kwargs: Arguments for that; with "fsdp" those of `TorchTrainer(fsdp_args=...)`.
+        parallel_strategy_kwargs: Arguments for that; with "fsdp" those of `TorchTrainer(strategy_options=...)`.
 
     Raises:
         SessionMisuseError: Outside of a training function.

@@ -1,6 +1,6 @@
-"""Joint batches in functions that go on over losses: a loader repeats those that failed, divided over who is left.
+"""Global batches in functions that go on over losses: a loader repeats those that failed, divided over who is left.
 
-A joint batch has the samples of a step of all ranks, and is divided over as many ranks as there are at the time.
+A global batch has the samples of a step of all ranks, and is divided over as many ranks as there are at the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from raysgd.arrays.division import Division
 from raysgd.engine.shared.types import World
 from raysgd.torch.data.sample_order import Indices
-from raysgd.train._torch.joint_steps import JointSteps
+from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._worker.shards import StreamPart
 
 
@@ -27,12 +27,12 @@ class Draws(Protocol):
         """Return the samples of a pass, in order."""
 
 
-class JointBatches(Sampler[list[Any]]):
-    """Gives a rank its part of each joint batch; which rank, and from where on, `begin` says.
+class GlobalBatches(Sampler[list[Any]]):
+    """Gives a rank its part of each global batch; which rank, and from where on, `begin` says.
 
     Args:
         sampler: Decides the order.
-        size: The samples of a joint batch.
+        size: The samples of a global batch.
         drop_last: Whether a last one with fewer is left out.
 
     Attributes:
@@ -54,22 +54,22 @@ class JointBatches(Sampler[list[Any]]):
         return num_samples // self.size if self._drop_last else -(-num_samples // self.size)
 
     def draw(self) -> int:
-        """Draws the samples of a pass; returns the number of its joint batches."""
+        """Draws the samples of a pass; returns the number of its global batches."""
         self._order = self._sampler.drawn()
         return self._num_of(len(self._order))
 
     def begin(self, first: int, world: World) -> None:
-        """Returns what is iterated over next begins with the joint batch `first`, divided for this place."""
+        """Returns what is iterated over next begins with the global batch `first`, divided for this place."""
         self._first, self._world = first, world
 
     def note(self, num_given: int) -> None:
-        """So many joint batches were handed out: no position is kept."""
+        """So many global batches were handed out: no position is kept."""
 
     def end(self) -> None:
         """The pass is over: the function says which one follows."""
 
     def weight(self, number: int, world: World) -> float:
-        """Return the part that a rank has of a joint batch, times the number of ranks."""
+        """Return the part that a rank has of a global batch, times the number of ranks."""
         num_samples = min(self.size, len(self._order) - number * self.size)
         return len(range(world.rank, num_samples, world.size)) * world.size / num_samples
 
@@ -82,8 +82,8 @@ class JointBatches(Sampler[list[Any]]):
             yield joint[world.rank :: world.size] or joint[:1]  # which then has the weight 0
 
 
-class JointStream:
-    """The batches of a rank in a stream whose rows are counted before they are read; otherwise as `JointBatches`.
+class GlobalStream:
+    """The batches of a rank in a stream whose rows are counted before they are read; otherwise as `GlobalBatches`.
 
     It is its own sampler: epochs follow each other, and a position counts rows.
 
@@ -91,8 +91,8 @@ class JointStream:
         part: The part of a worker.
 
     Attributes:
-        size: The rows of a joint batch.
-        consumed: The rows that were used before the first of the joint batches that are counted.
+        size: The rows of a global batch.
+        consumed: The rows that were used before the first of the global batches that are counted.
     """
 
     def __init__(self, part: StreamPart) -> None:
@@ -106,16 +106,16 @@ class JointStream:
         return len(self._part)
 
     def draw(self) -> int:
-        """Begins with the rows that are left of the epoch; returns the number of joint batches."""
+        """Begins with the rows that are left of the epoch; returns the number of global batches."""
         self.consumed = self._part.consumed
         return -(-(self._num_rows - self.consumed) // self.size)
 
     def begin(self, first: int, world: World) -> None:
-        """As that of `JointBatches`."""
+        """As that of `GlobalBatches`."""
         self._first, self._world = first, world
 
     def note(self, num_given: int) -> None:
-        """So many joint batches were handed out."""
+        """So many global batches were handed out."""
         self._part.consumed = min(self._num_rows, self.consumed + num_given * self.size)
 
     def end(self) -> None:
@@ -123,7 +123,7 @@ class JointStream:
         self.set_epoch(self.epoch + 1)
 
     def weight(self, number: int, world: World) -> float:
-        """Return the part that a rank has of a joint batch, times the number of ranks."""
+        """Return the part that a rank has of a global batch, times the number of ranks."""
         num_rows = min(self.size, self._num_rows - self.consumed - number * self.size)
         return Division(self.size, world.size).counts(num_rows)[world.rank] * world.size / num_rows
 
@@ -149,10 +149,10 @@ class JointStream:
 
 
 class RepeatingLoader(DataLoader[Any]):
-    """Another loader, over joint batches. Everything else is read from that one.
+    """Another loader, over global batches. Everything else is read from that one.
 
-    Between two batches it waits until there is a group. So that is where the function stands while survivors of a loss
-    form another one, and where others step in.
+    Between two batches it waits until there is a group. So that is where the function stands while survivors of a
+    failure form another one, and where others step in.
 
     Args:
         loader: The other one.
@@ -162,7 +162,7 @@ class RepeatingLoader(DataLoader[Any]):
         is_open: Whether the function is in the middle of a pass with steps.
     """
 
-    def __init__(self, loader: DataLoader[Any], steps: JointSteps) -> None:
+    def __init__(self, loader: DataLoader[Any], steps: GlobalSteps) -> None:
         self.__dict__.update(loader.__dict__)
         self._loader, self._steps = loader, steps
         self._has_trained = self.is_open = False
@@ -170,11 +170,11 @@ class RepeatingLoader(DataLoader[Any]):
         steps.number(self)
 
     @property
-    def _joint(self) -> JointBatches | JointStream:
+    def _global(self) -> GlobalBatches | GlobalStream:
         return self._loader.batch_sampler  # type: ignore[return-value]
 
     @property
-    def _sampler(self) -> DistributedSampler[Any] | JointStream:
+    def _sampler(self) -> DistributedSampler[Any] | GlobalStream:
         return self._loader.sampler  # type: ignore[return-value]
 
     @property
@@ -195,25 +195,25 @@ class RepeatingLoader(DataLoader[Any]):
         return {
             "epoch": self._epoch,
             "order": self._sampler.epoch,
-            "size": self._joint.size,
+            "size": self._global.size,
             "number": self._number,
-            "consumed": self._joint.consumed,
+            "consumed": self._global.consumed,
             "is_open": self.is_open,
         }
 
     def take_over(self, position: dict[str, Any]) -> None:
         """Goes on where others are."""
-        self._epoch, self._number, self._joint.size = position["epoch"], position["number"], position["size"]
+        self._epoch, self._number, self._global.size = position["epoch"], position["number"], position["size"]
         self._sampler.set_epoch(position["order"])
-        self._joint.consumed = position["consumed"]
-        self._joint.note(0)
+        self._global.consumed = position["consumed"]
+        self._global.note(0)
         self._has_trained = True
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        joint = self._joint
+        joint = self._global
         self._number, self.is_open = 0, torch.is_grad_enabled()
         place, outcomes = self._steps.enter(self.is_open), set[str]()
         num_batches = joint.draw()
@@ -249,8 +249,8 @@ class RepeatingLoader(DataLoader[Any]):
     def _leave(self, has_trained: bool, is_last: bool) -> None:
         """Counts the pass that the function leaves, unless it is of a stream, whose next pass goes on there."""
         self.is_open, self._has_trained = False, self._has_trained or has_trained
-        if has_trained and (is_last or isinstance(self._joint, JointBatches)):
-            self._joint.end()
+        if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
+            self._global.end()
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The place of a running function in a group that survivors of a loss form again, beneath it.
+"""The place of a running function in a group that survivors of a failure form again, beneath it.
 
 Two threads meet here: the function, which takes steps together with the others, and the one that the driver calls,
 which leaves a broken group and joins the next one. Neither waits for the other longer than an exchange takes to break.

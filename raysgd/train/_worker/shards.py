@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.arrays.division import Division
 from raysgd.engine.shared.types import World
 from raysgd.engine.worker import packed_bytes
-from raysgd.streams.joint_reader import StartSum
+from raysgd.streams.global_reader import StartSum
 from raysgd.streams.loaders import ArrayCollate, Collate
 from raysgd.streams.source import StreamGroup, StreamSource, check_batched, stream_data
 from raysgd.streams.stream import Stream
@@ -117,7 +117,7 @@ class StreamPart:
     The position does not depend on the number of workers: put `state_dict()` into your checkpoints.
 
     Args:
-        stream: The stream, in batches: the joint batches of all workers.
+        stream: The stream, in batches: the global batches of all workers.
         world_size: How many workers there are.
 
     Attributes:
@@ -191,7 +191,7 @@ class StreamPart:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The rows of an epoch, which are known, and those of a joint batch."""
+        """The rows of an epoch, which are known, and those of a global batch."""
         data = self._source.data
         assert data.num_rows is not None, "asked for only where it is known"
         return data.num_rows, data.batch_size

@@ -210,8 +210,8 @@ def is_data_config(config: Any) -> bool:
 def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any = None) -> dict[str, Any]:
     """The datasets ready to be read: made where they are given as functions, transformed, shuffled.
 
-    Call it once for a run: after a loss the workers read the same datasets again. A preprocessor that was not fit yet
-    is fit here, in place.
+    Call it once for a run: after a failure the workers read the same datasets again. A preprocessor that was not fit
+    yet is fit here, in place.
 
     Args:
         datasets: Datasets, or functions without arguments that return one, by name.

@@ -336,7 +336,7 @@ def _executor(
         scaling.num_gpus_per_worker,
         scaling.additional_resources_per_worker,
         max_retries=as_max_retries(run_config.failure_config.max_failures),
-        resize_check_s=scaling.elastic_resize_monitor_interval_s,
+        resize_interval_s=scaling.elastic_resize_monitor_interval_s,
         placement=Placement(
             placement_strategy=followed(scaling.placement_strategy),
             runtime_env=run_config.worker_runtime_env,

@@ -16,7 +16,7 @@ from raysgd.messages.epochs import EpochRequest
 from raysgd.worker.data.epoch_run import Steps
 
 NO_BATCH = object()
-"""Instead of a batch: this rank has no sample in a joint step, which still counts."""
+"""Instead of a batch: this rank has no sample in a global step, which still counts."""
 _REDRAW_EVERY_S = 0.1
 
 

@@ -9,18 +9,18 @@ from raysgd.engine.shared.group_events import EventKind, GroupHistory
 
 def test_an_event_is_kept_with_all_that_was_said_and_the_time_of_day() -> None:
     history = GroupHistory(now=lambda: 12.5)
-    history.record("rejoined", 4, 3, 0.25, "lost rank 2", "8 of 20 samples used")
+    history.record("continued", 4, 3, 0.25, "lost rank 2", "8 of 20 samples used")
     [event] = history.events
-    assert (event.kind, event.old_size, event.new_size, event.seconds) == ("rejoined", 4, 3, 0.25)
+    assert (event.kind, event.old_size, event.new_size, event.seconds) == ("continued", 4, 3, 0.25)
     assert (event.cause, event.detail, event.at) == ("lost rank 2", "8 of 20 samples used", 12.5)
 
 
 def test_events_are_counted_by_kind_and_stay_in_order() -> None:
     history = GroupHistory()
-    for kind in ("started", "rejoined", "rebuilt", "rejoined"):
+    for kind in ("started", "continued", "restored", "continued"):
         history.record(kind, 2, 2, 0.0, "")  # type: ignore[arg-type]
-    assert (history.count("rejoined"), history.count("rebuilt"), history.count("left")) == (2, 1, 0)
-    assert [event.kind for event in history.events] == ["started", "rejoined", "rebuilt", "rejoined"]
+    assert (history.count("continued"), history.count("restored"), history.count("left")) == (2, 1, 0)
+    assert [event.kind for event in history.events] == ["started", "continued", "restored", "continued"]
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_each_event_is_one_log_line(kind: EventKind, level: str, caplog: pytest.
 @pytest.mark.parametrize(
     ("kind", "new_size", "expected"),
     [
-        ("rejoined", 4, "lost rank 2; resumed with 4 workers after 1.24 s; no sample lost"),
-        ("rejoined", 3, "lost rank 2; resumed with 3 instead of 4 workers after 1.24 s; no sample lost"),
-        ("rebuilt", 4, "lost rank 2; restarted all workers and resumed with 4 workers after 1.24 s; no sample lost"),
+        ("continued", 4, "lost rank 2; resumed with 4 workers after 1.24 s; no sample lost"),
+        ("continued", 3, "lost rank 2; resumed with 3 instead of 4 workers after 1.24 s; no sample lost"),
+        ("restored", 4, "lost rank 2; restarted all workers and resumed with 4 workers after 1.24 s; no sample lost"),
     ],
 )
 def test_a_recovery_is_a_sentence(
@@ -53,7 +53,7 @@ def test_a_recovery_is_a_sentence(
 
 def test_processes_that_were_kept_are_counted_in_the_sentence() -> None:
     history = GroupHistory()
-    history.record("rebuilt", 2, 2, 1.239, "lost rank 1", num_kept=1)
+    history.record("restored", 2, 2, 1.239, "lost rank 1", num_kept=1)
     assert str(history.events[0]) == "lost rank 1; kept 1 process and resumed with 2 workers after 1.24 s"
 
 

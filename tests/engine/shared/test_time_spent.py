@@ -39,7 +39,7 @@ def test_goodput_is_what_was_not_lost(seconds: dict[str, float], goodput: float 
 
 def test_the_largest_avoidable_part_adds_recoveries_up() -> None:
     ledger = TimeLedger({0: {"useful": 5.0, "data": 2.0, "again": 1.0, "recovery_form": 2.0, "driver": 90.0}})
-    assert ledger.largest_avoidable() == ("recovering from losses", 0.3)
+    assert ledger.largest_avoidable() == ("recovering from failures", 0.3)
     assert TimeLedger().largest_avoidable() is None
 
 

@@ -1,4 +1,4 @@
-"""How `tf.data` is divided: each sample once, in order, and the same joint batches for any number of workers."""
+"""How `tf.data` is divided: each sample once, in order, and the same global batches for any number of workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parts(dataset: Any, sharding: Any, num_workers: int) -> list[list[list[int]]
     return [contents(datasets.part_of(joint, rank, num_workers)) for rank in range(num_workers)]
 
 
-def test_a_joint_batch_is_divided_in_order_and_evenly() -> None:
+def test_a_global_batch_is_divided_in_order_and_evenly() -> None:
     assert parts(numbers(11, 4), "global", 2) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
     assert parts(numbers(5, 5), "global", 3) == [[[0, 1]], [[2, 3]], [[4]]]
 

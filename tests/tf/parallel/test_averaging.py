@@ -10,7 +10,7 @@ import pytest
 from raysgd.connections.group import Group
 from raysgd.engine.shared.types import World
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager, GradientLayout
-from raysgd.tf.parallel.joint_losses import JointLosses
+from raysgd.tf.parallel.global_losses import GlobalLosses
 from raysgd.tf.parallel.step import TFStep, TracedStep
 from tests.tf.alike import TwoAlike
 
@@ -121,7 +121,7 @@ def test_the_first_error_of_an_exchange_is_raised_instead_of_what_tensorflow_mak
 def averager() -> tuple[GradientAverager, ExchangeRecord, TFStep]:
     exchanges, traced, step = ExchangeRecord(TwoAlike()), TracedStep(), TFStep()
     return (
-        GradientAverager(exchanges, traced, JointLosses(exchanges, traced, step, TFStep()).num_samples_of),
+        GradientAverager(exchanges, traced, GlobalLosses(exchanges, traced, step, TFStep()).num_samples_of),
         exchanges,
         step,
     )

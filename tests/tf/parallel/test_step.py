@@ -25,7 +25,7 @@ from raysgd.tf.parallel.step import TFStep
 def test_what_a_batch_says_about_its_loss(
     num_samples: int | None, weights: tuple[float, float], divisor: float | None, factor: float
 ) -> None:
-    assert TFStep(num_samples, num_joint=8, weights=weights).factor(divisor) == factor
+    assert TFStep(num_samples, num_global=8, weights=weights).factor(divisor) == factor
 
 
 def tensors(*sizes: int) -> tuple[TFBatchStream, TFStep]:

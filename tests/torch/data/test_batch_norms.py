@@ -1,4 +1,4 @@
-"""Batch norms and shares of a joint batch: what is refused, and when."""
+"""Batch norms and shares of a global batch: what is refused, and when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.torch.operators_for_tests import BatchNormOperator
 
 
 def plan(num_samples: int) -> PassPlan:
-    """Joint batches of 16 on two ranks."""
+    """Global batches of 16 on two ranks."""
     return PassPlan(num_samples, 0, Division(16, 2), False, True)
 
 
@@ -56,7 +56,7 @@ def test_logical_shards_are_refused_with_the_ways_out(
     num_steps: int | None, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Counts, "sizes", [])
-    options = {"batch_options": BatchOptions("constant", deterministic=True, num_shards=2)}
+    options = {"batch_options": BatchOptions(True, deterministic=True, num_shards=2)}
     experiment = Experiment(Counts, {"num_samples": 33, "batch_size": 16}, [("train", num_steps)], options)
     if num_steps is None:
         with pytest.raises(ValueError, match=r"cannot train on a single sample(.|\n)*`drop_last=True`"):

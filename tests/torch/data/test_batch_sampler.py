@@ -47,7 +47,7 @@ def test_a_pass_resumes_in_another_group_where_it_was_left() -> None:
     for rank, sampler in enumerate(after):
         sampler.reshape(rank, world_size=3, batch_size=3)
         plan = sampler.begin_pass(2, seed=1, consumed=plans[0].consumed_after(2))
-        assert (plan.division.joint_size, plan.division.world_size, plan.consumed) == (9, 3, 16)
+        assert (plan.division.global_size, plan.division.world_size, plan.consumed) == (9, 3, 16)
     used += [index for sampler in after for batch in sampler for index in batch]
     assert Counter(used) == Counter(range(31))
 

@@ -309,7 +309,7 @@ def test_after_a_pass_in_which_collators_returned_what_was_drawn_ranks_count_as_
     assert together.asked == [[1, 1], [1, 4], [1, 3], [1, 0]]
 
 
-def test_in_an_evaluation_ranks_count_joint_steps_also_where_one_has_no_sample() -> None:
+def test_in_an_evaluation_ranks_count_global_steps_also_where_one_has_no_sample() -> None:
     calls = (1, 1, None, 3, None, None)
     found = []
     for rank in range(2):

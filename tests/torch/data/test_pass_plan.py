@@ -148,7 +148,7 @@ def test_an_empty_pass_has_no_steps_and_no_batches() -> None:
         ({"num_samples": -1}, "num_samples=-1"),
         ({"consumed": -1}, "consumed=-1"),
         ({"consumed": 9}, "consumed=9.*from 0 to 8"),
-        ({"batch_size": 0}, "joint_size=0"),
+        ({"batch_size": 0}, "global_size=0"),
         ({"world_size": 0}, "world_size=0"),
     ],
 )
@@ -196,10 +196,10 @@ def test_a_step_says_where_it_begins_and_ends() -> None:
 # Properties
 
 
-def test_each_step_joins_to_what_one_process_with_the_joint_batch_would_see() -> None:
+def test_each_step_joins_to_what_one_process_with_the_global_batch_would_see() -> None:
     for plan in random_plans(400, seed=1):
         rest = range(plan.consumed, plan.num_samples)
-        size = plan.division.joint_size
+        size = plan.division.global_size
         alone = [list(rest[at : at + size]) for at in range(0, len(rest), size)]
         if plan.drop_last:
             alone = [batch for batch in alone if len(batch) == size]
@@ -242,9 +242,9 @@ def test_weighted_means_average_to_the_mean_over_the_samples_of_all_ranks_batche
             total, seen = 0.0, 0
             for together in zip(*of_a_step(plan, step), strict=True):
                 means = sum(share.weight * values[share.start : share.stop].mean() for share in together)
-                total += float(means) / plan.division.world_size * together[0].num_joint
-                seen += together[0].num_joint
-            start = plan.consumed + step * plan.division.joint_size
+                total += float(means) / plan.division.world_size * together[0].num_global
+                seen += together[0].num_global
+            start = plan.consumed + step * plan.division.global_size
             assert total / seen == pytest.approx(float(values[start : start + seen].mean()))
 
 
@@ -252,8 +252,8 @@ def test_padding_repeats_samples_of_its_own_step() -> None:
     num_padded = 0
     for plan in random_plans(400, seed=5, pad=True):
         for step in range(plan.num_steps):
-            start = plan.consumed + step * plan.division.joint_size
-            joined = range(start, min(start + plan.division.joint_size, plan.num_samples))
+            start = plan.consumed + step * plan.division.global_size
+            joined = range(start, min(start + plan.division.global_size, plan.num_samples))
             padding = [share for shares in of_a_step(plan, step) for share in shares if not share.num_samples]
             num_padded += len(padding)
             for share in padding:
@@ -277,24 +277,24 @@ def test_the_position_after_each_step_is_the_prefix_used_so_far() -> None:
 
 
 @pytest.mark.long
-def test_any_sequence_of_groups_sees_the_joint_batches_of_one_process() -> None:
+def test_any_sequence_of_groups_sees_the_global_batches_of_one_process() -> None:
     draw = random.Random(8)
     for _ in range(300):
-        num_samples, joint_size, consumed = draw.randint(1, 100), draw.randint(1, 25), 0
+        num_samples, global_size, consumed = draw.randint(1, 100), draw.randint(1, 25), 0
         batches: list[list[int]] = []
         while consumed < num_samples:
             world_size = draw.randint(1, 7)
-            division = Division(joint_size, world_size, draw.choice([None, 1, 2, 3, 8]))
+            division = Division(global_size, world_size, draw.choice([None, 1, 2, 3, 8]))
             speeds_at = changing_speeds(draw, world_size) if draw.random() < 0.5 else None
             plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True, speeds_at=speeds_at)
             num_steps = draw.randint(0, plan.num_steps)
             ends = [len(used(plan, steps)) for steps in range(num_steps + 1)]
             batches += [used(plan, num_steps)[start:stop] for start, stop in pairwise(ends)]
             consumed = plan.consumed_after(num_steps)
-        assert batches == [list(range(num_samples)[at : at + joint_size]) for at in range(0, num_samples, joint_size)]
+        assert batches == [list(range(num_samples)[at : at + global_size]) for at in range(0, num_samples, global_size)]
 
 
-def test_any_sequence_of_groups_sees_joint_batches_of_given_sizes() -> None:
+def test_any_sequence_of_groups_sees_global_batches_of_given_sizes() -> None:
     draw = random.Random(11)
     for _ in range(300):
         sizes, consumed = [draw.randint(1, 20) for _ in range(draw.randint(1, 8))], 0
@@ -324,11 +324,11 @@ def test_any_sequence_of_groups_sees_joint_batches_of_given_sizes() -> None:
     assert not PassPlan(11, 0, Division(8, 2), False, True, bounds=[0, 8, 11]).has_single_samples
 
 
-def test_the_samples_of_a_joint_batch_are_those_of_all_ranks() -> None:
+def test_the_samples_of_a_global_batch_are_those_of_all_ranks() -> None:
     for plan in random_plans(400, seed=9):
         for step in range(plan.num_steps):
             for together in zip(*of_a_step(plan, step), strict=True):
-                assert {share.num_joint for share in together} == {sum(share.num_samples for share in together)}
+                assert {share.num_global for share in together} == {sum(share.num_samples for share in together)}
 
 
 def test_the_shares_of_a_rank_one_after_the_other_are_those_one_at_a_time() -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd.torch.data.batch_sampler import JointBatchRule
+from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 from raysgd.torch.data.sampling import DataSignature, EndsWithParent, ShardedLoader, UndividedLoader, shard_loader
 from tests.torch.samplers import Epochs, as_list
@@ -121,24 +121,24 @@ def test_a_loader_that_cannot_be_divided_is_left_alone(loader: Any, reason: str,
 
 
 @pytest.mark.parametrize(
-    ("joint", "training"),
-    [(None, False), (JointBatchRule(num_shards=4, multiple=4), True), (JointBatchRule(num_shards=4), True)],
+    ("rule", "training"),
+    [(None, False), (GlobalBatchRule(num_shards=4, multiple=4), True), (GlobalBatchRule(num_shards=4), True)],
 )
 def test_batches_of_a_batch_sampler_are_not_divided_where_their_sizes_must_be_known(
-    joint: JointBatchRule | None, training: bool
+    rule: GlobalBatchRule | None, training: bool
 ) -> None:
     loader = DataLoader(FOUR, batch_sampler=CustomBatches(range(4), 2, False))
-    left_alone = shard_loader(loader, rank=0, world_size=2, training=training, joint=joint)
+    left_alone = shard_loader(loader, rank=0, world_size=2, training=training, rule=rule)
     assert isinstance(left_alone, UndividedLoader)
     assert "custom `batch_sampler`" in left_alone.reason
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_each_batch_of_a_batch_sampler_is_a_joint_batch_where_these_stay(training: bool) -> None:
+def test_each_batch_of_a_batch_sampler_is_a_global_batch_where_these_stay(training: bool) -> None:
     loader = DataLoader(Squares(9), batch_sampler=[[8, 7, 6, 5, 4], [3], [2, 1]])
     found = []
     for rank in range(2):
-        ranked = shard_loader(loader, rank=rank, world_size=2, training=training, joint=JointBatchRule())
+        ranked = shard_loader(loader, rank=rank, world_size=2, training=training, rule=GlobalBatchRule())
         assert isinstance(ranked, ShardedLoader)
         assert len(ranked.sampler) == 3
         plan = ranked.sampler.begin_pass(0, seed=0)
@@ -151,8 +151,8 @@ def test_each_batch_of_a_batch_sampler_is_a_joint_batch_where_these_stay(trainin
 
 def test_batches_of_one_sample_may_be_tensors() -> None:
     loader = DataLoader(Squares(3), batch_sampler=torch.tensor([2, 0, 1]).split(1))
-    for joint in (None, JointBatchRule()):
-        sharded = shard_loader(loader, rank=0, world_size=1, training=True, joint=joint)
+    for rule in (None, GlobalBatchRule()):
+        sharded = shard_loader(loader, rank=0, world_size=1, training=True, rule=rule)
         assert isinstance(sharded, ShardedLoader)
         sharded.sampler.begin_pass(0, seed=0)
         assert [batch.tolist() for batch, _ in sharded.loader] == [[2], [0], [1]]
@@ -189,7 +189,7 @@ def test_torchs_own_orders_are_recognised(loader: Any, order: SampleOrder) -> No
         [3, 1],
     ],
 )
-def test_every_other_sampler_draws_the_joint_order(sampler: Any) -> None:
+def test_every_other_sampler_draws_the_global_order(sampler: Any) -> None:
     sharded = shard(DataLoader(FOUR, sampler=sampler))
     assert sharded.sampler.order == SamplerOrder(sampler)
     assert sharded.num_samples == len(sampler)
@@ -278,7 +278,7 @@ def test_training_pads_where_evaluation_gives_no_batch() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_drop_last_leaves_out_a_short_joint_batch(training: bool) -> None:
+def test_drop_last_leaves_out_a_short_global_batch(training: bool) -> None:
     loader = DataLoader(Squares(7), batch_size=2, drop_last=True)
     batches = all_batches(loader, world_size=2, training=training)
     assert [[indices.tolist() for indices, _ in of_rank] for of_rank in batches] == [[[0, 1]], [[2, 3]]]
@@ -294,7 +294,7 @@ def test_a_shuffled_loader_divides_a_new_permutation_in_each_pass() -> None:
     assert passes[0] != passes[1]
 
 
-def test_weighted_sampling_draws_one_joint_order_on_all_ranks() -> None:
+def test_weighted_sampling_draws_one_global_order_on_all_ranks() -> None:
     def load(rank: int, world_size: int) -> list[list[int]]:
         # Everything is built anew and from another random state, as in separate processes.
         torch.manual_seed(rank)

@@ -20,7 +20,7 @@ from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.fsdp import _filled, _skeleton_of
-from raysgd.torch.parallel.options import FSDPOptions, StepOptions
+from raysgd.torch.parallel.options import FSDPOptions
 from tests.helpers.patience import hearing_all_ranks
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, run_alone, run_together
@@ -73,8 +73,8 @@ def start(num_workers: int = 2, **options: Any) -> TorchTrainer:
             "num_workers": num_workers,
             "num_cpus_per_worker": 0.5,
             "use_gpu": False,
-            "parallel": "fsdp",
-            "fsdp_args": {"min_block_parameters": 1},
+            "strategy": "fsdp",
+            "strategy_options": {"min_block_parameters": 1},
             **options,
         }
     )
@@ -161,7 +161,7 @@ def test_workers_without_batches_help_the_others_to_validate(divided: TorchTrain
     experiment = Experiment(
         CallsDifferentlyOften,
         calls=[("validate", None), ("train", None), ("validate", None)],
-        options={"parallel": "fsdp", "fsdp_options": FSDPOptions(min_block_parameters=1)},
+        options={"strategy": "fsdp", "fsdp_options": FSDPOptions(min_block_parameters=1)},
     )
     expected, found = run_alone(experiment).results, run_together(divided, experiment).results
     assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], rel=1e-5)
@@ -203,7 +203,7 @@ def test_files_travel_to_other_ways_of_training_and_back(
 
 
 def test_another_class_is_refused(divided: TorchTrainer) -> None:
-    with pytest.raises(ValueError, match=r'`reload` cannot work with `parallel="fsdp"`: save, and load into'):
+    with pytest.raises(ValueError, match=r'`reload` cannot work with `strategy="fsdp"`: save, and load into'):
         divided.reload(Blocks)
     assert divided.train()["num_samples"] > 0
 
@@ -262,14 +262,14 @@ def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     alone = make_local(Blocks, config={"batch_size": 8})
     expected = [alone.train(num_steps=number) for number in (7, 1, 2)]
     config = {"dies_in": [5, 8], "waits_in": 5, "marks": str(tmp_path)}
-    with start(config=config, recovery_options=Recovery(snapshot_every_n_steps=1, snapshot_every_s=3600)) as trainer:
+    with start(config=config, recovery=Recovery(snapshot_every_n_steps=1, snapshot_every_s=3600)) as trainer:
         [survivor, lost] = trainer.apply_all_workers(os.getpid)
         watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
         watcher.start()
         found = [trainer.train(num_steps=number) for number in (7, 1, 2)]
         watcher.join()
-        inside, before = (event.detail for event in trainer.status().events if event.kind == "rebuilt")
-        assert [event.num_kept for event in trainer.status().events if event.kind == "rebuilt"] == [1, 1]
+        inside, before = (event.detail for event in trainer.status().events if event.kind == "restored")
+        assert [event.num_kept for event in trainer.status().events if event.kind == "restored"] == [1, 1]
         pids = trainer.apply_all_workers(os.getpid)
         assert pids[0] == survivor
         assert pids[1] != lost
@@ -298,7 +298,7 @@ def test_ranks_that_wait_for_one_another_in_validation_are_freed_and_kept(ray_cl
         before = trainer.apply_all_workers(os.getpid)
         assert trainer.validate()["num_samples"] == 13
         after = trainer.apply_all_workers(os.getpid)
-        [event] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+        [event] = [event for event in trainer.status().events if event.kind == "restored"]
     assert (event.num_kept, after[:3]) == (3, [before[rank] for rank in (0, 2, 3)])
 
 
@@ -307,9 +307,7 @@ def test_a_state_fits_any_number_of_workers_and_rank_zero_may_live_in_the_driver
 ) -> None:
     divided.train()
     of_two = divided.state_dict()
-    with start(
-        3, use_local=True, precision="bf16", step_options=StepOptions(accumulate_grad_batches=2, clip_grad_norm=1.0)
-    ) as trainer:
+    with start(3, use_local=True, precision="bf16", accumulate_grad_batches=2, clip_grad_norm=1.0) as trainer:
         trainer.load(divided.save(tmp_path / "parts"))
         assert equal(trainer.state_dict(), of_two)
         trainer.train()
@@ -324,6 +322,6 @@ def test_a_state_fits_any_number_of_workers_and_rank_zero_may_live_in_the_driver
 
 
 def test_a_single_worker_has_nothing_to_divide(make_local: Callable[..., TorchTrainer]) -> None:
-    trainer = make_local(Blocks, parallel="fsdp", precision="fp16")
+    trainer = make_local(Blocks, strategy="fsdp", precision="fp16")
     trainer.train()
     assert type(trainer.get_local_operator().model).__name__ == "Net"

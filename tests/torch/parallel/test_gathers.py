@@ -1,4 +1,4 @@
-"""Gathers whose sizes are compared; with several ranks they are in `test_joint_batch_integration.py`."""
+"""Gathers whose sizes are compared; with several ranks they are in `test_global_batch_integration.py`."""
 
 from __future__ import annotations
 

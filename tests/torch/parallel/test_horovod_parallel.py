@@ -277,7 +277,7 @@ def test_apex_and_horovod_exclude_each_other() -> None:
 
 
 def test_divided_models_and_horovod_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=r'`parallel="fsdp"` does not work with `backend="horovod"`'):
+    with pytest.raises(ValueError, match=r'`strategy="fsdp"` does not work with `backend="horovod"`'):
         arguments.check_horovod("fp32", "fsdp", use_gpu=False)
 
 

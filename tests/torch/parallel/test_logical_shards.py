@@ -60,7 +60,7 @@ def test_complex_gradients_keep_their_imaginary_parts_beside_real_ones(dtype: to
         assert torch.equal(parameter.grad, first + second)
 
 
-def test_shards_of_a_short_joint_batch_count_as_nothing() -> None:
+def test_shards_of_a_short_global_batch_count_as_nothing() -> None:
     shards = LogicalShards(3, rank=0, world_size=1)
     parameters = parameters_with(torch.ones(2, 3))
     for _ in range(3):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 
 
 @pytest.mark.parametrize(

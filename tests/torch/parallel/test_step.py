@@ -13,7 +13,7 @@ OPTIMIZER = object()
 
 def joint(window: int) -> BatchStep:
     step = BatchStep()
-    step.is_joint = True
+    step.is_global = True
     step.open_call(window)
     return step
 

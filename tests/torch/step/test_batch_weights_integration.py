@@ -29,7 +29,7 @@ pytestmark = pytest.mark.integration
 UNEVEN = {
     "num_samples": 65,
     "batch_size": 8,
-}  # on two workers: four joint batches of 16 samples, and one of a single one
+}  # on two workers: four global batches of 16 samples, and one of a single one
 EVEN = {"num_samples": 64, "batch_size": 8}
 
 
@@ -173,7 +173,7 @@ def test_a_step_that_is_not_over_the_data_counts_all_ranks_alike(
     def run(operator: TrainingOperator) -> tuple[Any, Any]:
         runner = TorchRunner(spec, World(operator.world_rank, operator.world_size))
         runner.setup()
-        runner.train_epoch(EpochRequest(None, {}, False, SEED))  # ends with a joint batch of one sample
+        runner.train_epoch(EpochRequest(None, {}, False, SEED))  # ends with a global batch of one sample
         before = {name: tensor.clone() for name, tensor in runner.state()["models"][0].items()}
         if is_between_calls:
             one_step(runner.operator)
@@ -195,7 +195,7 @@ def test_a_step_that_is_not_over_the_data_counts_all_ranks_alike(
 
 # ------------------------------------------------------------------------------------------------ weights of the user's
 
-SEQUENCES = {"num_samples": 39, "batch_size": 3, "lr": 0.1, "optimizer": "adam"}  # the last joint batch has 3 samples
+SEQUENCES = {"num_samples": 39, "batch_size": 3, "lr": 0.1, "optimizer": "adam"}  # the last global batch has 3 samples
 LONGEST = 9
 TOLERANCE = {"fp32": 1e-6, "fp16": 4e-3}
 
@@ -203,7 +203,7 @@ TOLERANCE = {"fp32": 1e-6, "fp16": 4e-3}
 class Tokens(LinearOperator):
     """Predicts something for each token of sequences of different length; the loss is the mean over tokens.
 
-    The second joint batch of two workers has no token at all, and in the third one a worker has none.
+    The second global batch of two workers has no token at all, and in the third one a worker has none.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -325,7 +325,7 @@ def test_a_single_worker_counts_likewise(window: int) -> None:
 def test_divided_models_count_likewise(two: TorchTrainer, window: int) -> None:
     config = {**SEQUENCES, "all_have_tokens": True}
     steps = {"step_options": StepOptions(accumulate_grad_batches=window)}
-    found = run_together(two, Experiment(Tokens, config, options={**steps, "parallel": "fsdp"}))
+    found = run_together(two, Experiment(Tokens, config, options={**steps, "strategy": "fsdp"}))
     expected = run_alone(Experiment(Tokens, {**config, "batch_size": 6 * window}))
     assert_close(found.model[0], expected.model[0], "fsdp")
 
@@ -358,7 +358,7 @@ class DiesInBackward(Tokens):
         super().backward(loss, **options)
 
 
-class OfJointBatches(DiesInBackward):
+class OfGlobalBatches(DiesInBackward):
     def make_loader(self, data: Any, shuffle: bool = False) -> Any:
         loader = super().make_loader(data)
         return torch.utils.data.DataLoader(loader.dataset, batch_size=self.config[BATCH_SIZE])
@@ -367,7 +367,7 @@ class OfJointBatches(DiesInBackward):
 def test_a_loss_during_a_step_changes_no_weight(ray_cluster: None, tmp_path: Path) -> None:
     config = {**SEQUENCES, "dies_at": 3, "note_of_death": str(tmp_path / "note"), BATCH_SIZE: 6}
     with TorchTrainer(
-        training_operator_cls=OfJointBatches,
+        training_operator_cls=OfGlobalBatches,
         num_workers=2,
         num_cpus_per_worker=0.5,
         config=config,
@@ -383,7 +383,7 @@ def test_a_loss_during_a_step_changes_no_weight(ray_cluster: None, tmp_path: Pat
 def test_a_step_of_several_batches_is_refused_with_several_optimizers() -> None:
     for options in (
         {"step_options": StepOptions(accumulate_grad_batches=2)},
-        {"batch_options": BatchOptions(joint_batch="constant", max_batch_per_worker=2)},
+        {"batch_options": BatchOptions(split_batches=True, micro_batch_size=2)},
     ):
         with pytest.raises(ValueError, match=r"works with one optimizer, and 2 are registered: register one with"):
             run_alone(Experiment(TokensOfTwo, SEQUENCES, options=options))
@@ -402,7 +402,7 @@ CRITERIA: dict[str, Any] = {
 
 
 def labelled(ignored: int, has_empty: bool = True) -> torch.utils.data.TensorDataset:
-    """Sequences with labels, of which many are ignored: all those of a joint batch of 8, and of a share of another."""
+    """Sequences with labels, of which many are ignored: all those of a global batch of 8, and of a share of another."""
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(NUM_LABELLED, 3, PLACES, generator=generator)
     labels = torch.randint(0, NUM_CLASSES, (NUM_LABELLED, PLACES), generator=generator)
@@ -466,7 +466,7 @@ class LabellingByHand(Labelling):
 
 
 def labelled_by_pytorch(
-    name: str, joint_size: int, num_epochs: int, has_empty: bool
+    name: str, global_size: int, num_epochs: int, has_empty: bool
 ) -> tuple[dict[str, Any], float, float]:
     """Weights, loss and accuracy of a single process without the library."""
     torch.manual_seed(0)
@@ -474,9 +474,9 @@ def labelled_by_pytorch(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     ignored = getattr(criterion, "ignore_index", -100)
     features, labels = labelled(ignored, has_empty).tensors
-    for start in [*range(0, NUM_LABELLED, joint_size)] * num_epochs:
+    for start in [*range(0, NUM_LABELLED, global_size)] * num_epochs:
         optimizer.zero_grad()
-        criterion(model(features[start : start + joint_size]), labels[start : start + joint_size]).backward()
+        criterion(model(features[start : start + global_size]), labels[start : start + global_size]).backward()
         optimizer.step()
     output = model(features)
     hits = (output.argmax(dim=1) == labels)[labels != ignored]
@@ -528,7 +528,7 @@ def test_labels_that_nobody_counted_are_an_error(two: TorchTrainer) -> None:
 
 
 def test_logical_shards_refuse_losses_that_count_labels() -> None:
-    batches = BatchOptions(joint_batch="constant", deterministic=True)
+    batches = BatchOptions(split_batches=True, deterministic=True)
     with pytest.raises(ValueError, match=r"a loss that ignores labels.*`deterministic=True`"):
         run_alone(Experiment(Labelling, {"criterion": "classes", "size": 8}, options={"batch_options": batches}))
 

@@ -132,10 +132,10 @@ def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
     assert found == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(("is_joint", "window", "words"), [(True, 1, "use one worker"), (False, 2, "omit")])
-def test_a_closure_is_refused_where_a_step_takes_more_than_this_batch(is_joint: bool, window: int, words: str) -> None:
+@pytest.mark.parametrize(("is_global", "window", "words"), [(True, 1, "use one worker"), (False, 2, "omit")])
+def test_a_closure_is_refused_where_a_step_takes_more_than_this_batch(is_global: bool, window: int, words: str) -> None:
     bench = Bench()
-    bench.parallel.step.is_joint, bench.parallel.step.window = is_joint, window
+    bench.parallel.step.is_global, bench.parallel.step.window = is_global, window
     with pytest.raises(ValueError, match=rf"^`SGD.step` was given a closure.*{words}"):
         bench.optimizer.step(lambda: pytest.fail("it was called"))
 
@@ -167,7 +167,7 @@ def test_gradients_that_wait_are_stepped_by_the_rung_alone() -> None:
     with pytest.raises(ValueError, match=r"your code calls `step` of `SGD`, .* call `self.optimizer_step\(\)`"):
         bench.optimizer.step()
     bench.parallel.step.most_parts = 3
-    with pytest.raises(ValueError, match="`max_batch_per_worker`: your code"):
+    with pytest.raises(ValueError, match="`micro_batch_size`: your code"):
         bench.optimizer.step()
     assert bench.parameter.item() == 0.0
 

@@ -15,7 +15,7 @@ from tests.torch.operators_for_tests import LinearOperator, dataset
 
 pytestmark = pytest.mark.integration
 
-CONFIG = {"num_samples": 69, "batch_size": 8}  # on two workers: four joint batches of 16, and one of 3 + 2 samples
+CONFIG = {"num_samples": 69, "batch_size": 8}  # on two workers: four global batches of 16, and one of 3 + 2 samples
 JOINT_BATCH = 16
 LR = 0.05
 
@@ -126,7 +126,7 @@ class OptimizerEach(ForwardFirst):
 
 
 def plain(operator_cls: Any, window: int) -> dict[str, Any]:
-    """The weights after an epoch of one process that adds up the gradients of joint batches by hand."""
+    """The weights after an epoch of one process that adds up the gradients of global batches by hand."""
     torch.manual_seed(0)
     model = InRungs.make_model(None)  # type: ignore[arg-type]
     features, _, target = dataset(CONFIG["num_samples"]).tensors

@@ -139,9 +139,9 @@ class Failing:
         self.run._checkpoints.add(None, lambda: {"a": 1})
 
     def fail(self, diagnosis: Diagnosis) -> Decision:
-        decision = self.policy.decide(diagnosis, self.budget, can_rejoin=False)
-        if decision == "rebuild":
-            self.budget.pay_for_rebuild()
+        decision = self.policy.decide(diagnosis, self.budget, can_continue=False)
+        if decision == "restart":
+            self.budget.pay_for_restart()
             self.run._has_raised = self.run._has_raised or diagnosis.kind == "user"
         return decision
 
@@ -150,34 +150,34 @@ def test_each_checkpoint_that_has_landed_renews_the_failures_that_are_allowed(tm
     failing = Failing(run_of(tmp_path, Seen()), 2)
     for _ in range(3):
         failing.land()
-        assert [failing.fail(DEATH) for _ in range(2)] == ["rebuild", "rebuild"]
+        assert [failing.fail(DEATH) for _ in range(2)] == ["restart", "restart"]
     assert failing.fail(DEATH) == "give up"
 
 
 def test_a_checkpoint_that_was_lost_renews_nothing(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 1)
-    assert failing.fail(DEATH) == "rebuild"
+    assert failing.fail(DEATH) == "restart"
     failing.run._checkpoints.add(None, lose)
     assert failing.fail(DEATH) == "give up"
     failing.land()
-    assert failing.fail(DEATH) == "rebuild"
+    assert failing.fail(DEATH) == "restart"
 
 
 def test_a_checkpoint_behind_one_that_has_landed_does_not_hide_it(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 1)
-    assert failing.fail(DEATH) == "rebuild"
+    assert failing.fail(DEATH) == "restart"
     failing.land()
     failing.run._checkpoints.add(None, lose)
-    assert failing.fail(DEATH) == "rebuild"
+    assert failing.fail(DEATH) == "restart"
 
 
 def test_an_exception_of_the_function_ends_the_renewal(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 2)
     failing.fail(DEATH), failing.fail(DEATH)
     failing.land()
-    assert failing.fail(EXCEPTION) == "rebuild"
+    assert failing.fail(EXCEPTION) == "restart"
     failing.land()
-    assert failing.fail(DEATH) == "rebuild"
+    assert failing.fail(DEATH) == "restart"
     failing.land()
     assert failing.fail(EXCEPTION) == "raise error"
 

@@ -1,0 +1,254 @@
+"""Hosts of a Ray cluster: how they are named, started, found, listed, and stopped."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysgd._text import log_lines
+from raysgd._version import __version__
+from raysgd.detached.handle import ANSWER_S, HostedTrainer, actor_name, is_answering, kill
+from raysgd.detached.process import TrainerHost
+from raysgd.detached.protocol import Detached, packed_arguments
+from raysgd.engine.keeper import NAMESPACE
+from raysgd.engine.placement import init_ray
+from raysgd.exceptions import TrainerLostError, UnknownTrainerError
+
+_NOT_ANSWERING = "not answering"
+_RESTARTS = 100  # a process that dies as soon as it starts is not started for ever
+_NO_RAY = (
+    "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
+    "in a shell, and this program again, with `ray.init(address=...)` or without it. `ray stop` ends it."
+)
+
+
+_PREFIX = actor_name("")
+
+
+@dataclass(frozen=True)
+class DetachedStatus:
+    """A host as it is now.
+
+    Attributes:
+        name: To attach by.
+        trainer: The trainer in one line; "not answering" where its host is that, and nothing else is known.
+        running: The call that is running, in words; None if there is none.
+        programs: The programs that are attached, in words.
+        ends_in_s: When it ends if no one attaches; None if it does not.
+    """
+
+    name: str
+    trainer: str
+    running: str | None = None
+    programs: tuple[str, ...] = ()
+    ends_in_s: float | None = None
+
+    def __str__(self) -> str:
+        if self.trainer == _NOT_ANSWERING:
+            return f"{self.name}: {_NOT_ANSWERING}; `raysgd stop {self.name} --force` ends it"
+        running = f"running {self.running}" if self.running else "no call is running"
+        attached = f"attached: {'; '.join(self.programs)}" if self.programs else "no program is attached"
+        ends = "" if self.ends_in_s is None else f", ends in {self.ends_in_s:.0f} s"
+        return f"{self.name}: {self.trainer}\n  {running}, {attached}{ends}"
+
+
+def start(
+    trainer_cls: type[Any],
+    detached: str | Detached,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_lasting: bool = False,
+) -> HostedTrainer:
+    """Start a host with a trainer in it, and return the handle.
+
+    Args:
+        trainer_cls: The class of the trainer.
+        detached: What the user passed.
+        args: For the trainer.
+        kwargs: For the trainer.
+        is_lasting: Whether its workers outlive the process of the host, which another one then follows.
+
+    Raises:
+        ValueError: The name is no name or is in use, or an argument is wrong. Nothing was started.
+        UnpicklableError: An argument cannot be sent. Nothing was started.
+        RuntimeError: Ray would end with this program. Nothing was started.
+    """
+    settings = Detached.of(detached)
+    if kwargs.get("use_local"):
+        raise ValueError(
+            "`use_local=True` runs a worker in this program, and `detached` is for trainers that outlive it."
+        )
+    packed = packed_arguments(trainer_cls.__name__, (trainer_cls, *args), kwargs)
+    connect()
+    _make_room(settings)
+    handle = HostedTrainer(settings.name, _new_actor(settings, is_lasting))
+    try:
+        handle._run("start", trainer_cls.__name__, packed)
+    except BaseException:
+        handle.shutdown()
+        raise
+    return handle
+
+
+def _make_room(settings: Detached) -> None:
+    """Refuse a name that is in use, or end the host that has it."""
+    found = _find(settings.name)
+    if found is None:
+        return
+    if not settings.replace:
+        raise ValueError(
+            f'`detached="{settings.name}"`: there is a trainer of this name. Go on with it by '
+            f'`raysgd.attach("{settings.name}")`, or end it: '
+            f'`detached=raysgd.Detached("{settings.name}", replace=True)`.'
+        )
+    _stop(settings.name, found)
+
+
+def _new_actor(settings: Detached, is_lasting: bool) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {
+        "name": actor_name(settings.name),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": _RESTARTS if is_lasting else 0,
+        "max_task_retries": -1 if is_lasting else 0,  # what a process that died was asked, Ray asks the next one
+    }
+    if settings.resources:
+        options["resources"] = dict(settings.resources)
+    else:  # so files are written where the program expects them
+        node = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+    plain = replace(settings, replace=False)
+    return ray.remote(TrainerHost).options(**options).remote(plain, log_lines.level(), is_lasting)
+
+
+def attach(name: str) -> HostedTrainer:
+    """Return a handle on a detached trainer, from any program of the cluster.
+
+    Args:
+        name: Its name.
+
+    Raises:
+        UnknownTrainerError: There is no such trainer; a `LookupError`. The message says which there are.
+        TrainerLostError: It is not answering, or has just ended.
+        RuntimeError: The host has another version of raysgd, or there is no Ray to look for it in.
+    """
+    import ray
+
+    actor = _existing(name)
+    try:
+        version = ray.get(actor.describe.remote(), timeout=ANSWER_S)["version"]
+    except ray.exceptions.GetTimeoutError as error:
+        raise TrainerLostError(
+            f"Detached trainer `{name}` is {_NOT_ANSWERING}: its process is stopped or busy, or starts again. Try "
+            f"again, or end it with `raysgd stop {name} --force`."
+        ) from error
+    except ray.exceptions.RayActorError as error:
+        raise TrainerLostError(f"Detached trainer `{name}` has just ended.") from error
+    if version != __version__:
+        raise RuntimeError(
+            f"Detached trainer `{name}` has raysgd {version}, and this program {__version__}: use the same version, or "
+            f"end it with `raysgd stop {name}`."
+        )
+    return HostedTrainer(name, actor)
+
+
+def detached_trainers() -> list[DetachedStatus]:
+    """Return the hosts of the cluster."""
+    import ray
+
+    connect()
+    asked = {name: actor.describe.remote() for name in _names() if (actor := _find(name)) is not None}
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
+    return [_status(name, reference) for name, reference in asked.items()]
+
+
+def _status(name: str, reference: Any) -> DetachedStatus:
+    import ray
+
+    try:
+        found = ray.get(reference, timeout=0.1)
+    except ray.exceptions.RayError:
+        return DetachedStatus(name, _NOT_ANSWERING)
+    return DetachedStatus(name, found["trainer"], found["running"], tuple(found["programs"]), found["ends_in_s"])
+
+
+def stop(name: str, *, force: bool = False) -> None:
+    """End the trainer in a host, and the host, whatever it does.
+
+    Args:
+        name: Its name.
+        force: Kill its process at once, and do not wait for its answer and the end of its workers.
+
+    Raises:
+        UnknownTrainerError: There is no such trainer.
+    """
+    _stop(name, _existing(name), force)
+
+
+def _existing(name: str) -> Any:
+    """Return the actor of a host. Connect to Ray before."""
+    Detached(name)  # refuses what is no name
+    connect()
+    actor = _find(name)
+    if actor is None:
+        names = ", ".join(f"`{each}`" for each in _names()) or "none"
+        raise UnknownTrainerError(f"There is no detached trainer `{name}`. There are: {names}.")
+    return actor
+
+
+def _stop(name: str, actor: Any, force: bool = False) -> None:
+    import ray
+
+    if not force and is_answering(actor):
+        with suppress(ray.exceptions.RayError):  # it has ended
+            ray.get(actor.end.remote(False), timeout=60.0)
+    kill(name, actor)
+
+
+def _find(name: str) -> Any:
+    import ray
+
+    try:
+        return ray.get_actor(actor_name(name), NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _names() -> list[str]:
+    import ray
+
+    found = ray.util.list_named_actors(all_namespaces=True)
+    names = [each["name"] for each in found if each["namespace"] == NAMESPACE]
+    return sorted(name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+
+
+def connect() -> None:
+    """Connect to a Ray that outlives this program.
+
+    Raises:
+        RuntimeError: There is none, or the one that this program uses would end with it.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            init_ray(address="auto")
+        except ConnectionError as error:
+            raise RuntimeError(_NO_RAY.format("There is no Ray cluster here")) from error
+    elif _ends_with_program():
+        raise RuntimeError(_NO_RAY.format("This program has started Ray itself"))
+
+
+def _ends_with_program() -> bool:
+    """Return whether this process has started Ray. Ray keeps that private; without it, it has not."""
+    node = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
+    return node is not None and bool(node.is_head())

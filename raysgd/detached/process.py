@@ -1,0 +1,446 @@
+"""The actor that a trainer lives in: it takes calls from any program, and ends when no one needs it any more."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import pickle
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from raysgd._version import __version__
+from raysgd.detached.call_log import OF_ITERATORS, CallLog, Journal, LoggedCall, journal_path
+from raysgd.detached.protocol import Detached, Output, Piece, RemoteIterator, packed_answer, unpacked_arguments
+from raysgd.engine import keeper as outliving
+from raysgd.exceptions import TrainerLostError
+from raysgd.storage import open_folder
+
+logger = logging.getLogger(__name__)
+
+_NEWS_S = 1.0
+_LOOK_S = 0.05
+_DEATH_S = 4.0
+_MOST_DEATHS = 3  # of the host's process at one place of a call
+_START_S = 60.0  # until then the program that starts a trainer has attached, or it is gone
+_END_S = 5.0
+_CALL = "call:"  # begins the names of calls in the journal
+_PROGRAM = "program:"  # of programs that are attached
+_TAKEN = "taken:"  # of calls that `pending` has given to another program
+_FATAL = (
+    "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
+    "much memory. The trainer can be used"
+)
+_NOT_TAKEN_UP = (*OF_ITERATORS, "epochs", "find_lr")
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """A call as it comes to the host.
+
+    Attributes:
+        token: Its number.
+        kind: "start" makes the trainer, "call" calls a method of it, "draw" asks an iterator for its next value,
+            "close" ends an iterator.
+        name: The method of the trainer, or the token of the call that has made the iterator.
+        arguments: Packed.
+        program: Which program calls.
+        words: That program in words.
+        folder: The folder in which it works: relative paths are meant from there.
+    """
+
+    token: str
+    kind: str
+    name: str
+    arguments: bytes
+    program: str
+    words: str
+    folder: str
+
+
+class TrainerHost:
+    """Holds a trainer and the log of its calls.
+
+    Calls run in one thread; what is asked beside them runs in others. The loop of the actor only waits.
+
+    Args:
+        settings: Of the user.
+        log_level: From which level on the program logs.
+        is_lasting: Whether the trainer's workers outlive this process, so that the next one goes on with them.
+    """
+
+    def __init__(self, settings: Detached, log_level: int, is_lasting: bool) -> None:
+        import ray
+
+        context = ray.get_runtime_context()
+        self._settings = settings
+        self._output = Output(time.time_ns())
+        self._output.install(log_level)
+        self._log = CallLog(self._note_answer)
+        self._journal = Journal(journal_path(settings.name, str(context.get_actor_id())))
+        self._keeper = outliving.Keeper(settings.name, lambda group: self._write(lambda: {"group": group}))
+        self._is_lasting = is_lasting
+        self._kept_trainer: Any = None
+        self._taken_up: str | None = None
+        self._trainer: Any = None
+        self._is_made = threading.Event()
+        self._iterators: dict[str, tuple[str, Iterator[Any]]] = {}
+        self._programs: dict[str, str] = {}
+        self._leaving: dict[str, asyncio.Event] = {}
+        self._needed_at = time.monotonic()
+        if is_lasting:
+            outliving.keep(self._keeper)
+        self._is_second_life = context.was_current_actor_reconstructed
+        if self._is_second_life:
+            self._take_up(self._journal.read())
+        threading.Thread(target=self._end_when_forgotten, name="raysgd-keep-alive", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------------- who is there
+
+    async def stay(self, program: str) -> None:
+        """Last as long as a program is attached. The answer is the program's own, so it is lost with the program.
+
+        Ray asks the next process of the host again, so for a program that lives there is no answer after a death, too.
+        """
+        await self._leaving.setdefault(program, asyncio.Event()).wait()
+
+    async def attach(self, program: str, words: str, presence: list[Any]) -> None:
+        """Note that a program is attached, until `stay`, whose answer is in `presence`, ends or is lost with it."""
+        from ray import cloudpickle
+
+        self._write(lambda: {f"{_PROGRAM}{program}": cloudpickle.dumps((words, presence[0]))})
+        self._note_program(program, words, presence[0])
+
+    def _note_program(self, program: str, words: str, presence: Any) -> None:
+        self._programs[program] = words
+        presence.future().add_done_callback(lambda answer: self._note_end(program))
+
+    def _note_end(self, program: str) -> None:
+        """Note that a program is gone, as Ray says: its answer is lost then. Runs in a thread of Ray's."""
+        self._programs.pop(program, None)
+        self._leaving.pop(program, None)
+        self._write(lambda: {f"{_PROGRAM}{program}": None})
+        self._needed_at = time.monotonic()
+        for token, (owner, _) in list(self._iterators.items()):
+            if owner == program:
+                self._log.enqueue(LoggedCall(f"{token}-end", "close", program, "the host"), partial(self._close, token))
+        self._log.leave(program)
+
+    async def detach(self, program: str) -> None:
+        """Note that a program needs the trainer no more."""
+        self._leaving.setdefault(program, asyncio.Event()).set()
+
+    async def describe(self) -> dict[str, Any]:
+        """Return what is known of this host, in plain values that programs of other versions understand."""
+        running = self._log.running()
+        return {
+            "name": self._settings.name,
+            "version": __version__,
+            "pid": os.getpid(),
+            "trainer": await asyncio.to_thread(repr, self._trainer),
+            "running": None if running is None else str(running),
+            "programs": list(self._programs.values()),
+            "ends_in_s": self._ends_in_s(),
+        }
+
+    def _ends_in_s(self) -> float | None:
+        """Return how long the trainer waits for somebody; None where it is needed, or waits for ever."""
+        keep_alive_s = self._settings.keep_alive_s if self._trainer is not None else _START_S
+        if keep_alive_s is None or self._is_needed():
+            return None
+        return max(0.0, self._needed_at + keep_alive_s - time.monotonic())
+
+    def _is_needed(self) -> bool:
+        return bool(self._programs) or self._log.running() is not None
+
+    def _end_when_forgotten(self) -> None:
+        while (left_s := self._ends_in_s()) is None or left_s > 0:
+            if self._is_needed():
+                self._needed_at = time.monotonic()
+            time.sleep(min(1.0, (self._settings.keep_alive_s or 1.0) / 10))
+        self._save_and_end()
+
+    def _save_and_end(self) -> None:
+        import ray
+
+        try:
+            if self._settings.folder is not None and hasattr(self._trainer, "save"):
+                self._trainer.save(f"{str(self._settings.folder).rstrip('/')}/{self._settings.name}.pt")
+        except Exception:  # no program is there to see it; the rest must be given back
+            logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
+        with suppress(Exception):
+            self._end_trainer()
+        self._journal.discard()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    # -------------------------------------------------------------------------------------------------------- calls
+
+    async def run(self, asked: CallRequest) -> tuple[bytes, int] | None:
+        """Run a call in its turn; return what `answer` does."""
+        await self.begin(asked)
+        return await self.answer(asked.token)
+
+    async def begin(self, asked: CallRequest) -> None:
+        """Let a call take its turn: one that is known is not repeated, and one of a program that is gone not begun."""
+        if self._log.find(asked.token) is None and asked.program in self._programs:
+            if asked.kind != "start":
+                self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})
+            self._log.enqueue(_logged(asked), partial(self._do, asked))
+
+    def _write(self, entries: Callable[[], Mapping[str, bytes | None]]) -> None:
+        """Keep what the next process needs. Where that fails, none follows, and the training goes on."""
+        if not self._is_lasting:
+            return
+        try:
+            self._journal.put(entries())
+        except Exception as error:
+            self._is_lasting = False
+            self._journal.discard()
+            words = (
+                "detached trainer `%s` could not write down what it does, so its trainer ends if its process dies: %s"
+            )
+            logger.warning(words, self._settings.name, error)
+
+    def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
+        """Keep an answer, and with it what the call has changed in this process."""
+        if self._kept_trainer is not None and call.token == self._taken_up:
+            self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
+        asked: CallRequest | None = call.asked
+        if asked is not None:
+            self._write(partial(self._after_call, asked, answer))
+
+    def _after_call(self, asked: CallRequest, answer: bytes) -> dict[str, bytes | None]:
+        entries: dict[str, bytes | None] = {"fit": None}
+        if asked.kind == "start" and self._trainer is not None:  # from now on another process can go on
+            entries["start"] = pickle.dumps(asked)
+        if self._kept_trainer is not None:
+            entries |= self._kept_trainer.changes()
+        entries[_entry(asked.token)] = pickle.dumps((replace(asked, arguments=b""), answer))
+        return entries
+
+    def _note_fit(self, progress: Any) -> None:
+        kept = self._kept_trainer
+        assert kept is not None, "only trainers that are kept tell of `fit`"
+        self._write(lambda: {"fit": pickle.dumps(progress), **kept.changes()})
+
+    def _take_up(self, kept: dict[str, bytes]) -> None:
+        """Go on where the process before this one has died: the same trainer, its workers, its calls."""
+        if "start" not in kept:  # it was not made yet, or the journal is on another node
+            outliving.end_workers(self._settings.name)
+            self._settings = replace(self._settings, keep_alive_s=None)
+            threading.Thread(target=self._save_and_end, daemon=True).start()
+            return
+        self._keeper.take_up(kept.get("group"))
+        start = pickle.loads(kept["start"])
+        calls = [pickle.loads(value) for name, value in kept.items() if name.startswith(_CALL)]
+        running: CallRequest | None = next((asked for asked, answer in calls if answer is None), None)
+        num_deaths = 0 if running is None else self._num_deaths(running, kept)
+        self._taken_up = None if running is None else running.token
+        self._log.enqueue(LoggedCall("restart", "start", "", "the host"), partial(self._restore, start, kept))
+        for asked, answer in calls:
+            call = _logged(asked)
+            if (taken := kept.get(f"{_TAKEN}{call.token}")) is not None:
+                call.program, call.was_left = taken.decode(), True
+            if answer is not None:
+                call.answer.set_result(answer)
+                self._log.add(call)
+            elif call.method in _NOT_TAKEN_UP:
+                self._log.enqueue(call, partial(self._refuse, call.method, "which cannot be taken up: call it again"))
+            elif asked is running and num_deaths >= _MOST_DEATHS:
+                self._log.enqueue(call, partial(self._refuse, call.method, _FATAL.format(num_deaths)))
+            else:
+                self._log.enqueue(call, partial(self._do, asked))
+        programs = {name.removeprefix(_PROGRAM): name for name in kept if name.startswith(_PROGRAM)}
+        for program in self._log.programs() - set(programs):
+            self._log.leave(program)
+        for program, name in programs.items():
+            self._note_program(program, *pickle.loads(kept[name]))
+
+    def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
+        """Return how often the process has died in a call, with no epoch of its `fit` between."""
+        place = running.token, zlib.crc32(kept.get("fit", b""))
+        former, number = pickle.loads(kept["deaths"]) if "deaths" in kept else (None, 0)
+        number = number + 1 if place == former else 1
+        self._write(lambda: {"deaths": pickle.dumps((place, number))})
+        words = "the process of host `%s` has died in `%s` (%d of at most %d times at one place); another one goes on"
+        logger.warning(words, self._settings.name, _logged(running).method, number, _MOST_DEATHS)
+        return number
+
+    def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
+        try:
+            self._make(start)
+            assert self._kept_trainer is not None, "the trainer was just made"
+            self._kept_trainer.take_over(kept)
+        except BaseException:  # no program waits for this; those that wait for calls hear that the host is gone
+            logger.exception("the detached trainer `%s` could not be taken up", self._settings.name)
+            self._save_and_end()
+            raise
+        self._is_made.set()
+        self._log.confirm("restart")
+
+    def _refuse(self, method: str, why: str) -> None:
+        raise TrainerLostError(f"The process of the host has died in `{method}`, {why}.")
+
+    async def answer(self, token: str) -> tuple[bytes, int] | None:
+        """Return the answer of a call, and how many pieces of output there are; None where a program has it already."""
+        call = self._log.find(token)
+        if call is None:
+            return None
+        answer = await asyncio.shield(asyncio.wrap_future(call.answer))
+        return answer, self._output.num_pieces()
+
+    async def confirm(self, token: str) -> None:
+        """Forget a call whose answer has arrived."""
+        self._log.confirm(token)
+        self._write(lambda: {_entry(token): None, f"{_TAKEN}{token}": None})
+
+    async def interrupt(self, token: str) -> None:
+        """Raise `KeyboardInterrupt` in a call. Lasts as long as that, for Ray to ask the next process again."""
+        self._log.interrupt(token)
+        await self.answer(token)
+
+    async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
+        """Return token and method of a call whose program is gone, none of those `given` before; this one has it now.
+
+        Ray tells of the death of a program some 2 s later. So that is waited for where there are calls of others.
+        """
+        deadline = time.monotonic() + _DEATH_S
+        while (call := self._log.take_over(program, given)) is None and self._log.has_others(program):
+            if time.monotonic() >= deadline:
+                return None
+            await asyncio.sleep(_LOOK_S)
+        if call is None:
+            return None
+        self._write(lambda: {f"{_TAKEN}{call.token}": program.encode()})
+        return call.token, call.method
+
+    async def has_ended(self, token: str) -> bool:
+        """Return whether a call has an answer."""
+        call = self._log.find(token)
+        return call is None or call.answer.done()
+
+    async def news(
+        self, token: str | None, seen: int | None, knows_other: bool = True
+    ) -> tuple[int, list[Piece], str | None, bool]:
+        """Wait a while for output after the first `seen` pieces, or for the end of a call.
+
+        Does not wait where another call has its turn, and the program does not know that.
+
+        Returns:
+            How many pieces there were, those that are new, the call that has its turn if it is another one, and whether
+            the call has ended. Without a token: the call that has its turn now, whichever.
+        """
+        mine = self._log.running() if token is None else self._log.find(token)
+        deadline = time.monotonic() + _NEWS_S
+        while True:
+            num_pieces, pieces = self._output.since(seen)
+            first, has_ended = self._log.running(), mine is None or mine.answer.done()
+            other = str(first) if first is not None and mine is not None and first.token != mine.token else None
+            if pieces or has_ended or (other is not None and not knows_other) or time.monotonic() >= deadline:
+                return num_pieces, pieces, other, has_ended
+            await asyncio.sleep(_LOOK_S)
+
+    def _do(self, asked: CallRequest) -> Any:
+        if Path(asked.folder).is_dir():  # else the program is on another node
+            os.chdir(asked.folder)
+        if asked.kind == "draw":
+            return self._draw(asked.name)
+        if asked.kind == "close":
+            return self._close(asked.name)
+        if asked.kind == "start":
+            if self._settings.folder is not None:
+                open_folder(self._settings.folder, argument="folder").make()
+            self._make(asked)
+            self._is_made.set()
+            return None
+        args, kwargs = unpacked_arguments(asked.arguments)
+        return self._kept(asked, getattr(self._trainer, asked.name)(*args, **kwargs))
+
+    def _make(self, asked: CallRequest) -> None:
+        (trainer_cls, *args), kwargs = unpacked_arguments(asked.arguments)
+        self._trainer = trainer_cls(*args, **kwargs)
+        if self._is_lasting:
+            self._kept_trainer = self._trainer._kept_by(self._keeper, self._note_fit)
+
+    def _kept(self, asked: CallRequest, value: Any) -> Any:
+        if not isinstance(value, Iterator):
+            return value
+        self._iterators[asked.token] = asked.program, value
+        return RemoteIterator(asked.token)
+
+    def _draw(self, token: str) -> list[Any]:
+        """Return the next value of an iterator, in a list, which is empty at the end."""
+        if token not in self._iterators:
+            if self._is_second_life:
+                raise TrainerLostError("The process of the host has died, and the iterator with it: make a new one.")
+            return []
+        return list(islice(self._iterators[token][1], 1))
+
+    def _close(self, token: str) -> None:
+        _, iterator = self._iterators.pop(token, (None, None))
+        close: Callable[[], object] | None = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
+    # ------------------------------------------------------------------------------------------- beside the calls
+
+    async def look(self, name: str, is_method: bool, arguments: bytes) -> bytes:
+        """Return an attribute of the trainer, or what a method returns that may be called beside others."""
+        return await asyncio.to_thread(packed_answer, partial(self._look, name, is_method, arguments))
+
+    def _look(self, name: str, is_method: bool, arguments: bytes) -> Any:
+        self._is_made.wait()
+        found = getattr(self._trainer, name)
+        if not is_method:
+            return found
+        args, kwargs = unpacked_arguments(arguments)
+        return found(*args, **kwargs)
+
+    async def help_on(self, name: str) -> str | None:
+        """Return the help on a method of the trainer, "" for an attribute; None where it has no such name."""
+        await asyncio.to_thread(self._is_made.wait)
+        if callable(getattr(type(self._trainer), name, None)):
+            method = getattr(self._trainer, name)
+            return f"{name}{inspect.signature(method)}\n\n{inspect.getdoc(method) or ''}"
+        return "" if hasattr(self._trainer, name) else None
+
+    async def end(self, force: bool) -> bytes:
+        """End the trainer. A call that runs raises. The caller kills this actor when it has the answer."""
+        answer = await asyncio.to_thread(packed_answer, partial(self._end, force))
+        for leaving in list(self._leaving.values()):
+            leaving.set()
+        await asyncio.sleep(_LOOK_S)  # all answers leave this process
+        return answer
+
+    def _end_trainer(self, force: bool = False) -> None:
+        """End the trainer in the way that it has. Those of `fit` have none: their workers end with this process."""
+        shutdown = getattr(self._trainer, "shutdown", None)
+        if shutdown is not None:
+            knows_force = "force" in inspect.signature(shutdown).parameters
+            shutdown(**({"force": force} if knows_force else {}))
+
+    def _end(self, force: bool) -> None:
+        try:
+            self._end_trainer(force)
+        finally:
+            self._log.await_all(_END_S)
+            self._journal.discard()
+
+
+def _entry(token: str) -> str:
+    """Return the name of a call in the journal."""
+    return f"{_CALL}{token}"
+
+
+def _logged(asked: CallRequest) -> LoggedCall:
+    method = asked.name if asked.kind == "call" else asked.kind
+    return LoggedCall(asked.token, method, asked.program, asked.words, asked=asked)

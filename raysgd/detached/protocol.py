@@ -1,0 +1,288 @@
+"""What travels between a program and a host: calls by name, their arguments and results, errors, and output.
+
+An object in Ray's store is lost with the process that put it there. Bytes in a message are copied, so what a program
+sends outlives it, and an answer can wait in the host for any program.
+
+Public names of a trainer are looked up in its class, in the host, so that a new option needs nothing here. The tables
+name those that do not go to the host as a call in its turn, or as a look at an attribute.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raysgd import _arguments as checks
+from raysgd._text import log_lines
+from raysgd._text.log_lines import WorkerLogLine
+from raysgd.engine.shared.faults import describe_fault, has_user_code
+from raysgd.engine.worker import cannot_import, is_sendable, node_here, packed_bytes
+from raysgd.exceptions import UnpicklableError, WorkerFault
+
+BESIDE = ("ledger", "status")
+"""The methods that are called beside a call that runs."""
+
+MAY_GO_ON = ("train", "validate")
+"""The calls that return a handle with `blocking=False`."""
+
+_IN_HOST = "it stays in the host's process, and cannot be sent."
+STAYS_THERE: dict[str, str] = {
+    "worker_group": f"{_IN_HOST} Use `apply_all_workers(fn)`.",
+    "take_state_of": "two trainers would have to be in one process. Use `save` and `load`.",
+    "as_trainable": "Ray Tune makes the trainers. Call it on the class.",
+    "can_restore": "call it on the class.",
+    "checkpoint_manager": f"{_IN_HOST} Use `best_checkpoint` and `latest_checkpoint`.",
+    "is_started": "`raysgd.detached_trainers()` lists the detached trainers.",
+    "preprocess_datasets": "`fit` calls it.",
+    "run_iterator": f"{_IN_HOST} Use `run`, which continues without your program.",
+    "setup": "`fit` calls it.",
+    "to_tune_trainable": "Ray Tune makes the trainers. Call it on a trainer that is not detached.",
+    "to_worker_group": f"{_IN_HOST} Make the trainer without `detached`.",
+    "training_loop": "`fit` calls it.",
+}
+"""The names that a handle refuses, with the reason and what to do instead. `shutdown` is the handle's own."""
+
+
+_NO_RANK = -1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MOST_PIECES = 20_000  # then the oldest go
+
+
+@dataclass(frozen=True)
+class Detached:
+    """The place of a trainer that outlives its program.
+
+    Args:
+        name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in the name of a file.
+        keep_alive_s: How long the trainer waits with neither a program attached nor a call running. Then it is saved to
+            `folder`, if there is one, and ends. None: for ever.
+        folder: Where `<name>.pt` is saved before the trainer ends by itself: a path on the host's node, or a URI.
+        replace: Whether a host that has this name already is ended first. Its trainer is not saved.
+        resources: Ray's custom resources that the host's node has to have, such as `{"stays": 0.01}`. By default the
+            host is on the node of the program, if there is one. It takes no CPU.
+
+    Raises:
+        ValueError, TypeError: A value cannot work.
+    """
+
+    name: str
+    keep_alive_s: float | None = 3600.0
+    folder: str | Path | None = None
+    replace: bool = False
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"`detached={self.name!r}`: need a name of letters, digits, `.`, `_` and `-` that begins with a letter "
+                'or a digit, such as "run-7".'
+            )
+        checks.refuse_text(replace=self.replace)
+        if self.keep_alive_s is not None:
+            checks.check_seconds("keep_alive_s", self.keep_alive_s, may_be_least=False)
+
+    @classmethod
+    def of(cls, detached: str | Detached) -> Detached:
+        """Return the settings that a user passed as `detached`: a name, or all of them."""
+        return detached if isinstance(detached, Detached) else cls(detached)
+
+
+@dataclass(frozen=True)
+class RemoteIterator:
+    """Stands for an iterator that stays in the host: the program draws from it call by call."""
+
+    token: str
+
+
+class HostTraceback(Exception):
+    """Shows where in the host an exception was raised: its cause in the program."""
+
+    def __str__(self) -> str:
+        return f"raised in the host of the trainer\n\n{self.args[0]}"
+
+
+def _error_of(fault: WorkerFault) -> BaseException:
+    return fault.error if fault.error is not None else RuntimeError(f"{fault.type_name}: {fault.message}")
+
+
+def packed_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Return the arguments of a call as they travel to the host.
+
+    Raises:
+        UnpicklableError: One of them cannot be pickled. The message names it. Nothing was sent.
+    """
+    try:
+        return packed_bytes("it", (tuple(args), dict(kwargs)))
+    except UnpicklableError as error:
+        name = next((name for name, value in _named(args, kwargs) if not is_sendable(value)), "an argument")
+        words = str(error).replace("it cannot be sent to the workers", f"{name} cannot be sent to the host", 1)
+        raise UnpicklableError(f"`{function}`: {words}") from error.__cause__
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((f"argument {index}", value) for index, value in enumerate(args, start=1))
+    for name, value in kwargs.items():
+        several = name == "callbacks" and isinstance(value, list | tuple)
+        yield from ((f"`{name}[{i}]`", each) for i, each in enumerate(value)) if several else [(f"`{name}`", value)]
+
+
+def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, in the host.
+
+    Raises:
+        ModuleNotFoundError: They need a module that the host does not find.
+    """
+    try:
+        args, kwargs = pickle.loads(packed)
+    except ModuleNotFoundError as error:
+        raise cannot_import(error.name) from error
+    return args, kwargs
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """A call's outcome: its result, or what it has raised, described where it was raised.
+
+    Attributes:
+        value: The result.
+        fault: The exception; None if there was none.
+        cause: Its cause.
+        shows_user_code: Whether it came through code of the user.
+    """
+
+    value: Any = None
+    fault: WorkerFault | None = None
+    cause: WorkerFault | None = None
+    shows_user_code: bool = False
+
+    def result(self) -> Any:
+        """Return the result; raise what the call has raised."""
+        if self.fault is None:
+            return self.value
+        error = _error_of(self.fault)
+        if error.__cause__ is None and self.cause is not None:
+            error.__cause__ = _error_of(self.cause)
+            error.__cause__.__cause__ = HostTraceback(self.cause.traceback_text)
+        elif error.__cause__ is None and self.shows_user_code:
+            error.__cause__ = HostTraceback(self.fault.traceback_text)
+        raise error
+
+
+def packed_answer(body: Callable[[], Any]) -> bytes:
+    """Run a call; return its answer as it travels to a program."""
+    try:
+        return packed_bytes("the result", CallOutcome(body()))
+    except BaseException as error:  # also Ctrl-C, which the program has passed on
+        fault, cause = (
+            None if each is None else describe_fault(each, _NO_RANK, node_here()[1], portable=True)
+            for each in (error, error.__cause__)
+        )
+        return packed_bytes("the error", CallOutcome(None, fault, cause, has_user_code(error)))
+
+
+def unpacked_answer(packed: bytes) -> CallOutcome:
+    """Return the answer of a call, in the program."""
+    answer: CallOutcome = pickle.loads(packed)
+    return answer
+
+
+@dataclass(frozen=True)
+class PrintedText:
+    """A piece of text that was printed.
+
+    Attributes:
+        stream: "stdout" or "stderr".
+        text: With its line breaks.
+    """
+
+    stream: str
+    text: str
+
+
+Piece = PrintedText | WorkerLogLine
+
+
+class Output:
+    """Keeps what this process prints and logs, from `install` on. For any thread.
+
+    Args:
+        first: The number of the first piece: larger than those of the process before this one.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._pieces: deque[Piece] = deque(maxlen=_MOST_PIECES)
+        self._num_pieces = self._num_shown = first
+        self._lock = threading.Lock()
+
+    def install(self, level: int) -> None:
+        """Keep everything from now on, and log lines of raysgd from this level on."""
+        log_lines.collect(level)
+        logging.getLogger("ray._private.worker").addFilter(_is_of_user)
+        sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
+
+    def add(self, piece: Piece) -> None:
+        """Keep a piece."""
+        with self._lock:
+            self._pieces.append(piece)
+            self._num_pieces += 1
+
+    def num_pieces(self) -> int:
+        """Return how many pieces there were so far."""
+        for line in log_lines.drain():
+            self.add(line)
+        return self._num_pieces
+
+    def since(self, seen: int | None) -> tuple[int, list[Piece]]:
+        """Return how many pieces there were, and those after the first `seen`; None: after those that anyone has seen.
+
+        A program that asks has shown what is before.
+        """
+        num_pieces = self.num_pieces()
+        with self._lock:
+            seen = self._num_shown if seen is None else seen
+            self._num_shown = max(self._num_shown, seen)
+            return num_pieces, list(self._pieces)[max(0, len(self._pieces) - max(0, num_pieces - seen)) :]
+
+
+def _is_of_user(record: logging.LogRecord) -> bool:
+    """Return whether a line of Ray's is more than its advice to authors of actors; calls have their own thread here."""
+    return "inside async actor" not in str(record.msg)
+
+
+class _Stream(io.TextIOBase):
+    """A standard stream of a host."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        self._output, self._name = output, name
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # the base class says that there may be none
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if text:
+            self._output.add(PrintedText(self._name, text))
+        return len(text)
+
+
+def show(pieces: list[Piece]) -> None:
+    """Print and log, in the program, what came from a host."""
+    for piece in pieces:
+        if isinstance(piece, PrintedText):
+            stream = sys.stderr if piece.stream == "stderr" else sys.stdout
+            stream.write(piece.text)
+            stream.flush()
+        else:
+            logging.getLogger(piece.name).log(piece.level, "%s", piece.text)

@@ -1,0 +1,317 @@
+"""One worker's part of the global batches of a pass, from any position and in a group of any size.
+
+Where a shard's length is not known, or a filter leaves rows out, only who reads a lane sees that it runs dry. Each lane
+is watched by one rank. Behind each global batch that is read all ranks add up what they see of their lanes, so that all
+of them deal alike. They also tell where their lanes are: a rank that is lost takes no position with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from raysgd.streams.lane_reader import Place, StreamPass, StreamPosition
+from raysgd.streams.lanes import ENDLESS, DealtRows, LanePosition, LaneSlice, deal, slices
+from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
+
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
+"""Begins to add up numbers over all ranks; returns what waits for the sums."""
+_NUM_SHOWN = 2  # because a batch norm refuses a single row
+
+
+def alone(numbers: Numbers) -> Callable[[], Numbers]:
+    """Add up the numbers of a single rank."""
+    return lambda: numbers
+
+
+class LaneView(NamedTuple):
+    """A rank's view of the lanes that it watches, behind a global batch.
+
+    Attributes:
+        counts: How many rows of each lane were dealt up to there.
+        num_rows: How far it looked in each lane.
+        lanes: The lanes that it watches.
+        found: How many rows are left in each of them, up to `num_rows`, and where it is.
+    """
+
+    counts: Sequence[int]
+    num_rows: int
+    lanes: Sequence[int]
+    found: Sequence[tuple[int, LanePosition]]
+
+
+class LaneEnds:
+    """The ends of lanes: known from the lengths of the shards, or seen by the ranks, which tell each other.
+
+    What they see may be some global batches old: rows are then counted from where the pass was opened.
+
+    Args:
+        of_pass: The pass.
+        begin: Where it is.
+        start_sum: Adds up over all ranks.
+
+    Attributes:
+        counts: The rows of each lane that were dealt so far, in the pass or since it was opened.
+    """
+
+    def __init__(self, of_pass: StreamPass, begin: StreamPosition, start_sum: StartSum) -> None:
+        num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
+        self._start_sum = start_sum
+        self._num_rows, self._turn = begin.num_rows, begin.turn
+        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # so many rows of each lane were seen
+        if self._is_known:
+            self.counts, self._turn = of_pass.dealt(begin.num_rows)
+            self._seen_to = of_pass.lengths
+        self._is_dry = [self._is_known] * num_lanes  # whether none is behind them
+        self._known_at: Sequence[int] = self.counts
+        self._known = begin.lanes or (LanePosition(),) * num_lanes
+        self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
+
+    @property
+    def num_left(self) -> int | None:
+        """The number of rows of the pass that are left; None if that is not known, and more than none."""
+        return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
+
+    def num_seen(self, num_rows: int) -> int:
+        """Return how far to look in each lane for so many joint rows; 0 where nothing has to be seen."""
+        if self._is_known:
+            return 0
+        num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
+        return -(-num_rows // max(1, num_live)) + 1
+
+    @property
+    def _state(self) -> tuple[list[bool], list[int], list[int]]:
+        return self._is_dry, self._seen_to, self.counts
+
+    def see(self, sight: LaneView) -> None:
+        """Called by all ranks at the same place in the pass, with what each of them sees."""
+        numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
+        for lane, (num_left, position) in zip(sight.lanes, sight.found, strict=True):
+            numbers[lane] = num_left, *position
+        self._told.append((sight.counts, sight.num_rows, self._start_sum(numbers)))
+
+    def hear(self) -> None:
+        """Take in all that was seen so far, which all ranks wait for."""
+        while self._told:
+            counts, num_rows, wait = self._told.popleft()
+            num_left, *lanes = wait().T.tolist()
+            for lane, (count, number) in enumerate(zip(counts, num_left, strict=True)):
+                self._seen_to[lane] = max(self._seen_to[lane], count + number)
+                self._is_dry[lane] |= number < num_rows
+            if sum(counts) >= sum(self._known_at):
+                self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
+
+    def deal(self, num_rows: int, look: Callable[[int], LaneView]) -> DealtRows:
+        """Deal so many rows, or fewer at the end of the pass.
+
+        Args:
+            num_rows: How many.
+            look: Looks further, so many rows in each lane; needed where a few lanes give all rows.
+        """
+        self.hear()
+        while True:
+            left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
+            dealt = deal(num_rows, left, self._turn)
+            after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
+            # Else a lane may have fewer rows than it gave, or none behind them. All ranks come to the same.
+            if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
+                break
+            self.see(look(2 * max(dealt.counts) + 1))
+            self.hear()
+        self.counts, self._turn = after, dealt.turn
+        self._num_rows += dealt.num_rows
+        return dealt
+
+    def position(self) -> StreamPosition:
+        """Return where the pass is, as far as that was seen."""
+        return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The place of each lane."""
+        return self.counts if self._is_known else self._lanes
+
+    @property
+    def _lanes(self) -> list[LanePosition]:
+        passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
+        return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
+
+
+class Shares(Protocol):
+    """Divides global batches, as `raysgd.arrays.division.Division` does."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+
+    @property
+    def global_size(self) -> int:
+        """Rows of a full global batch."""
+
+    def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
+        """Return start and end of each batch of a worker, and the rows that all workers take at the same time."""
+
+
+class StreamBatch(NamedTuple):
+    """A worker's part of a global batch, or of one of several batches of it.
+
+    Attributes:
+        start: The first of the rows, counted from that of the global batch.
+        batch: The batch; where the worker has no row some that it repeats, without one of them counting; or None.
+        num_rows: How many of its rows count.
+        num_global: Rows of all workers at the same time.
+        is_first: Whether the global batch begins with it.
+        is_last: Whether the global batch ends with it.
+        ends_pass: Whether the global batch is known to be the last one.
+        after: The position behind the global batch.
+    """
+
+    start: int
+    batch: Any
+    num_rows: int
+    num_global: int
+    is_first: bool
+    is_last: bool
+    ends_pass: bool
+    after: StreamPosition
+
+
+class _GlobalBatch(NamedTuple):
+    """One that was dealt and ordered, and is not needed yet."""
+
+    dealt: DealtRows
+    parts: Sequence[tuple[int, int, int]]
+    counts: Sequence[int]
+    num_seen: int
+    ends_pass: bool
+    after: StreamPosition
+
+
+class GlobalReader:
+    """Hands out the batches of one worker.
+
+    Args:
+        of_pass: The pass.
+        shares: How global batches are divided.
+        rank: The place of the worker in them.
+        begin: Where the pass is.
+        watched: The lanes that the worker watches.
+        open_loading: Called when the first batch is needed; returns what makes the batches.
+        start_sum: Adds up over all workers, where lengths are not known.
+        pad: Whether a worker without a row in a global batch repeats others, as in training.
+    """
+
+    _loading: BatchLoader
+
+    def __init__(
+        self,
+        of_pass: StreamPass,
+        shares: Shares,
+        rank: int,
+        begin: StreamPosition,
+        watched: range,
+        open_loading: Callable[[], BatchLoader],
+        start_sum: StartSum = alone,
+        pad: bool = True,
+    ) -> None:
+        self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
+        self._watched, self._open_loading = watched, open_loading
+        self._ends = LaneEnds(of_pass, begin, start_sum)
+        self._num_rows = begin.num_rows
+        self._is_over = False
+        self._has_rows, self._last_batch = False, None
+        self._ordered: deque[_GlobalBatch] = deque()
+        self._num_orders = 0  # that were not answered
+        self._made: deque[MadeBatches] = deque()
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        """Iterate over the rest of the pass."""
+        self._loading = self._open_loading()
+        with closing(self._loading):
+            num_seen = self._ends.num_seen(self._rows_ahead)
+            if num_seen:
+                self._ends.see(self._look(num_seen))
+            while True:
+                while not self._is_over and len(self._ordered) <= self._loading.num_ahead:
+                    self._deal()
+                if not self._ordered:
+                    return
+                joint, made = self._ordered.popleft(), self._next_made()
+                if joint.num_seen:  # answered while the worker trains
+                    self._ends.see(LaneView(joint.counts, joint.num_seen, self._watched, made.found))
+                if joint.ends_pass and self._stream.skips:  # what was left out is known before the pass ends
+                    self._ends.hear()
+                    joint = joint._replace(after=self._ends.position())
+                yield from self._batches(joint, made)
+
+    @property
+    def _rows_ahead(self) -> int:
+        """The number of rows to look behind a global batch, until the next look counts."""
+        return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
+
+    def _deal(self) -> None:
+        """Order the next global batch, if there is one."""
+        stream, most, places = self._stream, self._shares.global_size, self._ends.places
+        wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
+        dealt = self._ends.deal(wanted, self._look)
+        is_full = dealt.num_rows == most
+        if not dealt.num_rows or (stream.drop_last and not is_full):
+            self._is_over = True
+            return
+        self._num_rows += dealt.num_rows
+        self._is_over = not is_full or self._ends_here()
+        num_seen = 0 if self._is_over and not stream.skips else self._ends.num_seen(self._rows_ahead)
+        parts = self._shares.parts(dealt.num_rows, self._rank)
+        self._order(BatchOrder([self._wanted(dealt, *part) for part in parts], dealt.counts, places, num_seen))
+        after, counts = self._ends.position(), self._ends.counts
+        self._ordered.append(_GlobalBatch(dealt, parts, counts, num_seen, self._is_over, after))
+
+    def _ends_here(self) -> bool:
+        """Tell whether no global batch follows the one that was dealt last, as far as that is known."""
+        stream, num_left = self._stream, self._ends.num_left
+        if stream.limit is not None:
+            of_limit = stream.limit - self._num_rows
+            num_left = of_limit if num_left is None else min(num_left, of_limit)
+        return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
+
+    def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
+        """Return the rows of a batch; some to show where the worker has none, and never had any."""
+        if start == stop:
+            if self._has_rows or not self._pad:
+                return []
+            start, stop = 0, min(_NUM_SHOWN, dealt.num_rows)
+        self._has_rows = True
+        return slices(dealt.counts, start, stop)
+
+    def _order(self, order: BatchOrder) -> None:
+        self._loading.order(order)
+        self._num_orders += 1
+
+    def _receive(self) -> MadeBatches:
+        self._num_orders -= 1
+        return self._loading.receive()
+
+    def _next_made(self) -> MadeBatches:
+        return self._made.popleft() if self._made else self._receive()
+
+    def _look(self, num_rows: int) -> LaneView:
+        """Look behind all that was dealt so far."""
+        counts, places = self._ends.counts, self._ends.places
+        while self._num_orders:
+            self._made.append(self._receive())
+        self._order(BatchOrder((), [0] * len(counts), places, num_rows))
+        return LaneView(counts, num_rows, self._watched, self._receive().found)
+
+    def _batches(self, joint: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
+        for number, (batch, (start, stop, num_global)) in enumerate(zip(made.batches, joint.parts, strict=True), 1):
+            if batch is None and stop > start:
+                raise TypeError("`collate` returned None: it has to return a batch. To leave rows out, use `filter`.")
+            if self._pad:
+                batch = self._last_batch = self._last_batch if batch is None else batch
+            place = number == 1, number == len(joint.parts)
+            yield StreamBatch(start, batch, stop - start, num_global, *place, joint.ends_pass, joint.after)

@@ -1,0 +1,308 @@
+"""Losses of a rank's share of a batch, so scaled that their average by samples is the loss of one process.
+
+Gradients and losses of the ranks are averaged by samples, which is right for a loss that is the mean over the samples.
+A loss of Keras says where it is something else: by its `reduction`, by the mask of what it is given, by `ignore_class`.
+Such a loss is multiplied by
+
+    (what it was divided by here / on all ranks) / (samples here / on all ranks)
+
+in one place: in `compute_loss` of a compiled model, or in the stock `forward` of an operator. Losses that say nothing,
+and cannot be checked, are refused.
+
+Why a loss is scaled by what it says: ADR 31.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from raysgd._numbers.meters import as_weight
+from raysgd.connections.group import Array
+from raysgd.exceptions import IncompatibleModelError
+from raysgd.tf.objects import registration
+from raysgd.tf.parallel.averaging import ExchangeRecord
+from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
+
+SUM = "sum"
+"""Instead of what a loss was divided by: nothing."""
+
+_BY_WEIGHTS = "mean_with_sample_weight"
+_ONE = np.float64(1.0)
+
+
+class GlobalLosses:
+    """Weighs what this rank computes by its samples.
+
+    Attributes:
+        evaluates_together: Whether a Keras loop that evaluates has all ranks at the same global batch.
+    """
+
+    def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, step: TFStep, validation_step: TFStep) -> None:
+        self._exchanges, self._traced = exchanges, traced
+        self._step, self._validation_step = step, validation_step
+        self.evaluates_together = False
+
+    def num_samples_of(self, counted: int, repeat: Exchange) -> float:
+        """Return what our own loop knows, or what was counted in the batch; 1 where it is unknown: a plain mean.
+
+        Args:
+            counted: The samples counted in the batch; -1 where no step of Keras is traced.
+            repeat: Takes part in this exchange without samples.
+        """
+        known = self._step.use(repeat) if self._exchanges.group.size > 1 else self._step.num_samples
+        if known is not None:
+            return known
+        return counted if counted >= 0 else 1
+
+    def compute_loss_of(self, model: Any) -> Callable[..., Any]:
+        """Return what takes the place of the `compute_loss` of a model: each of its losses scaled by its weights."""
+        inner = model.compute_loss
+
+        def compute_loss(
+            x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, *more: Any, **named: Any
+        ) -> Any:
+            with self._exchanges.noting_refusals():
+                weights, by_weights = self._scaled_weights(model, y, y_pred, sample_weight)
+            with _as_sums(by_weights):
+                return inner(x, y, y_pred, weights, *more, **named)
+
+        return compute_loss
+
+    def _scaled_weights(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+        """Return the weights that scale the losses of a model, and its losses that have to be sums for that."""
+        import tensorflow as tf
+
+        given = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
+        if not given or y_pred is None:
+            return sample_weight, []
+        outputs, keras = tf.nest.flatten(y_pred), registration.keras_of(model)
+        losses = _by_output(model, "loss", model.loss, y_pred)
+        weights = _by_output(model, "sample_weight", sample_weight, y_pred)
+        looks_at_y = any(not registration.is_stock(loss) or _ignored_by(loss) is not None for loss in given)
+        targets = _by_output(model, "y", y if looks_at_y else None, y_pred)
+        for loss, target, output in zip(losses, targets, outputs, strict=True):
+            _refuse_scalar(keras, loss, target, output)
+        parts = zip(losses, targets, outputs, weights, strict=True)
+        scales = [None if loss is None else self._scale(keras, loss, *rest) for loss, *rest in parts]
+        if all(scale is None for scale in scales):
+            return sample_weight, []
+        dtype = keras.backend.floatx()
+        ones = [1.0 if weight is None else tf.cast(weight, dtype) for weight in weights]
+        scaled = [
+            tf.cast(1.0 if scale is None else scale, dtype) * one for scale, one in zip(scales, ones, strict=True)
+        ]
+        by_weights = [loss for loss in losses if _reduction_of(loss) == _BY_WEIGHTS]
+        return tf.nest.pack_sequence_as(y_pred, scaled), by_weights
+
+    def _scale(self, keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
+        """Return what the weights of a loss are multiplied by; of a mean by weights, those of a sum in its place."""
+        import tensorflow as tf
+
+        if _reduction_of(loss) == SUM:
+            return self.factor(SUM)
+        divisor = _divisor(keras, loss, target, output, weight)
+        if divisor is None:
+            return None
+        scale = self.factor(divisor)
+        if _reduction_of(loss) != _BY_WEIGHTS:
+            return scale
+        return tf.math.divide_no_nan(scale, tf.cast(divisor, scale.dtype))
+
+    def mean(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
+        """Return the loss of a batch of an operator, scaled.
+
+        Raises:
+            IncompatibleModelError: It is a function that returns a scalar.
+        """
+        import tensorflow as tf
+
+        value, reduction = loss(target, output) if weight is None else loss(target, output, weight), _reduction_of(loss)
+        with self._exchanges.noting_refusals():
+            if reduction is None:
+                _refuse_rank_0(loss, value)
+                return tf.reduce_mean(value)
+            keras = registration.keras_of(loss)
+            _refuse_scalar(keras, loss, target, output)
+        divisor = SUM if reduction == SUM else _divisor(keras, loss, target, output, weight)
+        value = tf.reduce_mean(value)
+        return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
+
+    def weighted(self, loss: Any, weight: Any) -> Any:
+        """Return a loss that is the mean over so much, scaled."""
+        import tensorflow as tf
+
+        return loss * tf.cast(self.factor(weight), loss.dtype)
+
+    def factor(self, divisor: Any) -> Any:
+        """Return what a loss is to be multiplied by that was divided by so much, a tensor or `SUM`."""
+        is_sum = divisor is SUM
+        self._traced.note_exchange(partial(self._compared, is_sum, 0.0))
+        return self._compared(is_sum, 0.0 if is_sum else divisor)
+
+    def _compared(self, is_sum: bool, divisor: Any) -> Any:
+        """Return the same factor, after the exchange of what the ranks' losses were divided by."""
+        import tensorflow as tf
+
+        compare = partial(self._compare, self._traced.is_test, is_sum)
+        own = tf.stop_gradient(tf.cast(divisor, tf.float64))
+        factor = tf.numpy_function(compare, [self._traced.num_samples_or_unknown(), own], tf.float64)
+        factor.set_shape([])
+        return factor
+
+    def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
+        """Run whenever the graph does. What a rank without samples computes does not count."""
+        if is_test and not self.evaluates_together:
+            return _ONE
+        try:
+            own = None if is_sum else as_weight("weight", float(divisor))
+            if self._validation_step.use() is not None:
+                return np.float64(self._validation_step.factor(own))
+            repeat = partial(self._compared, is_sum, 0.0)
+            return np.float64(self._factor_over_ranks(self.num_samples_of(int(count), repeat), own))
+        except BaseException as error:
+            self._exchanges.note_error(error)
+            raise
+
+    def _factor_over_ranks(self, num_samples: float, divisor: float | None) -> float:
+        own = np.array([num_samples, divisor or 0.0]) if num_samples else np.zeros(2)
+        joint = own.copy()
+        self._exchanges.group.add_up(joint)
+        if not num_samples:
+            return 0.0
+        part = 1.0 if divisor is None else divisor / joint[1] if joint[1] else 0.0
+        return float(part * joint[0] / num_samples)
+
+
+def refuse_by_name(gradients: Sequence[Any]) -> None:
+    """Refuse gradients that were clipped, or whose loss was divided, as if this rank were all of them.
+
+    Raises:
+        IncompatibleModelError: They were, in the graph that is being traced.
+    """
+    import tensorflow as tf
+
+    tensors = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
+    if not tensors or tf.executing_eagerly():
+        return
+    if any("clip_by_global_norm" in tensor.name for tensor in tensors):
+        raise IncompatibleModelError(
+            "`tf.clip_by_global_norm` in your own step clips by the gradients of one worker. Leave it out, and let the "
+            "optimizer clip the mean over all workers: `global_clipnorm=...`."
+        )
+    divided = [one for one in tensors[0].graph.get_operations() if one.type == "DivNoNan"]
+    if any(frame.name == "compute_average_loss" for one in divided for frame in one.traceback):
+        raise IncompatibleModelError(
+            "`tf.nn.compute_average_loss` in your own step divides by samples that one worker does not have. Use a "
+            'loss of Keras with `reduction="sum_over_batch_size"` and `sample_weight`, or `tf.reduce_mean`.'
+        )
+
+
+def _reduction_of(loss: Any) -> str | None:
+    """Return how a loss of Keras is reduced; None for a function, or a name."""
+    reduction = getattr(loss, "reduction", None)
+    return None if reduction is None and not hasattr(loss, "call") else str(reduction)
+
+
+def _ignored_by(loss: Any) -> int | None:
+    """Return the label whose samples a loss of Keras leaves out."""
+    return loss.get_config().get("ignore_class") if hasattr(loss, "get_config") else None
+
+
+def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
+    """Return what a loss was divided by, a tensor; None for the number of samples, or if it was not divided.
+
+    A loss that counts says it: Keras masks and weighs it as it does the one in question.
+    """
+    import tensorflow as tf
+
+    reduction, is_by_weights = _reduction_of(loss), _reduction_of(loss) == _BY_WEIGHTS
+    ignored = _ignored_by(loss)
+    if reduction in ("none", "None") or not (is_by_weights or ignored is not None or _is_masked(keras, output)):
+        return None
+
+    def valid(y_true: Any, y_pred: Any) -> Any:
+        shape = tf.shape(y_pred)[: max(1, (y_pred.shape.rank or 2) - 1)]
+        if ignored is None:
+            return tf.ones(shape, y_pred.dtype)
+        return tf.cast(tf.reshape(tf.cast(y_true, tf.int64), shape) != ignored, y_pred.dtype)
+
+    return _counting(keras, valid, SUM)(0.0 if ignored is None else target, output, weight if is_by_weights else None)
+
+
+def _is_masked(keras: Any, output: Any) -> bool:
+    """Return whether Keras would mask a loss of this output. It is not known eagerly, where ranks differ in shapes."""
+    import tensorflow as tf
+
+    ones = tf.ones([1] * max(1, (output.shape.rank or 2) - 1), output.dtype)
+    shape = _counting(keras, lambda *_: ones, "none")(0.0, output).shape
+    return tf.executing_eagerly() or shape.rank is None or any(size != 1 for size in shape)
+
+
+def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
+    """Return a loss of these values."""
+
+    class Counting(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return values(y_true, y_pred)
+
+    return Counting(reduction=reduction)
+
+
+def _refuse_scalar(keras: Any, loss: Any, target: Any, output: Any) -> None:
+    """Refuse a loss of the user's that does not say what it has for each sample."""
+    if loss is None or isinstance(loss, str) or registration.is_stock(loss):
+        return
+    inner, found = getattr(loss, "call", loss), []
+
+    def values(y_true: Any, y_pred: Any) -> Any:
+        found.append(inner(y_true, y_pred))
+        return found[-1]
+
+    _counting(keras, values, "none")(target, output)  # which makes of the arguments what Keras does
+    _refuse_rank_0(loss, found[-1])
+
+
+def _refuse_rank_0(loss: Any, values: Any) -> None:
+    if getattr(values, "shape", None) is not None and values.shape.rank == 0:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise IncompatibleModelError(
+            f"the loss `{name}` returns a scalar, and workers cannot tell a mean from a sum. Return one value for each "
+            "sample: `tf.reduce_mean(errors, axis=-1)`. The library takes the mean."
+        )
+
+
+def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
+    """Return what was given for each of the outputs of a model, as Keras finds it."""
+    import tensorflow as tf
+
+    num_outputs = len(tf.nest.flatten(outputs))
+    if given is None or not tf.nest.is_nested(given):
+        return [given] * num_outputs
+    if isinstance(given, Mapping):
+        names = sorted(outputs) if isinstance(outputs, Mapping) else model.output_names
+        parts = [given.get(one) for one in names]
+    else:
+        parts = tf.nest.flatten(given)
+    if len(parts) != num_outputs:
+        raise IncompatibleModelError(
+            f"`{name}` has {len(parts)} parts, and the model {num_outputs} outputs: pass one for each output, in the "
+            "form of what the model returns, so that workers know which belong together."
+        )
+    return parts
+
+
+@contextmanager
+def _as_sums(losses: Sequence[Any]) -> Iterator[None]:
+    """Inside, losses are sums by weights that are already divided."""
+    for loss in losses:
+        loss.reduction = SUM
+    try:
+        yield
+    finally:
+        for loss in losses:
+            loss.reduction = _BY_WEIGHTS

@@ -1,0 +1,192 @@
+"""Variables of all ranks brought together: metrics by their `aggregation`, statistics by their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from raysgd.connections.group import Array, Group
+from raysgd.exceptions import IncompatibleModelError
+from raysgd.tf.objects import registration
+from raysgd.tf.parallel.step import TracedStep
+
+_SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
+
+
+class GlobalMetrics:
+    """Results of models that are those of all ranks.
+
+    Keras takes `get_metrics_result` for the results of an epoch where that has the names which the last step returned.
+    So it is given those: for the name of a metric its result over all ranks, for any other number its mean by samples.
+    """
+
+    def __init__(self, group: Callable[[], Group], traced: TracedStep) -> None:
+        self._group, self._traced = group, traced
+        self._is_merging = False
+        self._last: Any = None  # a variable: the samples in the last batch of a Keras loop; whether it was evaluation
+        self._returned: dict[bool, dict[str, Any]] = {}  # of training and evaluation: variables with the last numbers
+
+    def note_batch(self, count: Any) -> None:
+        """Note how many samples the batch of the step that is traced has."""
+        import tensorflow as tf
+
+        self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
+
+    def note_returned(self, numbers: Any) -> None:
+        """Note what a step returned that the user wrote."""
+        import tensorflow as tf
+
+        before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
+        flat = {name: value for name, value in numbers.items() if not isinstance(value, Mapping)}
+        tensors = {name: tf.convert_to_tensor(value) for name, value in flat.items()}
+        is_known = all(each.shape.is_fully_defined() and each.dtype.is_floating for each in tensors.values())
+        noted = {name: _assigned(before.get(name), tf.cast(each, tf.float64)) for name, each in tensors.items()}
+        self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Inside, the results of models that are watched are those of all ranks whenever an epoch ends."""
+        self._is_merging = True
+        try:
+            yield
+        finally:
+            self._is_merging = False
+
+    def results_of(self, model: Any) -> Any:
+        """Return what takes the place of the `get_metrics_result` of a model."""
+        inner = model.get_metrics_result
+
+        def get_metrics_result() -> Any:
+            import tensorflow as tf
+
+            is_in_step = self._traced.num_samples is not None or not tf.executing_eagerly()
+            if is_in_step or not self._is_merging:
+                return inner()
+            with merged(self._group(), model.metrics):
+                results = tf.nest.map_structure(lambda tensor: tensor, inner())
+                has_seen = {metric.name: any(map(_is_set, metric.variables)) for metric in model.metrics}
+                by_name = {metric.name: metric.result() for metric in model.metrics}
+            return self._as_returned({**by_name, **results}, results, has_seen)
+
+        return get_metrics_result
+
+    def _as_returned(self, known: Mapping[str, Any], results: Any, has_seen: Mapping[str, bool]) -> Any:
+        """Return the results under the names that the last step returned; as they are after a step of Keras's own."""
+        count, is_test = (0, 0) if self._last is None else self._last.numpy()
+        returned = self._returned.get(bool(is_test))
+        if not returned:
+            return results
+        is_of_metric = {name: has_seen.get(name, name in known) for name in returned}
+        others = [name for name, number in returned.items() if number is not None and not is_of_metric[name]]
+        values = [np.asarray(returned[name].numpy()) for name in others]
+        weighted = [value.reshape(-1) * count if count else np.zeros(value.size) for value in values]
+        sums = np.concatenate([[float(count)], *weighted])
+        self._group().add_up(sums)
+        means, joint = iter(sums[1:] / max(sums[0], 1.0)), dict(known)
+        for name, value in zip(others, values, strict=True):
+            joint[name] = np.array([next(means) for _ in range(value.size)]).reshape(value.shape)
+        return {name: joint.get(name) for name in returned}
+
+
+@contextmanager
+def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
+    """Inside, the variables of metrics are those of all ranks, by their `aggregation`; this rank's own afterwards."""
+    variables = [] if group.size == 1 else _variables_of(metrics)
+    if not variables:
+        yield
+        return
+    check_aggregation(metrics)
+    own = _values(variables)
+    shares = {_SUM: 1.0, _MEAN: 1.0 / group.size, _FIRST: float(group.rank == 0)}
+    _assign_sums(group, variables, own, [shares[_aggregation_of(variable)] for variable in variables])
+    try:
+        yield
+    finally:
+        for variable, array in zip(variables, own, strict=True):
+            variable.assign(array)
+
+
+def check_aggregation(metrics: Sequence[Any]) -> None:
+    """Refuse metrics whose variables do not say how those of several workers become one.
+
+    Raises:
+        IncompatibleModelError: There is one.
+    """
+    for metric in metrics:
+        for variable in metric.variables:
+            if _aggregation_of(variable) not in (_SUM, _MEAN, _FIRST):
+                method = "add_weight" if registration.is_legacy(metric) else "add_variable"
+                name = str(getattr(variable, "path", variable.name)).partition(":")[0]
+                raise IncompatibleModelError(
+                    f"the metric `{metric.name}` keeps `{name}` without an aggregation, so the results of several "
+                    f'workers cannot be merged: make it with `self.{method}(..., aggregation="sum")`; allowed are '
+                    '"sum", "mean" and "only_first_replica".'
+                )
+
+
+def merge_statistics(group: Group, models: Sequence[Any]) -> None:
+    """Average what is not trained but changes in training, such as the moving averages of BatchNorm."""
+    variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
+    if group.size > 1 and variables:
+        _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
+
+
+def share_first(group: Group, variables: Sequence[Any]) -> None:
+    """Give every rank rank 0's values."""
+    if group.size == 1:
+        return
+    for variable in variables:
+        array = np.array(variable.numpy())
+        if array.dtype.hasobject:  # strings
+            continue
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        group.from_first(flat)
+        variable.assign(flat.view(array.dtype).reshape(array.shape))
+
+
+def _aggregation_of(variable: Any) -> str:
+    """Return the aggregation of a variable: Keras 3 says it in small letters, TensorFlow as an enumeration."""
+    aggregation = getattr(variable, "aggregation", None)
+    return str(getattr(aggregation, "name", aggregation)).lower()
+
+
+def _assigned(variable: Any, value: Any) -> Any:
+    """Return the variable with a value, which is made here if there is none of this shape."""
+    import tensorflow as tf
+
+    if variable is None or variable.shape != value.shape:
+        with tf.init_scope():
+            variable = tf.Variable(tf.zeros(value.shape, value.dtype), trainable=False)
+    variable.assign(value)
+    return variable
+
+
+def _variables_of(metrics: Sequence[Any]) -> list[Any]:
+    """Return the state of metrics, each variable once."""
+    return list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
+
+
+def _values(variables: Sequence[Any]) -> list[Array]:
+    return [np.asarray(variable.numpy()) for variable in variables]
+
+
+def _assign_sums(group: Group, variables: Sequence[Any], own: Sequence[Array], shares: Sequence[float]) -> None:
+    """Assign the sums over all ranks of what each has of its values."""
+    flat = np.concatenate([array.reshape(-1) * np.float64(share) for array, share in zip(own, shares, strict=True)])
+    group.add_up(flat)
+    start = 0
+    for variable, array in zip(variables, own, strict=True):
+        part = flat[start : start + array.size].reshape(array.shape)
+        variable.assign(part.astype(array.dtype))
+        start += array.size
+
+
+def _is_set(variable: Any) -> bool:
+    return bool(np.any(variable.numpy()))
+
+
+def _is_float(variable: Any) -> bool:
+    return np.asarray(variable.numpy()).dtype.kind in "fV"  # V: bfloat16, whose kind NumPy does not know

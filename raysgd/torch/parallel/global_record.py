@@ -1,0 +1,127 @@
+"""A record of what the ranks do in a training call that all of them have to do alike, and what they are behind it.
+
+A rank that makes another number of exchanges than the others pairs its own with other ones of theirs, or waits for ever
+in the last one. Nothing in an exchange tells, unless the sizes differ. So each rank records what it does, without an
+exchange, and the driver compares the records: those in heartbeats while the call runs, and all once it is over or has
+failed. Of what a rank is, it says two numbers for each parameter that all ranks keep equal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from raysgd.messages.joint_work import JointWork
+from raysgd.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
+
+_NUM_MARKS = 32  # by so much ranks may be apart that do the same: a GPU works on behind what was recorded
+_CHUNK = 1 << 16  # numbers that a CPU converts at once, within its cache
+_CHUNK_ELSEWHERE = 1 << 24
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+class GlobalRecord:
+    """This rank's record of the calls of one group. It is read in a second thread."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self.forget()
+
+    def forget(self) -> None:
+        """Start over, in another group."""
+        with self._changing:
+            self._start(0)
+
+    def begin(self) -> None:
+        """Begin a call, as all ranks do."""
+        with self._changing:
+            self._start(self._number + 1)
+
+    def _start(self, number: int) -> None:
+        self._number, self._is_open, self._is_over = number, number > 0, False
+        self._counts: Counter[str] = Counter()
+        self._marks = deque([0], _NUM_MARKS)
+
+    def note(self, what: str) -> None:
+        """Record that something begins that all ranks do at this place."""
+        with self._changing:
+            if self._is_open:
+                self._counts[what] += 1
+                self._marks.append(zlib.crc32(what.encode(), self._marks[-1]))
+
+    @property
+    def work(self) -> JointWork | None:
+        """The work of the last call of this group; None where there was none."""
+        with self._changing:
+            if not self._number:
+                return None
+            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self._number)
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """Inside is the rest of the call."""
+        try:
+            yield
+            self._is_over = True
+        finally:
+            self._is_open = False
+
+
+def sums_of(
+    models: Sequence[torch.nn.Module],
+    compares_ranks: Any,
+    left_out_of: Callable[[torch.nn.Module], Collection[str] | None],
+    is_exact: bool,
+) -> WeightSums | None:
+    """Return the numbers of all parameters to compare, frozen ones too; None where there are none.
+
+    Args:
+        models: The registered models, without wrappers.
+        compares_ranks: That of the operator.
+        left_out_of: Returns the names of the parameters of a model that are not kept equal; None for all of them.
+        is_exact: Whether the bits are to be equal.
+    """
+    began = time.perf_counter()
+    if isinstance(compares_ranks, tuple | list):
+        compares_ranks = tuple(
+            each.module if isinstance(each, DistributedDataParallel) else each for each in compares_ranks
+        )
+    found: dict[str, torch.Tensor] = {}
+    for number, model in models_to_compare(models, compares_ranks):
+        left_out = left_out_of(model)
+        if left_out is not None and any(each.requires_grad for each in model.parameters()):
+            place = f"of model {number} (`{type(model).__name__}`)"
+            kept = ((name, each) for name, each in model.named_parameters() if name not in left_out)
+            found |= {f"`{name}` {place}": each.detach() for name, each in kept if _has_numbers(each)}
+    if not found:
+        return None
+    rows = [_row(parameter, is_exact) for parameter in found.values()]
+    numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # waits for a GPU once
+    tolerances = tuple(tolerance_of(parameter.element_size()) for parameter in found.values())
+    return WeightSums(tuple(found), numbers, tolerances, time.perf_counter() - began)
+
+
+def _has_numbers(parameter: torch.Tensor) -> bool:
+    return not is_lazy(parameter) and not parameter.is_meta and parameter.layout == torch.strided
+
+
+def _row(parameter: torch.Tensor, is_exact: bool) -> torch.Tensor:
+    """Return the two numbers. A few of the parameter's are converted at once, so that this takes little memory."""
+    flat, rows = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1), []
+    for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_ELSEWHERE):
+        if is_exact:  # sums of integers are the same in any order
+            bits = part.view(_BITS[part.element_size()]).long()
+            rows.append(torch.stack((bits.sum(), (bits * bits).sum())))
+        else:
+            numbers = part.double()
+            rows.append(torch.stack((numbers.sum(), numbers.dot(numbers))))
+    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)

@@ -1,0 +1,510 @@
+"""Steps of a function that all ranks take together, or none of them: what `elastic=True` makes of prepared parts.
+
+Where an exchange of gradients fails because a worker was lost, nothing is raised in user code: the batch has failed,
+its optimizer does not step, and the loader yields its samples again.
+
+Why it is so, and what decides whether a step counts: ADR 121.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from raysgd.air._running import RunningSession, current_session
+from raysgd.connections.torch import exchanges_at_once, is_connection_error
+from raysgd.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
+from raysgd.torch.parallel import handover
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
+from raysgd.torch.parallel.exchanges import completed, step_only_where
+from raysgd.torch.parallel.global_record import sums_of
+from raysgd.torch.parallel.strategy import repeat_first
+from raysgd.torch.step.undo import Undo, digests_of
+from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
+
+_DTYPES = (torch.float32, torch.float64)
+_JOINT = "_is_global"
+_CPU = torch.device("cpu")
+_NUMBERS_DIFFER = "the number of steps differs from batch to batch"
+_RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
+_SAME = 1e-6  # so far may sums of equal numbers be apart
+
+
+class GlobalSteps:
+    """The models and optimizers of a function that goes on where it is when other workers are lost.
+
+    Args:
+        session: That of the function, whose membership decides which steps count.
+    """
+
+    def __init__(self, session: RunningSession) -> None:
+        self._session = session
+        self._membership: Membership = session.membership
+        self._met = self._membership.place
+        self._shared: list[Any] = []
+        self._loaders: list[Any] = []
+        self._parallel = DDP()
+        self._models: list[DistributedDataParallel] = []
+        self._with_buffers: list[DistributedDataParallel] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._formed = self._met
+        self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
+        self._digests: list[torch.Tensor] | None = None  # of the weights, behind the last step of the first batch
+        self._num_steps = 0  # of optimizers in this batch
+        self._num_usual = 0  # the same in each batch, as the first one has shown; 0 before that
+        self._weight = 1.0
+        self._at = 0  # that of the batch
+        self._open: BatchStart | None = None  # the batch whose end was not seen yet
+        self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
+        self._comparisons = ComparisonPace()
+        self._is_comparing = False
+        self._agreed_at = time.perf_counter()
+
+    # ---------------------------------------------------------------------------------------------------- what there is
+
+    def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: Mapping[str, Any]) -> torch.nn.Module:
+        """Returns a model that averages its gradients over the ranks as long as no batch has failed.
+
+        Raises:
+            ValueError: An option that does not go together with that.
+        """
+        for name in ("process_group", COMM_HOOK):
+            if name in options:
+                raise ValueError(f"`{name}` of `prepare_model` does not work with `elastic=True`: leave it out.")
+        self._shared.append(model)
+        options = {**options, COMM_HOOK: (self, _average)}
+        wrapped = self._parallel.wrap(model, device_ids, options, init_sync=not self._membership.is_new)
+        if isinstance(wrapped, DistributedDataParallel):
+            self._models.append(wrapped)
+            if wrapped.broadcast_buffers:
+                self._with_buffers.append(wrapped)
+            wrapped.broadcast_buffers = False
+        return wrapped
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets an optimizer step only where the step counts, in place, so that there is no other way to step it."""
+        if hasattr(optimizer.step, _JOINT):
+            return
+        self._shared.append(optimizer)
+        self._optimizers.append(optimizer)
+        step_only_where(optimizer, partial(self._counts, optimizer))
+        optimizer.register_step_post_hook(self._note_stepped)
+        setattr(optimizer.step.__func__, _JOINT, True)  # type: ignore[attr-defined]
+
+    def _note_stepped(self, *_: Any) -> None:
+        if not self._num_usual and not self._undo.copies_all:
+            self._digests = digests_of(self._parameters())
+
+    def _counts(self, optimizer: torch.optim.Optimizer, closure: Any) -> bool:
+        if closure is None:
+            return self._may_step(optimizer)
+        self._membership.flaw = "the optimizer steps with a closure"
+        return True
+
+    def share(self, *parts: Any) -> None:
+        """Takes note of other things whose state has to be alike on all ranks."""
+        self._shared += parts
+
+    def admit(self) -> None:
+        """The function counts its passes so that others can step in."""
+        self._membership.admits = True
+
+    def number(self, loader: Any) -> None:
+        """Takes note of a loader, whose position others take over that step in."""
+        self._loaders.append(loader)
+
+    def _check_prepared(self) -> None:
+        """Checks, at the first exchange, that everything is prepared that has to be.
+
+        Raises:
+            ValueError: Something is not.
+        """
+        if self._is_checked:
+            return
+        if not self._models:
+            raise ValueError(
+                "`elastic=True`: no model is prepared for several workers. Call `prepare_model(model)`, which puts it "
+                "into `DistributedDataParallel`."
+            )
+        if not self._has_batch:
+            raise ValueError(
+                "`elastic=True`: this batch comes from no prepared loader that divides global batches, so it could not "
+                "be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, leave `elastic` out."
+            )
+        steps = weakref.ref(self)  # the hook is one of the process
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
+        weakref.finalize(self, hook.remove)
+        self._is_checked = True
+
+    def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that trains a prepared model and is not prepared, nor a part of one that is.
+
+        Raises:
+            ValueError: It is one.
+        """
+        parts = (part for each in self._optimizers for part in (each, *vars(each).values()))
+        if any(part is optimizer for part in parts):
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if stepped & {id(parameter) for parameter in model.parameters()}:
+                raise ValueError(
+                    f"`elastic=True`: the optimizer of `{type(model.module).__name__}` is not prepared, so it would "
+                    "step with gradients that do not count. Call `prepare_optimizer(optimizer)` before the first batch."
+                )
+
+    # ------------------------------------------------------------------------------------------------------- a batch
+
+    def enter(self, takes_steps: bool = True) -> GroupPlace:
+        """Waits for a group, connects the models with it, and returns the place in it.
+
+        A function that is to step in takes over there what the others have, unless no step follows.
+        """
+        while True:
+            if self._membership.is_new and not takes_steps:
+                return self._membership.place
+            place = self._membership.enter()
+            if place is not self._formed:
+                self._parallel.reform()
+                for model in self._models:
+                    model.broadcast_buffers = False
+            if self._membership.is_new and self._membership.meet(place, self._meet):
+                place = self._met = self._membership.place
+            self._formed = place
+            if not self._membership.is_new:
+                return place
+
+    def _meet(self) -> Exception | None:
+        """Gives ranks that step in what they lack, before the first batch of a group; returns when all ranks have it.
+
+        All ranks do this in the same place: before the same batch.
+        """
+        membership, world = self._membership, self._membership.place.world
+        try:
+            are_new = torch.zeros(world.size)
+            are_new[world.rank] = membership.is_new
+            self._parallel.all_sum(are_new)
+            takers = [rank for rank, is_new in enumerate(are_new.tolist()) if is_new]
+            if not takers:
+                return None
+            source, flaw, state = min(set(range(world.size)) - set(takers), default=0), None, dict[str, Any]()
+            if membership.is_new:
+                state = handover.receive(source, takers, _CPU)
+                flaw = self._unfit(state)
+            elif world.rank == source:
+                handover.send(self._state(), takers, _CPU)
+            flaws = torch.tensor([float(flaw is not None)])
+            self._parallel.all_sum(flaws)
+            if membership.is_new and not flaws.item():
+                self._take_over(state)
+            membership.flaw = membership.flaw or flaw
+            return _lost("a worker that steps in does not fit the others") if flaws.item() else None
+        except Exception as error:
+            return self._as_lost(error)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what a rank that steps in takes over."""
+        return {
+            "number": self._membership.place.number,
+            "num_done": self._membership.num_done,
+            "num_usual": self._num_usual,
+            "iteration": self._session.iteration,
+            "loaders": [loader.position() for loader in self._loaders],
+            "kinds": [type(part).__name__ for part in self._shared],
+            "parts": [part.state_dict() for part in self._shared],
+        }
+
+    def _unfit(self, state: Mapping[str, Any]) -> str | None:
+        """Returns why this rank cannot take a state over; None where it can."""
+        kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
+        if kinds != others:
+            return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
+        for part, found in zip(self._shared, state["parts"], strict=True):
+            if isinstance(part, torch.nn.Module):
+                own = {name: tuple(tensor.shape) for name, tensor in _tensors(part.state_dict())}
+                theirs = {name: tuple(tensor.shape) for name, tensor in _tensors(found)}
+                wrong = sorted(name for name in {*own, *theirs} if own.get(name) != theirs.get(name))
+                if wrong:
+                    return f"`{wrong[0]}` of `{type(part).__name__}` has another shape in a worker that steps in"
+        places = [index for index, position in enumerate(state["loaders"]) if position["is_open"]]
+        if len(state["loaders"]) != len(self._loaders) or not all(self._loaders[index].is_open for index in places):
+            return "a worker that steps in has come to another loader than the others"
+        return None
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        for part, found in zip(self._shared, state["parts"], strict=True):
+            part.load_state_dict(found)
+        for loader, position in zip(self._loaders, state["loaders"], strict=True):
+            loader.take_over(position)
+        self._session.iteration = state["iteration"]
+        self._learn(state["num_usual"])
+        self._membership.step_in(state["number"], state["num_done"])
+
+    def open_batch(self, place: GroupPlace, weight: float, has_trained: bool, at: int) -> BatchStart:
+        """A batch begins.
+
+        Args:
+            place: Where its samples were divided.
+            weight: What its mean counts: its part of the global batch times the number of ranks.
+            has_trained: Whether steps were taken on batches of its loader before.
+            at: Its number, which is to be that of the other ranks' batches.
+
+        Raises:
+            ValueError: Another batch waits for its step.
+            DistNetworkError: The function has left a pass in a batch that failed.
+        """
+        if self._open is not None:
+            if not (self._is_left or self._num_steps):
+                raise ValueError(
+                    "`elastic=True`: a second batch was drawn before the step on the first one, and a step can count "
+                    "only one. Use one loader for both: over `StackDataset(first, second)`, say, or a `ConcatDataset`."
+                )
+            if self.close_batch(self._open) == "failed" and self._num_steps:
+                raise _lost("the function left a pass in a batch that failed: ask `batch_failed()` before that")
+        mark = self._open = self._membership.open_batch(place, has_trained)
+        self._at, self._is_left = at, False
+        if not mark.has_failed and place is not self._met:
+            self._met = place
+            if not self._membership.meet(place, self._meet):
+                self._membership.fail()
+        self._weight, self._has_batch, self._has_exchanged, self._num_steps = weight, True, False, 0
+        for model in self._models:
+            model.require_backward_grad_sync = not mark.has_failed
+        self._begin_undo()
+        return mark
+
+    def _begin_undo(self) -> None:
+        """Copies what the batch may change before its last step, with which it counts."""
+        num_parts = len(self._models), len(self._optimizers)
+        if self._num_parts != num_parts:
+            copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
+            models = [model.module for model in self._models]
+            self._undo, self._num_parts = Undo(models, self._optimizers, copies=copies), num_parts
+            self._undo.open_call()
+        self._digests = None
+        self._undo.begin()
+
+    def close_batch(self, mark: BatchStart) -> str:
+        """Returns what became of a batch: "failed", "done", or "seen" where no step was taken.
+
+        Raises:
+            DistNetworkError: It failed behind a step that counts.
+            ValueError: It had a sample twice, and no step by which that would not count.
+        """
+        if mark is not self._open:  # another loader's batch followed its step
+            return "done"
+        membership, self._open = self._membership, None
+        self._undo.note_return()
+        has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
+        if has_unsaid and not membership.has_repeated(mark):  # none was the last one: the first batch, or too few
+            membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
+            membership.count_step(self._agree)
+        is_done = membership.num_done != mark.num_done
+        if membership.has_repeated(mark):
+            if is_done or not self._undo.can_put_back(has_broken=True):
+                raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
+            self._undo.put_back()
+            for optimizer in self._optimizers:  # user code may do so behind a step only, and skip that here
+                optimizer.zero_grad()
+            return "failed"
+        self._undo.end()
+        if self._digests is not None and self._has_moved_since_step():
+            self._undo.copies_all = True  # by user code, which goes on behind a step that does not count
+        if self._has_exchanged and not is_done:
+            membership.flaw = "gradients are added up over several batches"
+            if membership.begin_exchange():  # others that do step would wait for this rank, and get something else
+                membership.end_exchange(self._compared(math.nan))
+        if not (self._weight or self._has_exchanged or is_done or self._is_left):
+            raise ValueError(
+                "`elastic=True`: a worker without a sample in the last batch got one of another worker, and no step "
+                "followed. Evaluate under `torch.no_grad()`: there each sample comes once."
+            )
+        if is_done and not self._num_usual:
+            self._learn(self._num_steps)
+        return "done" if is_done else "seen"
+
+    def _has_moved_since_step(self) -> bool:
+        assert self._digests is not None
+        return not all(map(torch.equal, self._digests, digests_of(self._parameters())))
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for model in self._models for parameter in model.parameters())
+
+    def leave_batch(self, mark: BatchStart) -> bool:
+        """The function leaves the pass in the middle of a batch; returns whether a step was taken on that."""
+        self._is_left = self._is_left or mark is self._open
+        return mark is not self._open or self._num_steps > 0
+
+    def _learn(self, num_steps: int) -> None:
+        """Takes note of how many steps each batch has."""
+        self._num_usual = num_steps
+        self._undo.copies_all = self._undo.copies_all or num_steps > 1
+
+    def note_unstepped(self) -> None:
+        """A pass has batches with a step, and others without."""
+        self._membership.flaw = "the optimizer does not step for each batch"
+
+    # ------------------------------------------------------------------------------------------------------ exchanges
+
+    def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Averages gradients over the ranks; leaves them as they are where the batch has failed."""
+        self._check_prepared()
+        gradients, membership = bucket.buffer(), self._membership
+        if not membership.begin_exchange():
+            return completed(gradients)
+        self._has_exchanged = True
+        if bucket.is_last():
+            self._undo.note_exchange()
+        if self._weight != 1.0:
+            gradients.mul_(self._weight) if self._weight else gradients.zero_()
+        try:
+            group = exchanges_at_once() if gradients.device.type == "cpu" and gradients.dtype in _DTYPES else None
+            if group is None or not group.is_quick_for(gradients.nbytes):
+                future = allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+                return future.then(partial(self._received, gradients))
+            group.add_up(gradients.numpy())
+            gradients.div_(group.size)
+        except Exception as error:
+            self._end_broken(error)
+        else:
+            membership.end_exchange()
+        return completed(gradients)
+
+    def _received(self, gradients: torch.Tensor, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        try:
+            averaged = future.value()
+        except Exception as error:
+            self._end_broken(error)
+            return gradients
+        self._membership.end_exchange()
+        return averaged
+
+    def _end_broken(self, error: Exception) -> None:
+        broken: Exception | None = None
+        try:
+            broken = self._as_lost(error)
+        finally:
+            self._membership.end_exchange(broken)
+
+    def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps; with the last step of a batch all ranks come to the same answer.
+
+        Which one is the last of the first batch is known at its end, where they do so instead.
+        """
+        self._check_prepared()
+        self._num_steps += 1
+        if not self._num_usual or self._num_steps < self._num_usual:
+            if self._membership.has_failed:
+                return False
+            self._undo.note_step()
+            return True
+        if self._num_steps > self._num_usual:
+            self._membership.flaw = _NUMBERS_DIFFER
+        return self._membership.count_step(self._agree)
+
+    def _agree(self) -> Exception | None:
+        """Says that all gradients are here, and exchanges all that is left of a step; returns when all ranks did."""
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        broken = self._compared(float(sum(group.get("lr", 0.0) for group in groups)))
+        if broken is not None:
+            return broken
+        try:
+            self._compare_weights()
+            for model in self._models:
+                model.reducer._rebuild_buckets()  # the next forward pass would do it, where user code would fail
+            for model in self._with_buffers:  # for the same reason they do not go with the forward pass
+                repeat_first(model.module.buffers())
+        except Exception as error:
+            return self._as_lost(error)
+        return None
+
+    def _compared(self, rates: float) -> Exception | None:
+        """Compares a batch, its steps and learning rates with those of the other ranks; NaN for no step.
+
+        All ranks are there then.
+
+        Returns:
+            What is wrong, if something is.
+        """
+        membership, is_due = self._membership, self._comparisons.is_due
+        own = torch.tensor([rates, self._num_steps, self._at, is_due], dtype=torch.float64)
+        means = own.clone()
+        try:
+            self._parallel.all_sum(means)
+        except Exception as error:
+            return self._as_lost(error)
+        means /= membership.place.world.size
+        self._is_comparing = bool(means[3])  # on all ranks, where it is due on one
+        is_alone = bool(means[0].isnan()) or not torch.equal(means[1:3], own[1:3])
+        if math.isnan(rates) or (not is_alone and math.isclose(means[0], rates, rel_tol=_SAME)):
+            return None
+        membership.flaw = "not all workers take this step" if is_alone else _RATES_DIFFER
+        return _lost(membership.flaw)
+
+    def _compare_weights(self) -> None:
+        """Compares the weights of all ranks, as they are before the step, if that is due.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        now, world, costs_s = time.perf_counter(), self._membership.place.world, list[float]()
+        models = [model.module for model in self._models]
+        own = sums_of(models, True, self._parallel.left_out_of, is_exact=False) if self._is_comparing else None
+        if own is not None:
+            numbers = torch.zeros(world.size, len(own.names), 2, dtype=torch.float64)
+            numbers[world.rank] = torch.from_numpy(own.numbers)
+            self._parallel.all_sum(numbers)
+            told = {rank: replace(own, numbers=rows) for rank, rows in enumerate(numbers.numpy())}
+            check_equal(told, REASONS_OF_TORCH, "If your workers are to differ, leave `elastic` out.")
+            costs_s = [time.perf_counter() - now]
+        self._comparisons.note_call(now - self._agreed_at, costs_s)
+        self._agreed_at = now
+
+    def _as_lost(self, error: Exception) -> Exception:
+        """Returns the error by which the driver knows that the group is broken.
+
+        Raises:
+            Exception: It is not.
+        """
+        if is_connection_error(error) or not self._membership.is_usable:
+            return _lost(str(error))
+        raise error
+
+
+def _tensors(state: Mapping[str, Any]) -> Sequence[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def _refuse_unprepared(steps: GlobalSteps | None, optimizer: torch.optim.Optimizer) -> None:
+    if steps is not None:
+        steps.refuse_unprepared(optimizer)
+
+
+def _average(steps: GlobalSteps, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    return steps.average(bucket)
+
+
+def _lost(words: str) -> Exception:
+    return dist.DistNetworkError(words)
+
+
+def batch_failed() -> bool:
+    """Return whether the batch that the function is in has failed, because a worker was lost: it is repeated.
+
+    Then the optimizer does not step, and what the function reports is dropped. Ask behind `optimizer.step()`, before
+    you count the batch or step a scheduler. False outside of runs with `elastic=True`.
+    """
+    session: Any = current_session()
+    return session is not None and bool(session.is_repeating)

@@ -1,0 +1,81 @@
+"""The names that users of operators write: a new one is decided on here, and none goes unnoticed."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import raysgd
+from raysgd import Recovery, TFTrainer, TorchTrainer
+
+WHAT = "training_operator_cls config seed add_dist_sampler scheduler_step_freq use_tqdm"
+WHERE = (
+    "num_workers num_cpus_per_worker use_gpu num_gpus_per_worker resources_per_worker accelerator_type "
+    "placement_strategy runtime_env initialization_hook backend timeout_s use_local detached"
+)
+STEP = (
+    "strategy strategy_options wrap_ddp use_fp16 precision split_batches micro_batch_size balance deterministic "
+    "accumulate_grad_batches clip_grad_norm clip_grad_value sync_batchnorm compile activation_checkpointing"
+)
+FAILURE = "recovery min_workers spare_workers"
+RULES = (
+    "in_place wait_for_workers resize_interval_s heartbeat_s form_timeout_s settle_timeout_s snapshot_every_s "
+    "snapshot_every_n_steps undo"
+)
+PACKAGE = (
+    "CreatorOperator Detached PyTorchTrainer Recovery TFTrainer TorchTrainer TrainingOperator __version__ attach "
+    "detached_trainers"
+)
+ONLY_KERAS = {"model_creator", "data_creator", "num_replicas", "verbose"}
+
+
+def options(trainer_cls: type) -> list[str]:
+    return [name for name in inspect.signature(trainer_cls).parameters if name not in ("self", "unknown")]
+
+
+def test_torch_trainer_takes_four_groups_of_options() -> None:
+    assert options(TorchTrainer) == f"{WHAT} {WHERE} {STEP} {FAILURE}".split()
+    documented = inspect.getdoc(TorchTrainer) or ""
+    assert [line for line in documented.splitlines() if line.startswith("Args")] == [
+        "Args: What is trained",
+        "Args: Where it runs",
+        "Args: What a step computes",
+        "Args: What follows a failure",
+    ]
+
+
+def test_options_of_both_frameworks_have_one_name() -> None:
+    assert set(options(TFTrainer)) - ONLY_KERAS <= set(options(TorchTrainer))
+
+
+def test_recovery_has_nine_rules() -> None:
+    assert [field.name for field in fields(Recovery)] == (
+        [
+            "in_place",
+            "wait_for_workers",
+            "resize_interval_s",
+            "heartbeat_s",
+            "form_timeout_s",
+            "settle_timeout_s",
+            "snapshot_every_s",
+            "snapshot_every_n_steps",
+            "undo",
+        ]
+    )
+
+
+def test_the_package_has_few_names() -> None:
+    assert raysgd.__all__ == (
+        [
+            "CreatorOperator",
+            "Detached",
+            "PyTorchTrainer",
+            "Recovery",
+            "TFTrainer",
+            "TorchTrainer",
+            "TrainingOperator",
+            "__version__",
+            "attach",
+            "detached_trainers",
+        ]
+    )

@@ -1,0 +1,239 @@
+"""Programs with a trainer in a host are killed, and other programs go on.
+
+Covers `raysgd.detached.process`, `raysgd.detached.handle` and `raysgd.detached.cluster`, which need each other.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysgd.detached import cluster
+from raysgd.detached.call_log import journal_path
+from raysgd.torch.checkpoints import checkpoint_file
+from tests.detached.programs import OPERATOR, Program, address_of_ray
+from tests.helpers.processes import is_alive, wait_until
+
+ALL_ONCE = dict.fromkeys(range(40), 1)
+
+
+def samples(log: Path, kind: str) -> dict[int, int]:
+    """How often each sample was in a batch of this kind, in a group of two: a new worker warms up alone."""
+    lines = [line.split(" ", 4) for line in log.read_text().splitlines()] if log.exists() else []
+    batches = [ast.literal_eval(line[4]) for line in lines if line[0] == kind and line[3] == "2"]
+    return Counter(sample for batch in batches for sample in batch)
+
+
+def await_samples(log: Path, kind: str, count: int) -> None:
+    wait_until(lambda: sum(samples(log, kind).values()) >= count)
+
+
+@pytest.fixture
+def address(ray_cluster: None) -> Iterator[str]:
+    with address_of_ray() as address:
+        yield address
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def attached(address: str, name: str = "run") -> Program:
+    program = Program(address)
+    program.run(f"import os, raysgd; trainer = raysgd.attach({name!r})")
+    return program
+
+
+@pytest.mark.promise("A killed driver: detached trainers")
+def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path, tmp_path: Path) -> None:
+    gate = Path(f"{log}.wait")  # no step ends while it is there
+    with Program(address) as program:
+        program.run(OPERATOR)
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); pids(trainer)")
+        program.begin("trainer.train()")
+        await_samples(log, "train0", 8)
+        gate.touch()
+    with attached(address) as program:
+        assert program.run("call = trainer.pending(); repr(call)") == "<train: running>"
+        assert "TimeoutError" in program.fail("call.result(timeout=0.01)")["error"]
+        gate.unlink()
+        assert program.run("call.result()['epoch'], call.done(), call.result()['num_samples']") == [1, True, 40]
+        assert program.run("trainer.pending()") is None
+        program.begin("trainer.validate()")
+        await_samples(log, "validate", 8)
+    await_samples(log, "validate", 40)
+    with attached(address) as program:
+        assert program.run("trainer.pending().result()['num_samples']") == 40
+        program.run(f"trainer.save({str(tmp_path / 'last.pt')!r}, blocking=False)")
+        assert program.run("trainer.pending()") is None  # so that the host knows that the answer has arrived
+    with attached(address) as program:  # it was killed between two calls
+        assert program.run("trainer.pending()") is None
+        assert program.run("trainer.train()['epoch']") == 2
+        assert program.run("sorted(trainer.apply_all_workers(os.getpid))") == pids
+        program.run("trainer.shutdown()")
+        assert program.run("raysgd.detached_trainers()") == []
+    assert [samples(log, kind) for kind in ("train0", "validate", "train1")] == [ALL_ONCE] * 3
+    assert checkpoint_file.read(tmp_path / "last.pt")["epoch"] == 1
+
+
+def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None:
+    with Program(address) as program:
+        program.run(OPERATOR)
+        program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}})")
+        program.run(
+            "class Told(raysgd.callbacks.Callback):\n"
+            "    def on_result(self, run, result):\n"
+            "        print('told of epoch', run.epoch)\n"
+        )
+        folder = str(tmp_path / "checkpoints")
+        program.begin(f"trainer.fit(3, callbacks=[Told(), raysgd.callbacks.Checkpointing({folder!r})])")
+        await_samples(log, "train0", 20)
+    with attached(address) as program:
+        program.begin("[row['epoch'] for row in trainer.pending().result()]")
+        found = program.found()
+        assert found["value"] == [1, 2, 3], found["text"]
+        assert "told of epoch 3" in found["printed"]
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
+    assert len(list((tmp_path / "checkpoints").glob("*"))) >= 1
+
+
+@pytest.mark.soak  # `fit` below loses a worker, too
+def test_a_worker_is_replaced_while_no_program_is_there(address: str, log: Path) -> None:
+    gate = Path(f"{log}.wait")  # no step ends while it is there
+    with Program(address) as program:
+        program.run(OPERATOR)
+        large = "torch.zeros(5_000_000)"  # bytes that Ray would keep in the store, and lose with their owner
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.1, 'large': {large}}}); pids(trainer)")
+        program.begin("trainer.train()")
+        await_samples(log, "train0", 8)
+        gate.touch()
+        time.sleep(0.3)  # a batch that was used is in the log
+        os.kill(pids[0], signal.SIGKILL)
+        gate.unlink()
+    with attached(address) as program:
+        assert program.run("trainer.pending().result()['epoch']") == 1
+        left = program.run("sorted(trainer.apply_all_workers(os.getpid))")
+        assert len(left) == 2
+        assert set(left) & set(pids) == {pids[1]}
+        assert (
+            program.run("trainer.apply_all_operators(lambda operator: len(operator.config['large']))")
+            == [5_000_000] * 2
+        )
+        program.run("trainer.shutdown()")
+    assert samples(log, "train0") == ALL_ONCE
+
+
+def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, tmp_path: Path) -> None:
+    with Program(address) as program:
+        program.run(OPERATOR)
+        host = f"raysgd.Detached('forgotten', keep_alive_s=1, folder={str(tmp_path / 'new')!r})"
+        pids = program.run(f"trainer = make({str(log)!r}, {host}); trainer.train(); pids(trainer)")
+        host_pid = program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']")
+        time.sleep(2)
+        assert program.run("len(raysgd.detached_trainers())") == 1  # an attached program needs it, also between calls
+    wait_until(lambda: not any(map(is_alive, [*pids, host_pid])))
+    assert checkpoint_file.read(tmp_path / "new" / "forgotten.pt")["epoch"] == 1
+
+
+def host_pid(program: Program) -> int:
+    return int(program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']"))
+
+
+KILLS_BEFORE_IT_CONFIRMS = """
+import raysgd.detached.handle, signal
+read = raysgd.detached.handle.unpacked_answer
+def killing(packed):
+    if b"num_samples" in packed and b"epoch" in packed:
+        raysgd.detached.handle.unpacked_answer = read
+        os.kill(ray.get(trainer._actor.describe.remote())["pid"], signal.SIGKILL)
+    return read(packed)
+raysgd.detached.handle.unpacked_answer = killing
+"""
+
+
+@pytest.mark.promise("A killed host")
+def test_the_process_of_a_host_may_die_in_a_call_and_between_calls(address: str, log: Path) -> None:
+    import ray
+
+    with Program(address) as program, Program(address) as other:
+        program.run(OPERATOR)
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); trainer.train(); pids(trainer)")
+        other.run("import os, raysgd; trainer = raysgd.attach('run')")
+        os.kill(host_pid(program), signal.SIGKILL)
+        known = ray.get(cluster._find("run").describe.remote())
+        assert (len(known["programs"]), known["ends_in_s"]) == (2, None)  # without a call of theirs
+        assert program.run("len(trainer.history), trainer.config['num_samples']") == [1, 40]
+        program.run("call = trainer.train(blocking=False)")
+        await_samples(log, "train1", 8)
+        os.kill(host_pid(other), signal.SIGKILL)
+        assert other.run("trainer.pending()") is None  # its program lives, though it does not wait for the answer
+        assert program.run("call.result()['epoch']") == 2
+        assert program.run("[row['epoch'] for row in trainer.history]") == [1, 2]
+        assert program.run("trainer.update_config(num_samples=40, step_s=0.0); trainer.config['step_s']") == 0.0
+        program.run(KILLS_BEFORE_IT_CONFIRMS)
+        assert program.run("trainer.config['step_s'], trainer.train()['epoch']") == [0.0, 3]
+        assert other.run("trainer.pending()") is None
+        assert program.run("pids(trainer)") == pids
+        os.kill(pids[0], signal.SIGKILL)  # the other one has the only copy of the state
+        os.kill(host_pid(other), signal.SIGKILL)
+        left = program.run("trainer.apply_all_workers(os.getpid)")
+        assert (len(left), pids[1] in left, pids[0] in left) == (2, True, False)
+        journal = journal_path("run", program.run("trainer._actor._actor_id.hex()"))
+        assert journal.exists()
+        program.run("slow = trainer.apply_all_operators(pace(0.2))")
+        program.begin("trainer.train()")
+        await_samples(log, "train3", 8)
+        os.kill(host_pid(other), signal.SIGKILL)
+        program.interrupt()
+        found = program.found()
+        assert found["error"][0] == "KeyboardInterrupt", found["text"]
+        assert "WorkersLostError" in program.fail("trainer.train()")["error"]
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
+    assert not journal.exists()
+
+
+def test_fit_goes_on_when_the_process_of_a_host_dies_together_with_a_worker(address: str, log: Path) -> None:
+    with Program(address) as program, Program(address) as other:
+        program.run(OPERATOR)
+        program.run(
+            "class Told(raysgd.callbacks.Callback):\n"
+            "    epochs = ()\n"
+            "    def on_result(self, run, result):\n"
+            "        self.epochs += (run.epoch,)\n"
+            "        print('told of epochs', *self.epochs)\n"
+            "    def state_dict(self):\n"
+            "        return {'epochs': self.epochs}\n"
+            "    def load_state_dict(self, state):\n"
+            "        self.epochs = tuple(state['epochs'])\n"
+        )
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); pids(trainer)")
+        other.run("import os, raysgd; trainer = raysgd.attach('run')")
+        program.begin("[row['epoch'] for row in trainer.fit(3, callbacks=[Told()])]")
+        await_samples(log, "train1", 8)
+        pid = host_pid(other)
+        os.kill(pids[0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        found = program.found()
+        assert found["value"] == [1, 2, 3], found["text"]
+        assert "told of epochs 1 2 3" in found["printed"]
+        assert pids[1] in program.run("sorted(trainer.apply_all_workers(os.getpid))")
+        program.run(
+            "class Fatal(raysgd.callbacks.Callback):\n    def on_result(self, *_):\n        os.kill(os.getpid(), 9)"
+        )
+        found = program.fail("trainer.fit(1, callbacks=[Fatal()])")
+        assert "TrainerLostError" in found["error"]
+        assert "has died in `fit`, 3 times at the same place" in found["text"]
+        assert program.run("trainer.train()['epoch']") == 5
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in (0, 2)] == [ALL_ONCE] * 2
+    assert set(samples(log, "train1")) == set(range(40))
