@@ -10,6 +10,7 @@ Why some errors have two classes: ADR 7.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
@@ -39,6 +40,21 @@ class OnFailure:
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         if kind is not None:
             self._undo()
+
+
+@contextmanager
+def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator[None]:
+    """A block whose failure, of whatever class, is only logged: what follows it, or went before, matters more.
+
+    Args:
+        log: Of a logger, the method for how bad that is.
+        words: What is logged, with places for `args` and then for the exception.
+        args: See above.
+    """
+    try:
+        yield
+    except Exception as error:
+        log(words, *args, error)
 
 
 class InvalidCountError(ValueError, AssertionError):

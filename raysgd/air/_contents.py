@@ -37,26 +37,38 @@ class DictContent:
     """A dict.
 
     Args:
-        data: The dict.
+        data: The dict; or the `ray.ObjectRef` of one that Ray's object store holds, fetched whenever it is used.
         metadata: What was noted beside it.
     """
 
-    def __init__(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
-        self._data = dict(data)
+    def __init__(self, data: Any, metadata: Mapping[str, Any] | None = None) -> None:
+        self._data = dict(data) if isinstance(data, Mapping) else data
         self._metadata = dict(metadata or {})
+
+    @property
+    def is_stored(self) -> bool:
+        """True if Ray's object store holds it."""
+        return not isinstance(self._data, dict)
 
     @property
     def representation(self) -> tuple[str, Any]:
         """The kind, in the words of the old library, and the data."""
-        return "data_dict", self._data
+        return "object_ref" if self.is_stored else "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, in memory."""
-        return dict(self._data)
+        data = self._data
+        if self.is_stored:
+            import ray
 
-    def write(self, target: Path) -> None:
+            data = ray.get(data)
+            if not isinstance(data, Mapping):
+                raise CheckpointCorruptedError(f"The object reference leads to {data!r:.200}: need a dict.")
+        return dict(data)
+
+    def write_to(self, target: Path) -> None:
         """Write all of it into a folder that is there."""
-        write_dict(self._data, target)
+        write_dict(self.as_dict(), target)
         if self._metadata:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
 
@@ -71,33 +83,6 @@ class DictContent:
     def portable(self) -> DictContent:
         """Return what goes to another process, perhaps on another machine."""
         return self
-
-
-class ObjectStoreContent(DictContent):
-    """A dict that Ray's object store holds, fetched when it is first used.
-
-    Args:
-        reference: The `ray.ObjectRef`.
-    """
-
-    def __init__(self, reference: Any) -> None:
-        super().__init__({})
-        self._reference = reference
-
-    @property
-    def representation(self) -> tuple[str, Any]:
-        return "object_ref", self._reference
-
-    def as_dict(self) -> dict[str, Any]:
-        import ray
-
-        content = ray.get(self._reference)
-        if not isinstance(content, Mapping):
-            raise CheckpointCorruptedError(f"The object reference leads to {content!r:.200}: need a dict.")
-        return dict(content)
-
-    def write(self, target: Path) -> None:
-        DictContent(self.as_dict(), self._metadata).write(target)
 
 
 class FolderContent:
@@ -133,7 +118,7 @@ class FolderContent:
             self.folder.download(Path(copy))
             yield Path(copy)
 
-    def write(self, target: Path) -> None:
+    def write_to(self, target: Path) -> None:
         if not (self.folder.is_local and self.folder.local_path.resolve() == target.resolve()):
             self.folder.download(target)
 

@@ -23,7 +23,6 @@ from raysgd.air._contents import (
     DictContent,
     FolderContent,
     FolderReference,
-    ObjectStoreContent,
 )
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
 
@@ -88,7 +87,7 @@ class Checkpoint:
         if data_dict is not None:
             self._content = DictContent(_checked_dict(data_dict))
         elif obj_ref is not None:
-            self._content = ObjectStoreContent(obj_ref)
+            self._content = DictContent(obj_ref)
         else:
             self._content = FolderContent(_opened(path or local_path or uri, filesystem, named[0]))
 
@@ -129,7 +128,7 @@ class Checkpoint:
 
     def to_object_ref(self) -> ray.ObjectRef[Any]:
         """Return a reference to all of it, in Ray's object store."""
-        if isinstance(self._content, ObjectStoreContent):
+        if isinstance(self._content, DictContent) and self._content.is_stored:
             return self._content.representation[1]
         import ray
 
@@ -158,7 +157,7 @@ class Checkpoint:
         """
         target = Path(path).expanduser() if path is not None else Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         target.mkdir(parents=True, exist_ok=True)
-        self._content.write(target)
+        self._content.write_to(target)
         return str(target)
 
     @contextmanager

@@ -265,7 +265,7 @@ class RunProgress:
     time_total_s: float = 0.0
 
     @classmethod
-    def of(cls, result: Mapping[str, Any]) -> RunProgress:
+    def at_report(cls, result: Mapping[str, Any]) -> RunProgress:
         """Return the progress at one report, from its line in `result.json`. What is missing there counts as 0."""
         return cls(
             int(_number(result.get(TRAINING_ITERATION))),

@@ -188,7 +188,7 @@ def _read_error(folder: Folder) -> Exception | None:
     if folder.has(ERROR_PICKLE_FILE):
         try:
             error = pickle.loads(folder.read(ERROR_PICKLE_FILE))
-        except Exception:
+        except Exception:  # whatever its class raises, which may be another one by now
             error = None
         if isinstance(error, Exception):
             return error

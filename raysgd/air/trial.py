@@ -116,7 +116,7 @@ class TrialFolder:
         self.trial.make()
         self.local_path.mkdir(parents=True, exist_ok=True)
 
-    def close(self) -> None:
+    def remove_staging(self) -> None:
         """Remove the temporary folder, if there is one."""
         if self._staging is not None:
             shutil.rmtree(self._staging.parents[1], ignore_errors=True)

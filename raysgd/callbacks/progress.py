@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from raysgd._imports import require
@@ -128,7 +127,7 @@ class ProgressBar(Callback):
             self._bar.clear()
             return
         values = self._values(progress)
-        self._bar.draw(BarView(label, _PHASES[progress.kind], progress.num_steps, progress.total, values))
+        self._bar.draw(f"{label} {_PHASES[progress.kind]}".strip(), progress.num_steps, progress.total, values)
 
     def _values(self, progress: CallProgress) -> dict[str, str]:
         metrics = readable.chosen(progress.metrics, self._metrics)
@@ -196,35 +195,6 @@ def _checked_names(metrics: Any) -> tuple[str, ...] | None:
     return tuple(metrics)
 
 
-@dataclass(frozen=True)
-class BarView:
-    """The content of a bar for a running call.
-
-    Attributes:
-        label: What runs, such as "epoch 3/10".
-        phase: What the call does: "train", "validate".
-        done: Batches so far.
-        total: All batches; None if that is not known.
-        values: Metrics by name, as text.
-    """
-
-    label: str
-    phase: str
-    done: int
-    total: int | None
-    values: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        """The name of what runs."""
-        return f"{self.label} {self.phase}".strip()
-
-    @property
-    def text(self) -> str:
-        """The metrics in one line."""
-        return "  ".join(f"{name} {value}" for name, value in self.values.items())
-
-
 class LineBar:
     """Progress for log files: lines only, in columns. A call that takes long has a line every minute.
 
@@ -237,11 +207,19 @@ class LineBar:
         self._widths: dict[str, int] = {}
         self._last_line = time.monotonic()
 
-    def draw(self, view: BarView) -> None:
-        """Draw, or draw again."""
+    def draw(self, title: str, done: int, total: int | None, values: Mapping[str, str]) -> None:
+        """Draw how far a call is, or draw it again.
+
+        Args:
+            title: What runs, such as "epoch 3/10 train".
+            done: Batches so far.
+            total: All batches; None if that is not known.
+            values: Metrics by name, as text.
+        """
         if time.monotonic() - self._last_line >= _QUIET_S:
-            of = f"/{view.total}" if view.total is not None else ""
-            self.line(f"{view.title} {view.done}{of} batches  {view.text}".rstrip())
+            of = f"/{total}" if total is not None else ""
+            told = "  ".join(f"{name} {value}" for name, value in values.items())
+            self.line(f"{title} {done}{of} batches  {told}".rstrip())
 
     def clear(self) -> None:
         """Take away what was drawn."""
@@ -282,20 +260,16 @@ class TqdmBar(LineBar):
         self._bar: Any = None
         self._redirected = contextlib.ExitStack()
 
-    def draw(self, view: BarView) -> None:
+    def draw(self, title: str, done: int, total: int | None, values: Mapping[str, str]) -> None:
         with _while_there_is_a_reader():
-            bar = self._open(view)
-            bar.set_description(view.title, refresh=False)
-            bar.total, bar.n = view.total, view.done
-            bar.set_postfix(view.values, refresh=False)
-            bar.refresh()
-
-    def _open(self, view: BarView) -> Any:
-        if self._bar is None:
-            options = {"unit": "batch", "leave": False, "dynamic_ncols": True, "delay": 1e-9}
-            self._bar = self._tqdm(initial=view.done, total=view.total, file=self._stream, **options)
-            self._redirected.enter_context(lines_above(self._bar, self._stream))
-        return self._bar
+            if self._bar is None:
+                options = {"unit": "batch", "leave": False, "dynamic_ncols": True, "delay": 1e-9}
+                self._bar = self._tqdm(initial=done, total=total, file=self._stream, **options)
+                self._redirected.enter_context(lines_above(self._bar, self._stream))
+            self._bar.set_description(title, refresh=False)
+            self._bar.total, self._bar.n = total, done
+            self._bar.set_postfix(values, refresh=False)
+            self._bar.refresh()
 
     def clear(self) -> None:
         bar, self._bar = self._bar, None

@@ -19,11 +19,13 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
+
+from raysgd.exceptions import OnFailure
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +49,12 @@ def defer_compiler() -> None:
         return
     deferred = _DeferredImport(spec)
     sys.modules[_NAME] = torch._dynamo = deferred.stand_in
-    sys.meta_path.insert(0, deferred.finder)
+    sys.meta_path.insert(0, deferred)
     logger.debug("the import of PyTorch's compiler is deferred until something needs it (%s=1 turns this off)", SWITCH)
 
 
-class _DeferredImport:
-    """The import that is deferred.
+class _DeferredImport(MetaPathFinder, Loader):
+    """The import that is deferred. It imports the compiler before any module inside it, as Python always does.
 
     Attributes:
         module: The real module, once it is imported.
@@ -61,19 +63,16 @@ class _DeferredImport:
     def __init__(self, spec: ModuleSpec) -> None:
         self.module: ModuleType | None = None
         self.stand_in = _StandIn(spec, self)
-        self.finder = _FinderOfParts(self)
-        self._disabled: weakref.WeakSet[_Disabled] = weakref.WeakSet()
+        self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}  # whose own specs Python replaces for a moment
         self._lock = threading.Lock()  # not held during the import, which has its own locks
 
     def real(self) -> ModuleType:
         """The real module; imports it if that has not happened yet."""
         if self.module is None:
             self._put(None)
-            try:
+            with OnFailure(functools.partial(self._put, self.stand_in)):
                 module = importlib.import_module(_NAME)
-            except BaseException:
-                self._put(self.stand_in)
-                raise
             if getattr(module.__spec__, "_initializing", False):  # its own import asks for it
                 return module
             self._take(module)
@@ -94,41 +93,58 @@ class _DeferredImport:
             if self.module is None:
                 self.module = module
                 self.stand_in._stop_answering()
-                sys.meta_path.remove(self.finder)
+                sys.meta_path.remove(self)
                 for function in list(self._disabled):
                     function.renew(module)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Return what `torch._dynamo.disable` makes of a function: one that compiled code does not enter."""
+        """Return what `torch._dynamo.disable` makes of a function: one that compiled code does not enter.
+
+        Until the compiler is imported it calls the function itself, and then what the real module makes of it.
+        """
         if not isinstance(fn, FunctionType):
             return self.real().disable(fn, *args, **options)
-        function = _Disabled(fn, args, options)
-        self._disabled.add(function)
-        return function.call
+        target = [fn]
 
+        @functools.wraps(fn)
+        def call(*given: Any, **named: Any) -> Any:
+            return target[0](*given, **named)
 
-class _Disabled:
-    """A function that compiled code is not to enter, disabled before the compiler was imported."""
+        def renew(module: ModuleType) -> None:
+            target[0] = module.disable(fn, *args, **options)
+            if getattr(fn, _KEPT, None) is call:
+                setattr(fn, _KEPT, target[0])
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        self._fn, self._args, self._options = fn, args, options
-        self._target = fn
-
-    @functools.cached_property
-    def call(self) -> Any:
-        """Calls the function itself, or what the real module has made of it by then."""
-
-        @functools.wraps(self._fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._target(*args, **kwargs)
-
+        vars(call)["renew"] = renew
+        self._disabled.add(call)
         return call
 
-    def renew(self, module: ModuleType) -> None:
-        """From now on calls what the real module makes of the function."""
-        self._target = module.disable(self._fn, *self._args, **self._options)
-        if getattr(self._fn, _KEPT, None) is self.call:
-            setattr(self._fn, _KEPT, self._target)
+    # ------------------------------------------------------------------------------------ modules inside the compiler
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Finds a module inside the compiler. What imports it is the loader: Python holds a lock during this call."""
+        if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self.stand_in:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module that importing the compiler has loaded, or one to be loaded."""
+        real = self.real()
+        module = sys.modules.get(spec.name)
+        if module is not None:
+            self._parts[spec.name] = vars(module)["__spec__"], None
+            return module
+        own = PathFinder.find_spec(spec.name, real.__path__)
+        if own is None:
+            raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name)
+        self._parts[spec.name] = own, own.loader
+        return importlib.util.module_from_spec(own)
+
+    def exec_module(self, module: ModuleType) -> None:
+        own, loader = self._parts.pop(vars(module)["__name__"])
+        vars(module)["__spec__"] = own  # Python has just set that of `find_spec`
+        if loader is not None:
+            loader.exec_module(module)
 
 
 class _StandIn(ModuleType):
@@ -191,47 +207,6 @@ class _CompilerStandIn:
 
     def _real(self) -> Any:
         return getattr(self._deferred.real(), self._name)
-
-
-class _FinderOfParts(MetaPathFinder):
-    """Imports the compiler before any module inside it, as Python always does."""
-
-    def __init__(self, deferred: _DeferredImport) -> None:
-        self._deferred = deferred
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Finds a module inside the compiler; the loader imports it, because Python holds a lock during this call."""
-        if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self._deferred.stand_in:
-            return None
-        return ModuleSpec(fullname, _LoaderOfPart(self._deferred))
-
-
-class _LoaderOfPart(Loader):
-    """Loads a module inside the compiler, unless importing the compiler has loaded it."""
-
-    def __init__(self, deferred: _DeferredImport) -> None:
-        self._deferred = deferred
-        self._spec: ModuleSpec | None = None
-        self._is_loaded = True
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        real = self._deferred.real()
-        module = sys.modules.get(spec.name)
-        if module is not None:
-            self._spec = vars(module)["__spec__"]
-            return module
-        self._spec = PathFinder.find_spec(spec.name, real.__path__)
-        if self._spec is None:
-            raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name)
-        self._is_loaded = False
-        return importlib.util.module_from_spec(self._spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__spec__"] = self._spec  # Python has just set the finder's spec
-        if not self._is_loaded:
-            assert self._spec is not None
-            assert self._spec.loader is not None
-            self._spec.loader.exec_module(module)
 
 
 def _do_nothing(*args: Any, **options: Any) -> None:

@@ -77,7 +77,7 @@ class GlooConnections:
         """
         self.found = self._find()
 
-    def end(self) -> None:
+    def cut(self) -> None:
         """Ends all of them, also while a group forms."""
         found = self.found
         for connection in self._find() if found is None else found:

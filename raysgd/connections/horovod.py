@@ -9,7 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,7 @@ class HorovodConnection(Connection):
     timeout_s: float = 1800.0
     start_timeout_s: float | None = None
     interfaces: tuple[str, ...] = ()
-    _server: Any = field(default=None, repr=False, compare=False)
+    _end_server: Callable[[], None] | None = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
@@ -82,8 +83,8 @@ class HorovodConnection(Connection):
         self._is_interrupted = False
         if rank:
             return 0
-        self._server = server = _Server(host)
-        return server.port
+        port, self._end_server = _start_server(host)
+        return port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Initializes Horovod, also for a single rank.
@@ -98,7 +99,7 @@ class HorovodConnection(Connection):
                 "Horovod is already initialized in this process. A trainer with `use_local=True` needs Horovod in the "
                 "driver for itself: call `hvd.shutdown()`, or shut the other trainer down, first."
             )
-        crossing = self._wait_for_all(_Client(rendezvous.address, rendezvous.port), world)
+        crossing = self._wait_for_all(rendezvous, world)
         self._set_variables(rendezvous, world, crossing)
         self._has_joined = True
         try:
@@ -106,18 +107,18 @@ class HorovodConnection(Connection):
         except ValueError as error:
             raise RendezvousFailed(f"Horovod could not connect {world.size} ranks: see its message above.") from error
 
-    def _wait_for_all(self, client: _Client, world: World) -> tuple[int, int]:
+    def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
         """Waits until all ranks are here: what follows cannot be interrupted. Returns this rank's crossing."""
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
-        client.put(f"place-{world.rank}", [world.node_rank, world.local_rank])
+        _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
-            places = [self._wait_for(client, f"place-{rank}", deadline) for rank in range(world.size)]
-            client.put("crossings", crossings(places))
-        rank, size = self._wait_for(client, "crossings", deadline)[world.rank]
+            places = [self._wait_for(rendezvous, f"place-{rank}", deadline) for rank in range(world.size)]
+            _put(rendezvous, "crossings", crossings(places))
+        rank, size = self._wait_for(rendezvous, "crossings", deadline)[world.rank]
         return rank, size
 
-    def _wait_for(self, client: _Client, key: str, deadline: float) -> Any:
-        while (value := client.get(key)) is None:
+    def _wait_for(self, rendezvous: Rendezvous, key: str, deadline: float) -> Any:
+        while (value := _get(rendezvous, key)) is None:
             if self._is_interrupted or time.monotonic() > deadline:
                 raise RendezvousFailed("another rank failed, or was too slow to join the group")
             time.sleep(_POLL_S)
@@ -147,9 +148,9 @@ class HorovodConnection(Connection):
                 os.environ[name] = value
 
     def _close_server(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        end, self._end_server = self._end_server, None
+        if end is not None:
+            end()
 
     def is_connection_error(self, error: BaseException) -> bool:
         return is_connection_error(error)
@@ -174,7 +175,7 @@ def import_horovod() -> Any:
     """
     try:
         import horovod.torch as hvd
-    except Exception as error:
+    except Exception as error:  # one that was built for another PyTorch fails in its own way
         is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod"
         reason = "which is not installed" if is_missing else f"which fails to load ({type(error).__name__}: {error})"
         raise _unusable(reason, ModuleNotFoundError if is_missing else ImportError) from error
@@ -262,56 +263,53 @@ def _interface_towards(address: str) -> str | None:
     return None
 
 
-class _Server:
-    """Horovod's rendezvous server in its own thread. Who reaches it may read and write what ranks tell there."""
+def _start_server(host: str) -> tuple[int, Callable[[], None]]:
+    """Start Horovod's rendezvous server in a thread; return its port, and what ends it.
 
-    def __init__(self, host: str) -> None:
-        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    Who reaches it may read and write what ranks tell there.
+    """
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-        # Horovod gives a client 3 s to send its request, which is not enough for a worker on a machine that is busy.
-        handler = type("PatientHandler", (RendezvousHandler,), {"timeout": _REQUEST_TIMEOUT_S})
+    # Horovod gives a client 3 s to send its request, which is not enough for a worker on a machine that is busy.
+    handler = type("PatientHandler", (RendezvousHandler,), {"timeout": _REQUEST_TIMEOUT_S})
 
-        def bind(server: Any) -> None:
-            server.socket.close()
-            server.socket = listen_at(host)
-            server.server_address = server.socket.getsockname()
+    def bind(server: Any) -> None:
+        server.socket.close()
+        server.socket = listen_at(host)
+        server.server_address = server.socket.getsockname()
 
-        # Its own way to bind also looks the name of the machine up.
-        kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
-        self._http: Any = kind((host, 0), handler, 0)
-        self._http.daemon_threads = True  # a stuck client holds nothing up
-        self.port: int = self._http.server_address[1]
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+    # Its own way to bind also looks the name of the machine up.
+    kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
+    server: Any = kind((host, 0), handler, 0)
+    server.daemon_threads = True  # a stuck client holds nothing up
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
 
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return int(server.server_address[1]), end
 
 
-@dataclass(frozen=True)
-class _Client:
-    """Values in our corner of the rendezvous server."""
+def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
+    """Write a value in our corner of the rendezvous server."""
+    _request(rendezvous, "PUT", key, json.dumps(value))
 
-    address: str
-    port: int
 
-    def put(self, key: str, value: Any) -> None:
-        self._request("PUT", key, json.dumps(value))
+def _get(rendezvous: Rendezvous, key: str) -> Any:
+    """Return a value from there; None if there is none yet."""
+    status, body = _request(rendezvous, "GET", key)
+    return json.loads(body) if status == http.HTTPStatus.OK else None
 
-    def get(self, key: str) -> Any:
-        """The value; None if there is none yet."""
-        status, body = self._request("GET", key)
-        return json.loads(body) if status == http.HTTPStatus.OK else None
 
-    def _request(self, method: str, key: str, body: str | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.address, self.port, timeout=_REQUEST_TIMEOUT_S)
-        try:
+def _request(rendezvous: Rendezvous, method: str, key: str, body: str | None = None) -> tuple[int, bytes]:
+    host, port = rendezvous.address, rendezvous.port
+    try:
+        with closing(http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)) as connection:
             connection.request(method, f"/{_SCOPE}/{key}", body)
             response = connection.getresponse()
             return response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise RendezvousFailed(f"no answer from rank 0 at {self.address}:{self.port}: {error}") from error
-        finally:
-            connection.close()
+    except (OSError, http.client.HTTPException) as error:
+        raise RendezvousFailed(f"no answer from rank 0 at {host}:{port}: {error}") from error

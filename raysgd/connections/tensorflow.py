@@ -117,7 +117,7 @@ class TensorFlowConnection(_LoadingConnection):
         deadline.check()  # an interrupt that came before there was anything to cut
         self._announce(rendezvous, world)
         gradients, votes = self._lanes
-        _JOINED = JoinedGroup(Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes))
+        _JOINED = Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes)
 
     def interrupt(self) -> None:
         self._is_interrupted = True
@@ -127,11 +127,11 @@ class TensorFlowConnection(_LoadingConnection):
     def leave(self) -> None:
         global _JOINED
         for lane in self._lanes:
-            lane.close()
+            lane.close_sockets()
         if self._lanes:
             _JOINED = None
         if self._endpoint is not None:
-            self._endpoint.close()
+            self._endpoint.close_sockets()
         self._lanes, self._endpoint, self._is_interrupted = [], None, False
         super().leave()
 
@@ -176,20 +176,9 @@ class MultiWorkerConnection(_LoadingConnection):
         )
 
 
-@dataclass(frozen=True)
-class JoinedGroup:
-    """The exchange between the ranks of a group.
+_JOINED: tuple[Group, EarlyVotes] | None = None
+"""What exchanges gradients, metrics and states; and the votes on which ranks have data left, asked meanwhile."""
 
-    Attributes:
-        group: Gradients, metrics and states.
-        votes: Which ranks have data left: asked for, and answered, while gradients are on their way.
-    """
-
-    group: Group
-    votes: EarlyVotes
-
-
-_JOINED: JoinedGroup | None = None
 _STRATEGY: Any = None
 
 
@@ -198,13 +187,13 @@ def group_of(world: World) -> Group:
 
     Before it has joined one, as a worker that is made ready to step in, it is alone wherever its place will be.
     """
-    return _JOINED.group if world.is_distributed and _JOINED is not None else Group(World(0, 1))
+    return _JOINED[0] if world.is_distributed and _JOINED is not None else Group(World(0, 1))
 
 
 def votes() -> EarlyVotes:
     """The votes of the group that this process joined as one of several ranks."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
-    return _JOINED.votes
+    return _JOINED[1]
 
 
 def strategy() -> Any:

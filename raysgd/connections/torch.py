@@ -16,7 +16,6 @@ from typing import Any
 from raysgd.connections._compiler import defer_compiler
 from raysgd.connections._gloo import DelayedCalls, GlooConnections, as_written, open_sockets, opened_since
 from raysgd.connections._origins import is_of, with_causes
-from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.group import Group
 from raysgd.connections.mesh.board import Board, neighbors, others
 from raysgd.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint, listen_at
@@ -242,7 +241,7 @@ class TorchConnection(Connection):
         self._is_cut = True
         try:
             if self._gloo is not None:
-                self._gloo.end()
+                self._gloo.cut()
         finally:
             self._end_exchanges()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
@@ -280,7 +279,7 @@ class TorchConnection(Connection):
         gloo, self._gloo = self._gloo, None
         if gloo is None:
             return DelayedCalls(let_go)
-        return DelayedCalls(gloo.end, let_go)
+        return DelayedCalls(gloo.cut, let_go)
 
     def leave(self) -> None:
         self._leave()
@@ -301,7 +300,7 @@ class TorchConnection(Connection):
             end_process_group()
         for part in (self._mesh, self._board, self._endpoint):
             if part is not None:
-                part.close()
+                part.close_sockets()
         self._mesh = self._board = self._gloo = self._endpoint = self._group = self._store = None
         self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
         self._is_formed, self._beside = False, []
@@ -401,3 +400,52 @@ def end_process_group() -> None:
         dist.destroy_process_group()
     except RuntimeError as error:  # a broken group cannot say goodbye
         logger.debug("leaving a broken group: %s", error)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPUs
+
+# An id of a GPU is a number or a name such as `GPU-8932f937`. CUDA counts the GPUs that a process may see in the order
+# of the list in `CUDA_VISIBLE_DEVICES`; without a list it counts all of the machine. Why a worker sees all GPUs of its
+# node's workers: ADR 55.
+
+
+def ordinal_of(gpu_id: str, visible: str | None) -> int:
+    """The ordinal of a GPU in a process, given the process's list; None or an empty list means all of the machine.
+
+    Raises:
+        RuntimeError: The process cannot see that GPU.
+
+    Examples:
+        >>> ordinal_of("3", visible="1,3"), ordinal_of("3", visible=None)
+        (1, 3)
+    """
+    listed = _ids(visible)
+    if not listed and gpu_id.isdigit():
+        return int(gpu_id)
+    if gpu_id not in listed:
+        raise RuntimeError(
+            f"GPU {gpu_id} is reserved for the worker in this process, which cannot see it: "
+            f"`CUDA_VISIBLE_DEVICES={visible or ''}`. Start the process with that GPU visible, or with none hidden."
+        )
+    return listed.index(gpu_id)
+
+
+def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
+    """The list with which a worker sees the GPUs of all workers of its node, and the ordinal of its first one.
+
+    Args:
+        own: The worker's list.
+        of_node: The lists of all workers of the node, in the order of their local ranks.
+
+    Examples:
+        >>> visible_to_all("2", ["0", "2"])
+        ('0,2', 1)
+    """
+    if not own or not all(of_node):
+        return own, 0  # a process sees all GPUs of the machine, or none: there is nothing to add up
+    union = list(dict.fromkeys(identity for listed in of_node for identity in _ids(listed)))
+    return ",".join(union), union.index(_ids(own)[0])
+
+
+def _ids(listed: str | None) -> list[str]:
+    return [identity.strip() for identity in (listed or "").split(",") if identity.strip()]

@@ -15,7 +15,7 @@ from typing import IO, Any
 from raysgd._files import check_regular, flush_to_disk, replacing
 from raysgd._imports import require
 from raysgd.exceptions import StorageError
-from raysgd.storage import _trees
+from raysgd.storage import _transfers
 from raysgd.storage._retrying import storage_error
 from raysgd.storage.folder import Folder, check_name, check_single
 
@@ -81,11 +81,11 @@ class LocalFolder(Folder):
 
     def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
         with _telling(f"copy `{source}` to `{self}`"):
-            _trees.copy_tree(source, self._local_path, places)
+            _transfers.copy_tree(source, self._local_path, places)
 
     def download(self, target: Path) -> None:
         with _telling(f"copy `{self}` to `{target}`"):
-            _trees.copy_tree(self._local_path, target)
+            _transfers.copy_tree(self._local_path, target)
 
     def has(self, name: str) -> bool:
         return (self._local_path / check_name(name)).is_file()
@@ -93,7 +93,7 @@ class LocalFolder(Folder):
     def fetch(self, name: str, target: Path) -> None:
         path = self._local_path / check_name(name)
         with _telling(f"copy `{path}` to `{target}`"):
-            _trees.copy_file(path, target)
+            _transfers.copy_file(path, target)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
@@ -124,7 +124,7 @@ class LocalFolder(Folder):
         with _telling(f"commit `{whole}`"):
             if whole.exists() and not staged.exists():
                 return whole
-            _trees.sync_tree(staged._local_path)
+            _transfers.sync_tree(staged._local_path)
             _rename_to_new(staged._local_path, whole._local_path)
             flush_to_disk(self._local_path)
         return whole
@@ -154,7 +154,7 @@ def _remove(folder: Path) -> None:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith((_STAGED, _trees.TEMPORARY))
+    return name.startswith((_STAGED, _transfers.TEMPORARY))
 
 
 def _rename_to_new(source: Path, target: Path) -> None:

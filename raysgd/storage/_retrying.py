@@ -99,7 +99,7 @@ class RetryLimit:
             pause_s = longest_s * random.uniform(0.75, 1.0)  # so that many workers do not come back at once
             try:
                 return attempt()
-            except Exception as error:
+            except Exception as error:  # stores raise what they like
                 if not may_pass(error) or clock() + pause_s > deadline:
                     raise
                 logger.warning("could not %s, trying again in %.1f s: %s", doing, pause_s, in_short(error))

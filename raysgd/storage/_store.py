@@ -25,56 +25,17 @@ from typing import IO, Any, TypeVar
 from raysgd._imports import require
 from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
-from raysgd.storage import _filesystems, _transfers, _trees
+from raysgd.storage import _filesystems, _transfers
 from raysgd.storage._filesystems import OpenedLocation
 from raysgd.storage._retrying import TIMEOUT_VARIABLE, RetryLimit, cause_of, storage_error
 from raysgd.storage._uris import child_of
 from raysgd.storage.folder import Folder, check_name, check_single, lies_inside
 
 _MARKER = ".complete-"
-_LIST = f"{_trees.TEMPORARY}sums-"
+_LIST = f"{_transfers.TEMPORARY}sums-"
 _CONTENT = b"The folder beside this file, of the same name, is complete.\n"
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Store:
-    """A place in a store.
-
-    Attributes:
-        uri: Where it is.
-        given: The file system that the user made; None for that of `uri`.
-        base: The path in `given`.
-        patience: For how long failures are tried again.
-    """
-
-    uri: str
-    given: Any = None
-    base: str = ""
-    patience: RetryLimit = field(default_factory=RetryLimit)
-
-    def opened(self) -> OpenedLocation:
-        """Return the file system, and the path of this place in it."""
-        if self.given is not None:
-            return OpenedLocation(self.given, self.base)
-        return _filesystems.opened(self.uri, self.patience.total_s)
-
-    def ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
-        """Return what the store answers, tried again where that helps; its errors in our words."""
-        try:
-            return self.patience.call(attempt, doing)
-        except Exception as error:
-            if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
-                raise
-            raise storage_error(doing, error, self._advice) from cause_of(error)
-
-    @property
-    def _advice(self) -> str:
-        return (
-            f"Failures that may pass were tried again for {self.patience.total_s:g} s ({TIMEOUT_VARIABLE}). "
-            "Check the address, your credentials and the network, or use another place."
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,20 +43,26 @@ class StoreFolder(Folder):
     """A folder in a store; of the methods with an underscore, some take it for a file.
 
     Attributes:
-        store: The place that it was opened at.
+        root: The URI that it was opened at.
+        given: The file system that the user made; None for that of `root`.
+        base: The path in `given` that was opened.
+        patience: For how long failures are tried again.
         inside: The path from there.
         is_staged: Whether it is one that is going to be committed, whose files stay as they are uploaded.
     """
 
     is_local = False
 
-    store: Store
+    root: str
+    given: Any = None
+    base: str = ""
+    patience: RetryLimit = field(default_factory=RetryLimit)
     inside: str = ""
     is_staged: bool = False
 
     @property
     def uri(self) -> str:
-        return child_of(self.store.uri, self.inside)
+        return child_of(self.root, self.inside)
 
     @property
     def path(self) -> str:
@@ -107,11 +74,13 @@ class StoreFolder(Folder):
 
     @property
     def _opened(self) -> OpenedLocation:
-        return self.store.ask(f"open `{self}`", self.store.opened)
+        if self.given is not None:
+            return OpenedLocation(self.given, self.base)
+        return self._ask(f"open `{self}`", partial(_filesystems.opened, self.root, self.patience.total_s))
 
     @property
     def is_in_memory(self) -> bool:
-        return self.store.uri.startswith("memory:")
+        return self.root.startswith("memory:")
 
     @property
     def local_path(self) -> Path:
@@ -125,7 +94,7 @@ class StoreFolder(Folder):
         return replace(self, inside=_joined(self.inside, check_name(name)))
 
     def without_retries(self) -> StoreFolder:
-        return replace(self, store=replace(self.store, patience=replace(self.store.patience, total_s=0)))
+        return replace(self, patience=replace(self.patience, total_s=0))
 
     def __str__(self) -> str:
         return masked(self.uri)
@@ -133,13 +102,13 @@ class StoreFolder(Folder):
     # ------------------------------------------------------------------------------------------------ folders
 
     def make(self) -> None:
-        self.store.ask(f"make the folder `{self}`", partial(self._opened.make, self.path))
+        self._ask(f"make the folder `{self}`", partial(self._opened.make, self.path))
 
     def exists(self) -> bool:
         return self._is_a("Directory")
 
     def names(self) -> list[str]:
-        return sorted(name for name in self._children() if not name.startswith((_MARKER, _trees.TEMPORARY)))
+        return sorted(name for name in self._children() if not name.startswith((_MARKER, _transfers.TEMPORARY)))
 
     def delete(self) -> None:
         above, _, name = self.path.rpartition("/")
@@ -149,9 +118,9 @@ class StoreFolder(Folder):
             self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
-        tree = _tree_of(source, f"copy `{source}` to `{self}`")
-        placed = tree.placed(places)
-        _transfers.on_threads(lambda name: (self / name).make(), tree.empty)
+        files, empty = _tree_of(source, f"copy `{source}` to `{self}`")
+        placed = _transfers.placed(files, places)
+        _transfers.on_threads(lambda name: (self / name).make(), empty)
         sums = _transfers.on_threads(lambda name: self._upload_file(source / name, placed[name]), placed)
         self._list({placed[name]: checksum for name, checksum in sums.items()})
 
@@ -193,7 +162,7 @@ class StoreFolder(Folder):
         self._fetch_to(name, target)
 
     def _fetch_to(self, name: str, target: Path, checksums: Collection[str] = ()) -> None:
-        with _trees.placing(target) as file:
+        with _transfers.placing(target) as file:
             (self / name)._fetch(file, checksums)
 
     def has(self, name: str) -> bool:
@@ -242,9 +211,22 @@ class StoreFolder(Folder):
 
     # ------------------------------------------------------------------------------------------------ questions
 
+    def _ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
+        """Return what the store answers, tried again where that helps; its errors in our words."""
+        try:
+            return self.patience.call(attempt, doing)
+        except Exception as error:  # stores raise what they like
+            if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
+                raise
+            advice = (
+                f"Failures that may pass were tried again for {self.patience.total_s:g} s ({TIMEOUT_VARIABLE}). "
+                "Check the address, your credentials and the network, or use another place."
+            )
+            raise storage_error(doing, error, advice) from cause_of(error)
+
     def _is_a(self, kind: str) -> bool:
         """Return whether there is one of this kind, "File" or "Directory"."""
-        [info] = self.store.ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
+        [info] = self._ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
         return bool(info.type == getattr(_fs().FileType, kind))
 
     def _send(self, file: IO[bytes]) -> str:
@@ -259,7 +241,7 @@ class StoreFolder(Folder):
                 yield piece
 
         send = _transfers.send if opened.is_whole_at_close else _transfers.send_and_rename
-        self.store.ask(f"write `{self}`", partial(send, opened.filesystem, content, self.path))
+        self._ask(f"write `{self}`", partial(send, opened.filesystem, content, self.path))
         return str(checksum.hexdigest())
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
@@ -270,7 +252,7 @@ class StoreFolder(Folder):
         """
         attempt = partial(_transfers.fetch, self.filesystem, self.path, target, checksums)
         try:
-            self.store.ask(f"read `{self}`", attempt, reads=True)
+            self._ask(f"read `{self}`", attempt, reads=True)
         except FileNotFoundError as error:
             raise self._missing() from cause_of(error)
 
@@ -304,7 +286,7 @@ class StoreFolder(Folder):
     def _listed(self, recursive: bool) -> list[tuple[str, bool]]:
         path = self.path
         chosen = _fs().FileSelector(path, recursive=recursive, allow_not_found=True)
-        infos = self.store.ask(f"list `{self}`", partial(self.filesystem.get_file_info, chosen))
+        infos = self._ask(f"list `{self}`", partial(self.filesystem.get_file_info, chosen))
         top = path.strip("/")
         found = [(info.path.removeprefix("/").removesuffix("/"), info.is_file) for info in infos]
         return [(_from(top, path), is_file) for path, is_file in found if path != top]
@@ -315,7 +297,7 @@ class StoreFolder(Folder):
 
     def _delete(self, delete: Callable[[str], object], path: str) -> None:
         """Deletes something, if it is there."""
-        self.store.ask(f"delete `{self}`", partial(_unless_missing, delete, path))
+        self._ask(f"delete `{self}`", partial(_unless_missing, delete, path))
 
 
 def _from(top: str, path: str) -> str:
@@ -338,7 +320,7 @@ def _unless_missing(delete: Callable[[str], object], path: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return _base(name).startswith((_MARKER, _trees.TEMPORARY))
+    return _base(name).startswith((_MARKER, _transfers.TEMPORARY))
 
 
 def _base(name: str) -> str:
@@ -360,9 +342,9 @@ def _listed_in(content: bytes) -> dict[str, str]:
     return found
 
 
-def _tree_of(source: Path, doing: str) -> _trees.FileTree:
+def _tree_of(source: Path, doing: str) -> tuple[list[str], list[str]]:
     try:
-        return _trees.FileTree.of(source)
+        return _transfers.tree_of(source)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -1,15 +1,20 @@
-"""Sends files to stores and fetches them."""
+"""Copies files: trees of them on this machine, single ones, and to stores and from them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from raysgd.storage._trees import TEMPORARY
+from raysgd._files import flush_to_disk
+from raysgd.exceptions import OnFailure
 
+TEMPORARY = ".raysgd-"  # as in `raysgd._files`, which also removes what was left long ago
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
 _AWAITED_PIECES = 10  # eight parts of S3, which PyArrow sends at the same time
@@ -18,6 +23,85 @@ T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
 """The content of a file; called again for each attempt."""
+
+# ---------------------------------------------------------------------------------------------------- on this machine
+
+
+def tree_of(root: Path) -> tuple[list[str], list[str]]:
+    """Relative names, with slashes, of the files in a folder, and of the folders that are empty.
+
+    Symbolic links are followed.
+
+    Raises:
+        OSError: There is no such folder; something in it is neither a file nor a folder; a link leads back.
+    """
+    files: list[str] = []
+    empty: list[str] = []
+
+    def visit(prefix: str, above: tuple[str, ...]) -> None:
+        with os.scandir(root / prefix) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+        if prefix and not entries:
+            empty.append(prefix)
+        for entry in entries:
+            name = f"{prefix}/{entry.name}" if prefix else entry.name
+            if entry.is_dir():
+                real = os.path.realpath(entry.path)
+                if real in above:
+                    raise OSError(f"the link `{entry.path}` leads to a folder that it is in")
+                visit(name, (*above, real))
+            elif entry.is_file():
+                files.append(name)
+            else:
+                raise OSError(f"`{entry.path}` is neither a file nor a folder")
+
+    visit("", (os.path.realpath(root),))
+    return files, empty
+
+
+def placed(files: Iterable[str], places: Mapping[str, str | None] | None) -> dict[str, str]:
+    """The names that files get: their own, or others for some of them. None leaves a file out."""
+    named = {**{name: name for name in files}, **(places or {})}
+    return {name: place for name, place in named.items() if place is not None}
+
+
+def copy_tree(source: Path, target: Path, places: Mapping[str, str | None] | None = None) -> None:
+    """Copies everything in a folder into another one; each file is whole or not there. Places: see `placed`."""
+    files, empty = tree_of(source)
+    target.mkdir(parents=True, exist_ok=True)
+    for name in empty:
+        (target / name).mkdir(parents=True, exist_ok=True)
+    for name, place in placed(files, places).items():
+        copy_file(source / name, target / place)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file, which is whole or not there."""
+    with placing(target) as file:
+        shutil.copyfile(source, file.name)
+        shutil.copymode(source, file.name)
+
+
+@contextlib.contextmanager
+def placing(target: Path) -> Iterator[IO[bytes]]:
+    """Opens a file that takes its name when it is complete. It may not be on the disk yet when that happens."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
+    with OnFailure(lambda: temporary.unlink(missing_ok=True)):
+        with open(temporary, "xb") as file:
+            yield file
+        os.replace(temporary, target)
+
+
+def sync_tree(root: Path) -> None:
+    """Makes sure that everything in a folder is on the disk."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            flush_to_disk(os.path.join(folder, name))
+        flush_to_disk(folder)
+
+
+# ---------------------------------------------------------------------------------------------------- stores
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:
@@ -50,13 +134,14 @@ def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
     if folder.strip("/"):
         fs.create_dir(folder.rstrip("/"), recursive=True)
     temporary = f"{folder}{TEMPORARY}{secrets.token_hex(8)}.tmp"
-    try:
+
+    def delete() -> None:
+        with contextlib.suppress(Exception):  # whatever a store may answer: what failed before matters more
+            fs.delete_file(temporary)
+
+    with OnFailure(delete):
         send(fs, content, temporary)
         fs.move(temporary, path)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            fs.delete_file(temporary)
-        raise
 
 
 def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()) -> None:

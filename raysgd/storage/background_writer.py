@@ -9,7 +9,6 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -37,7 +36,7 @@ class BackgroundWriter:
 
     def __init__(self, write: Write, shown: Callable[[str], str] = str) -> None:
         self._write, self._shown = write, shown
-        self._jobs: collections.deque[_WriteJob] = collections.deque()
+        self._jobs: collections.deque[tuple[str, Callable[[], Any], Write]] = collections.deque()
         self._failures: collections.deque[BaseException] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -57,7 +56,7 @@ class BackgroundWriter:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure(passing=WorkersLostError)
-            self._jobs.append(_WriteJob(files.absolute(path), produce, write or self._write, self._shown))
+            self._jobs.append((files.absolute(path), produce, write or self._write))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
@@ -133,7 +132,7 @@ class BackgroundWriter:
                     self._changed.notify_all()
                     return
                 job = self._jobs.popleft()
-            failure = job.run()
+            failure = self._failure_of(*job)
             del job  # What it refers to may be large.
             if failure is None:
                 self._make_up()
@@ -142,25 +141,15 @@ class BackgroundWriter:
                 self._failures.append(failure)
             del failure
 
-
-@dataclass(frozen=True)
-class _WriteJob:
-    """One file to write."""
-
-    path: str
-    produce: Callable[[], Any]
-    write: Write
-    shown: Callable[[str], str]
-
-    def run(self) -> BaseException | None:
-        """Write the file; return what went wrong."""
+    def _failure_of(self, path: str, produce: Callable[[], Any], write: Write) -> BaseException | None:
+        """Write a file; return what went wrong."""
         try:
-            self.write(self.path, self.produce())
-        except BaseException as error:
-            logger.error("could not write checkpoint %s: %r", self.shown(self.path), error)
+            write(path, produce())
+        except BaseException as error:  # a later call raises it
+            logger.error("could not write checkpoint %s: %r", self._shown(path), error)
             _forget_variables(error)
             return error
-        logger.info("wrote checkpoint %s", self.shown(self.path))
+        logger.info("wrote checkpoint %s", self._shown(path))
         return None
 
 

@@ -304,7 +304,7 @@ class ParquetStream(TableStream):
         try:
             with self._content(file) as content:
                 return _lengths(self._table(content))
-        except Exception as error:
+        except Exception as error:  # stores raise what they like
             raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
 
     def _table(self, content: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -232,7 +232,8 @@ class GlobalReader:
     def __iter__(self) -> Iterator[StreamBatch]:
         """Iterate over the rest of the pass."""
         self._loading = self._open_loading()
-        with closing(self._loading):
+        with ExitStack() as last:
+            last.callback(self._loading.end_loading)
             num_seen = self._ends.num_seen(self._rows_ahead)
             if num_seen:
                 self._ends.see(self._look(num_seen))

@@ -56,7 +56,7 @@ def numbered_rows(
                         break
                 yield number - 1, row
             break
-        except Exception as error:
+        except Exception as error:  # whatever a stream of the user raises
             what = f"cannot be read from row {number} on"
             failed = StreamError(f"shard {shard.name!r} {what}: {type(error).__name__}: {error}")
             if not skips:
@@ -259,7 +259,7 @@ class LaneReader:
             pass
         return min(len(self._waiting), num_rows)
 
-    def take(self, num_rows: int) -> list[LaneRow]:
+    def read(self, num_rows: int) -> list[LaneRow]:
         """Return the next rows; fewer at the end of the lane."""
         num_rows = self.peek(num_rows)
         self._num_taken += num_rows
@@ -269,7 +269,7 @@ class LaneReader:
 
     def skip(self, num_rows: int) -> None:
         """Pass over the next rows."""
-        while num_rows and (num_passed := len(self.take(min(num_rows, _MOST_SKIPPED)))):
+        while num_rows and (num_passed := len(self.read(min(num_rows, _MOST_SKIPPED)))):
             num_rows -= num_passed
 
     def _read_block(self, num_wanted: int) -> bool:

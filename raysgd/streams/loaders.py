@@ -109,7 +109,7 @@ class BatchMaker:
             reader = self._reader(lane)
             reader.skip(start - self._passed[lane])
             self._passed[lane] = stop
-            for part, number, row in reader.take(stop - start):
+            for part, number, row in reader.read(stop - start):
                 shard = reader.names[part]
                 rows.append(steps(row, shard, number))
                 places.append(f"shard {shard!r}, row {number}")
@@ -139,7 +139,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
     """
     try:
         return collate(rows)
-    except Exception as error:
+    except Exception as error:  # of a function of the user, or of a framework
         first, forms = dict(_forms(rows[0])), [dict(_forms(row)) for row in rows]
         odd = next((number for number, each in enumerate(forms) if each != first), None)
         where = f"{places[0]}, to {places[-1]}"
@@ -182,7 +182,7 @@ class LoaderInThread:
         """Return what became of the first order that was not answered yet."""
         return self._maker.make(self._orders.popleft())
 
-    def close(self) -> None:
+    def end_loading(self) -> None:
         """Do nothing: all that is open closes by itself."""
 
 
@@ -224,9 +224,9 @@ class LoaderProcesses:
         found = [part for part in parts if part is not None]
         return self._join(found) if found else None
 
-    def close(self) -> None:
+    def end_loading(self) -> None:
         for process in self._processes:
-            process.close()
+            process.kill()
 
 
 class _LoaderProcess:
@@ -260,7 +260,7 @@ class _LoaderProcess:
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
         return StreamError(f"a loader process {how}. If it ran out of memory, use fewer, or a smaller `prefetch`.")
 
-    def close(self) -> None:
+    def kill(self) -> None:
         self._process.kill()  # it may be in the middle of something that takes long, and holds nothing that is needed
         self._process.join()
         self._process.close()
@@ -282,7 +282,7 @@ def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Ca
             os._exit(0)
         try:
             answers.put(maker.make(order))
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is raised in the worker
             answers.put(ExceptionWithTraceback(error, error.__traceback__))
 
 

@@ -88,14 +88,14 @@ class Stream(ABC):
             TypeError: It cannot be called.
             ValueError: The rows are in batches already.
         """
-        return self._pipeline().with_step(function, is_filter=False, is_seeded=seeded)
+        return self._with_step("map", function, seeded)
 
     def filter(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
         """Return the stream without the rows for which a function is false; arguments and errors are those of `map`.
 
         It is called in the workers that read a row, which may be several.
         """
-        return self._pipeline().with_step(function, is_filter=True, is_seeded=seeded)
+        return self._with_step("filter", function, seeded)
 
     def shuffle(self, buffer: int, seed: int | None = None) -> Pipeline:
         """Return the stream in another order in each pass: of the shards, and of rows that are near each other.
@@ -109,7 +109,13 @@ class Stream(ABC):
         Raises:
             ValueError: `buffer` is not a positive number; the stream is shuffled already, or cut off by `take`.
         """
-        return self._pipeline().shuffled(buffer, seed)
+        check_count("buffer", buffer, "It is the number of rows to mix.")
+        if seed is not None:
+            check_seed(seed)
+        rows = self._of_rows("shuffle")
+        if rows.buffer > 1 or rows.limit is not None:
+            raise ValueError("`shuffle` after another `shuffle` or after `take`: a stream is shuffled once, before.")
+        return replace(rows, buffer=buffer, seed=seed)
 
     def take(self, num_rows: int) -> Pipeline:
         """Return the stream with the first rows of each pass only, of all workers together.
@@ -117,7 +123,9 @@ class Stream(ABC):
         Raises:
             ValueError: `num_rows` is not a positive number.
         """
-        return self._pipeline().cut_off(num_rows)
+        check_count("num_rows", num_rows, "It is the number of rows in a pass.")
+        rows = self._of_rows("take")
+        return replace(rows, limit=min(num_rows, rows.limit or num_rows))
 
     def batch(
         self,
@@ -145,8 +153,39 @@ class Stream(ABC):
             TypeError: `collate` cannot be called.
             ValueError: A number is out of range; the rows are in batches already.
         """
-        options = {"drop_last": drop_last, "collate": collate, "num_workers": num_workers, "prefetch": prefetch}
-        return self._pipeline().batched(size, on_error, **options)
+        check_count("size", size, "It is the number of rows of all workers together in a step.")
+        refuse_text(drop_last=drop_last)
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f'`on_error={on_error!r}`: allowed are "raise" and "skip".')
+        if collate is not None and not callable(collate):
+            raise TypeError(f"`collate={collate!r}`: need a function of a list of rows, or None.")
+        check_num_workers("num_workers", num_workers, "It is the number of loader processes.", least=0)
+        check_count("prefetch", prefetch, "It is the number of global batches to load ahead.")
+        return replace(
+            self._of_rows("batch"),
+            batch_size=size,
+            drop_last=drop_last,
+            collate=collate,
+            num_workers=num_workers,
+            prefetch=prefetch,
+            skips=on_error == "skip",
+        )
+
+    def _with_step(self, name: str, function: Callable[..., Any], is_seeded: bool) -> Pipeline:
+        if not callable(function):
+            raise TypeError(f"`{name}({function!r})`: need a function of a row.")
+        refuse_text(seeded=is_seeded)
+        rows, is_filter = self._of_rows(name), name == "filter"
+        if is_filter and rows.limit is not None:
+            raise ValueError("`filter` after `take`: filter first, then take.")
+        return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
+
+    def _of_rows(self, name: str) -> Pipeline:
+        """Return the stream for a method about rows, ahead of `batch`."""
+        rows = self._pipeline()
+        if rows.batch_size is not None:
+            raise ValueError(f"`{name}` after `batch`: it is about rows, so it has to come first.")
+        return rows
 
     def _pipeline(self) -> Pipeline:
         return self if isinstance(self, Pipeline) else Pipeline(self)
@@ -275,7 +314,7 @@ class RowSteps:
                     row = result
                 elif not result:
                     return DROPPED
-        except Exception as error:
+        except Exception as error:  # of a function of the user
             name = getattr(function, "__name__", type(function).__name__)
             what = f"`{name}` failed with {type(error).__name__}: {error}"
             raise StreamError(f"shard {shard!r}, row {number}: {what}") from error
@@ -350,48 +389,3 @@ class Pipeline(Stream):
             return num_rows
         full, rest = divmod(num_rows, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
-
-    def with_step(self, function: Callable[..., Any], *, is_filter: bool, is_seeded: bool) -> Pipeline:
-        """See `Stream.map` and `Stream.filter`."""
-        name = "filter" if is_filter else "map"
-        if not callable(function):
-            raise TypeError(f"`{name}({function!r})`: need a function of a row.")
-        refuse_text(seeded=is_seeded)
-        self._check_rows(name)
-        if is_filter and self.limit is not None:
-            raise ValueError("`filter` after `take`: filter first, then take.")
-        return replace(self, steps=(*self.steps, RowStep(function, is_filter, is_seeded)))
-
-    def shuffled(self, buffer: int, seed: int | None) -> Pipeline:
-        """See `Stream.shuffle`."""
-        check_count("buffer", buffer, "It is the number of rows to mix.")
-        if seed is not None:
-            check_seed(seed)
-        self._check_rows("shuffle")
-        if self.buffer > 1 or self.limit is not None:
-            raise ValueError("`shuffle` after another `shuffle` or after `take`: a stream is shuffled once, before.")
-        return replace(self, buffer=buffer, seed=seed)
-
-    def cut_off(self, num_rows: int) -> Pipeline:
-        """Return the stream of the first rows; see `Stream.take`."""
-        check_count("num_rows", num_rows, "It is the number of rows in a pass.")
-        self._check_rows("take")
-        return replace(self, limit=min(num_rows, self.limit or num_rows))
-
-    def batched(self, size: int, on_error: str, **options: Any) -> Pipeline:
-        """See `Stream.batch`; the other options are attributes of this class."""
-        check_count("size", size, "It is the number of rows of all workers together in a step.")
-        collate = options["collate"]
-        refuse_text(drop_last=options["drop_last"])
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f'`on_error={on_error!r}`: allowed are "raise" and "skip".')
-        if collate is not None and not callable(collate):
-            raise TypeError(f"`collate={collate!r}`: need a function of a list of rows, or None.")
-        check_num_workers("num_workers", options["num_workers"], "It is the number of loader processes.", least=0)
-        check_count("prefetch", options["prefetch"], "It is the number of global batches to load ahead.")
-        self._check_rows("batch")
-        return replace(self, batch_size=size, skips=on_error == "skip", **options)
-
-    def _check_rows(self, name: str) -> None:
-        if self.batch_size is not None:
-            raise ValueError(f"`{name}` after `batch`: it is about rows, so it has to come first.")

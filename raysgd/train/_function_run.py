@@ -24,10 +24,9 @@ from raysgd._text.log_lines import Once, named
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
-from raysgd.exceptions import StepMismatchError, WorkerError
+from raysgd.exceptions import OnFailure, RaySGDError, StepMismatchError, WorkerError
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
-from raysgd.train._rules.max_retries import LossCounter
+from raysgd.train._retries import LossCounter
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import (
     BROADCAST,
@@ -43,6 +42,7 @@ from raysgd.train._worker.messages import (
     TrainingResultType,
     is_mere_report,
 )
+from raysgd.train.checkpoint import CheckpointLostError, CheckpointTaker
 from raysgd.train.worker_group import Worker
 
 logger = logging.getLogger(__name__)
@@ -195,19 +195,19 @@ class FunctionRun:
         if size > 1 or self._controller.num_workers != size:
             return False
         try:
-            return all(self._controller.run(Call(FunctionReplica.end), max_retries=0))
-        except Exception as failed:
+            return all(self._controller.run(Call(FunctionReplica.end_function), max_retries=0))
+        except RaySGDError as failed:  # a worker was lost, or something else ended the call
             logger.debug("ending the function failed: %s", failed)
             return False
 
     @contextmanager
     def _aborted_on_error(self) -> Iterator[None]:
-        try:
-            with self._retries.named():
+        with OnFailure(self.abort), self._retries.named():
+            try:
                 yield
-        except BaseException as error:
-            self.abort(error)
-            raise
+            except WorkerError as error:
+                self.abort(error)
+                raise
 
     # --------------------------------------------------------------------------------------- the workers that run it
 
@@ -304,9 +304,9 @@ class FunctionRun:
     def _next_messages(self) -> Sequence[Message | None]:
         """The next message of each rank that reports, once their questions are answered."""
         while True:
-            self._queues.begin(self._attempt, self._members)
+            self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
-                self._queues.add(self._call(FunctionReplica.take, self._told_to_take))
+                self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
                 self.may_restart = self.may_restart and self._queues.has_step  # else steps came behind the checkpoint
             messages = self._queues.take_step()
             questions = questions_in(messages)
@@ -321,7 +321,7 @@ class FunctionRun:
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Returns the workers' arguments: the number of their next checkpoint, and whether a message is needed."""
         starts, queues = self._starts(worlds), self._queues
-        queues.begin(self._attempt, self._members)
+        queues.follow(self._attempt, self._members)
         index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
         # Ranks that are told the same get one object: the engine then packs it once.
         return [
@@ -401,7 +401,7 @@ class MessageQueues:
         self._met: set[Any] = set()
         self._joined: Mapping[Any, int] = {}
 
-    def begin(self, attempt: int | None, members: Mapping[Any, int]) -> None:
+    def follow(self, attempt: int | None, members: Mapping[Any, int]) -> None:
         """Says which workers messages come from, by rank; of others nothing is kept.
 
         Args:
@@ -445,7 +445,7 @@ class MessageQueues:
         """Return how many messages of this rank have come so far."""
         return self._nums_taken[rank]
 
-    def add(self, found: Sequence[Sequence[Message]]) -> None:
+    def extend(self, found: Sequence[Sequence[Message]]) -> None:
         """Takes what the ranks answered."""
         for rank, messages in enumerate(found):
             self._queues[rank].extend(messages)

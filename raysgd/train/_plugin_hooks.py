@@ -11,6 +11,7 @@ from raysgd.engine.group import GroupHooks
 from raysgd.engine.group import WorkerGroup as EngineGroup
 from raysgd.engine.policies import Diagnosis
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo
+from raysgd.exceptions import failure_logged
 from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe, make_objects
@@ -80,7 +81,7 @@ class PluginHooks(GroupHooks):
     def on_start(self, group: EngineGroup) -> GroupReport | None:
         """Lets the plug-in connect the workers. A death over that is a failed start."""
         try:
-            workers = WorkerGroup.of(group, self._resources)
+            workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)
             if self._make_object is not None:
                 make_objects(self._make_object, workers.workers)
@@ -135,7 +136,5 @@ class PluginHooks(GroupHooks):
         """Lets the plug-in say goodbye, whatever comes of that."""
         if group is not self._group:
             return
-        try:
+        with failure_logged(logger.warning, "`on_shutdown` failed; stopping the workers anyway: %s"):
             self._backend.on_shutdown(self.workers, self._config)
-        except Exception as error:
-            logger.warning("`on_shutdown` failed; stopping the workers anyway: %s", error)

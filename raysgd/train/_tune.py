@@ -10,7 +10,7 @@ import inspect
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,9 @@ from raysgd.driver import tune_trial
 from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
 from raysgd.train._worker.mailbox import Mailbox, RunCancelled
 from raysgd.train._worker.messages import FunctionEnded
+from raysgd.train.base_trainer import changed_scaling, check_is_shared, checked_scaling, own_values
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID
-from raysgd.train.fit import arguments
 from raysgd.train.fit.run import FitJob
 
 if TYPE_CHECKING:
@@ -40,38 +40,32 @@ _STORE = ".raysgd"
 _END_S = 30.0
 
 
-@dataclass(frozen=True)
-class TrialPlan:
-    """The plan that every trial follows.
+def make_trainable(
+    make_trainer: Callable[..., Trainer],
+    train_func: Callable[..., Any],
+    dataset: Any,
+    bundles: list[dict[str, float]],
+    strategy: str,
+    refuses_more_steps: bool = False,
+) -> type[Any]:
+    """The class for `tune.Tuner` or `tune.run`.
 
-    Attributes:
-        make_trainer: Makes a trainer that writes into a folder.
+    Args:
+        make_trainer: Makes the trainer of a trial, which writes into `logdir`.
         train_func: Its function; it gets the config of the trial.
         dataset: Its data.
         bundles: What one trial needs: the trial itself, then each worker.
         strategy: How these are placed.
-        refuses_more_steps: Whether a step after the end is an error; else it says once more that this is the end.
-    """
-
-    make_trainer: Callable[..., Trainer]
-    train_func: Callable[..., Any]
-    dataset: Any = None
-    bundles: list[dict[str, float]] = field(default_factory=list)
-    strategy: str = "PACK"
-    refuses_more_steps: bool = False
-
-
-def make_trainable(plan: TrialPlan) -> type[Any]:
-    """The class for `tune.Tuner` or `tune.run`.
+        refuses_more_steps: See `FunctionTrial`.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
     """
     return tune_trial.make_trainable(
-        partial(FunctionTrial, plan),
-        lambda config: plan.bundles,
+        lambda config, info: FunctionTrial(make_trainer, train_func, dataset, config, info, refuses_more_steps),
+        lambda config: bundles,
         "TrainTrainable",
-        strategy=plan.strategy,
+        strategy=strategy,
         purpose="`to_tune_trainable`",
     )
 
@@ -80,13 +74,25 @@ class FunctionTrial:
     """One run of a trainer, step by step.
 
     Args:
-        plan: What to run.
+        make_trainer: Makes the trainer, which writes into `logdir`.
+        train_func: Its function.
+        dataset: Its data.
         config: The config of the function.
         info: Where the trainer writes.
+        refuses_more_steps: Whether a step after the end is an error; else it says once more that this is the end.
     """
 
-    def __init__(self, plan: TrialPlan, config: dict[str, Any], info: TrialInfo) -> None:
-        self._plan, self._config, self._logdir = plan, config, info.logdir / _FOLDER
+    def __init__(
+        self,
+        make_trainer: Callable[..., Trainer],
+        train_func: Callable[..., Any],
+        dataset: Any,
+        config: dict[str, Any],
+        info: TrialInfo,
+        refuses_more_steps: bool = False,
+    ) -> None:
+        self._make_trainer, self._train_func, self._dataset = make_trainer, train_func, dataset
+        self._config, self._logdir, self._refuses_more_steps = config, info.logdir / _FOLDER, refuses_more_steps
         self._begin_from: dict[str, Any] | None = None
         self._trainer: Trainer | None = None
         self._iterator: TrainingIterator | None = None
@@ -98,9 +104,9 @@ class FunctionTrial:
         """Rank 0's next report, and whether there is a checkpoint that Tune does not have yet.
 
         Raises:
-            RuntimeError: The function has ended, and the plan allows no further step.
+            RuntimeError: The function has ended, and there may be no further step.
         """
-        if self._has_ended and self._plan.refuses_more_steps:
+        if self._has_ended and self._refuses_more_steps:
             raise RuntimeError("The function has ended, so there is no further step.")
         if self._iterator is None:
             self._begin()
@@ -113,12 +119,12 @@ class FunctionTrial:
         return TrialStepResult(results[0], is_saved)
 
     def _begin(self) -> None:
-        self._trainer = self._plan.make_trainer(logdir=self._logdir)
+        self._trainer = self._make_trainer(logdir=self._logdir)
         self._trainer.start()
         # Tune keeps the checkpoints, by its own rules.
         strategy = CheckpointStrategy(num_to_keep=0)
         self._iterator = self._trainer.run_iterator(
-            self._plan.train_func, self._config, self._plan.dataset, self._begin_from, strategy
+            self._train_func, self._config, self._dataset, self._begin_from, strategy
         )
 
     @property
@@ -160,7 +166,7 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
             to be validated beside the training.
     """
     trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
-    arguments.check_is_shared(storage)
+    check_is_shared(storage)
     if trainer.scaling_config.label_selector:
         raise ValueError(
             f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
@@ -199,7 +205,7 @@ class TrialRecorder:
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         """An attempt starts."""
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
@@ -211,7 +217,7 @@ class TrialRecorder:
     def fail(self, error: BaseException) -> None:
         """An attempt ended with an error."""
 
-    def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
+    def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
         """There is a report. Returns whether the run is to stop, because the trial does."""
         try:
             self._mailbox.offer((dict(metrics), checkpoint))
@@ -245,7 +251,7 @@ class FitTrial:
         if self._has_ended:
             return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
-        found = mailbox.take()
+        found = mailbox.next_message()
         if isinstance(found, FunctionEnded):
             self._has_ended = True
             return TrialStepResult(None, is_last=True)
@@ -312,7 +318,7 @@ class FitTrial:
             mailbox.cancel(_END_S)
         if folder is not None:
             folder.experiment.delete()
-            folder.close()
+            folder.remove_staging()
 
 
 def check_space(trainer: BaseTrainer, space: Mapping[str, Any]) -> None:
@@ -328,7 +334,7 @@ def check_space(trainer: BaseTrainer, space: Mapping[str, Any]) -> None:
             of_trainer = f"is not an argument of `{type(trainer).__name__}`"
             raise ValueError(f"`param_space` has `{name}`, which {of_trainer}.{did_you_mean(name, known)}")
     for scaling in _choices(space.get("scaling_config")):
-        arguments.checked_scaling(_merged(trainer._arguments.get("scaling_config"), scaling))
+        checked_scaling(_merged(trainer._arguments.get("scaling_config"), scaling))
 
 
 def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,9 +370,9 @@ def _choices(value: Any) -> Sequence[Any]:
 
 def _merged(before: Any, value: Any) -> Any:
     if isinstance(before, ScalingConfig) and isinstance(value, Mapping):
-        return arguments.changed_scaling(before, value)
+        return changed_scaling(before, value)
     if isinstance(before, ScalingConfig) and isinstance(value, ScalingConfig):
-        return arguments.changed_scaling(before, arguments.own_values(value))
+        return changed_scaling(before, own_values(value))
     if isinstance(before, Mapping) and isinstance(value, Mapping):
         return tune_trial.merged(before, value)
     return value

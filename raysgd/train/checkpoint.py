@@ -1,14 +1,18 @@
-"""The checkpoints of `Trainer` in the driver: one file each, the best of which stay.
+"""The checkpoints of functions in the driver: how they arrive, and those of `Trainer`, of which the best stay in files.
 
-How they travel from a worker is in `_rules.arrivals`.
+One is on its way at a time, in a thread. Why it is copied first and fetched later: ADR 94.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,12 @@ from raysgd._numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, 
 from raysgd.air._contents import DICT_FILE
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.trial import checkpoint_name
+from raysgd.exceptions import OnFailure, failure_logged
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
-from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
-from raysgd.train._rules.run_folders import as_folder, as_place
+from raysgd.train._run_folders import as_folder, as_place
 from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.utils import in_thread
 
 __all__ = [
     "MAX",
@@ -34,6 +39,115 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_ARRIVAL_S = 10.0
+"""How long a checkpoint that is on its way at a loss is waited for. One that a dead worker was sending ends at once; a
+frozen worker may never send the rest."""
+
+
+class CheckpointLostError(Exception):
+    """A checkpoint was lost together with the worker that was sending it. The run goes on from the one before."""
+
+
+class CheckpointTaker(ABC):
+    """Takes the checkpoints of a run, one after the other, in a thread, so that no one waits for them.
+
+    Attributes:
+        next_index: What a worker that stores a checkpoint itself numbers it by; None where no worker does.
+
+    Args:
+        restart_point: What the run starts from; None to start from the beginning.
+    """
+
+    next_index: int | None = None
+
+    def __init__(self, restart_point: Any = None) -> None:
+        self._restart_point = restart_point
+        self._num_landed = self._num_counted = 0
+        self._coming: Future[None] | None = None
+        self._has_arrived = threading.Event()
+        self._identity = 0
+
+    @abstractmethod
+    def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
+        """Takes a checkpoint; `receive` gets it from the worker, None where the workers have stored it."""
+
+    def begin_attempt(self) -> None:  # noqa: B027 - it may stay empty
+        """The function is about to start on all workers, for the first time or again."""
+
+    @property
+    def restart_point(self) -> Any:
+        """The checkpoint that a function is started again from: the newest one, or what the run started from."""
+        self.flush()
+        return self._restart_point
+
+    def take_landing(self) -> bool:
+        """Return whether a checkpoint has come to where it stays since this was asked last.
+
+        One that is on its way is waited for: whether a loss came behind a checkpoint does not depend on how quick the
+        driver was. What went wrong with it stays for `flush`.
+        """
+        if self._coming is not None and self._has_arrived.wait(_ARRIVAL_S):
+            wait([self._coming])
+        counted, self._num_counted = self._num_counted, self._num_landed
+        return self._num_landed > counted
+
+    def await_arrival(self, timeout_s: float) -> None:
+        """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
+        if self._coming is not None and not self._has_arrived.wait(timeout_s):
+            logger.warning(
+                "checkpoint %s did not arrive within %g s; stopping its worker anyway", self._identity, timeout_s
+            )
+
+    def flush(self) -> None:
+        """Waits until what is on its way has arrived and is written.
+
+        Raises:
+            Exception: What went wrong with it, an `OSError` when it could not be written.
+        """
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.result()
+
+    def _receive(
+        self,
+        identity: int,
+        receive: Callable[[], dict[str, Any]],
+        keep: Callable[[dict[str, Any]], None],
+        lose: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts to get a checkpoint. Nothing else may be on its way: call `flush` first.
+
+        Args:
+            identity: Its number.
+            receive: Gets it; raises `CheckpointLostError` when it was lost.
+            keep: Called with it, in the same thread.
+            lose: Called instead when it did not come.
+        """
+        self._identity = identity
+        self._has_arrived.clear()
+        self._coming = in_thread(partial(self._land, receive, keep, lose), "raysgd-checkpoint")
+
+    def _land(
+        self,
+        receive: Callable[[], dict[str, Any]],
+        keep: Callable[[dict[str, Any]], None],
+        lose: Callable[[], None],
+    ) -> None:
+        try:
+            with OnFailure(lose):
+                checkpoint = receive()
+        except CheckpointLostError as error:
+            logger.warning("checkpoint %s was lost with its worker: %s", self._identity, error)
+            return
+        finally:
+            self._has_arrived.set()
+        keep(checkpoint)
+
+    def _note_landing(self, restart_point: Any) -> None:
+        """A checkpoint has come to where it stays: a function that is started again goes on from it."""
+        self._restart_point = restart_point
+        self._num_landed += 1
 
 
 @dataclass
@@ -126,10 +240,8 @@ class CheckpointManager(CheckpointTaker):
             strategy: What is kept; None for all.
             latest_id: The number that those of this run follow.
         """
-        try:
+        with failure_logged(logger.error, "could not keep the last checkpoint of the previous run: %r"):
             self.flush()
-        except Exception as error:  # of a run that has ended, with another error or before its end
-            logger.error("could not keep the last checkpoint of the previous run: %r", error)
         self._restart_point = checkpoint
         folder = as_folder(run_dir) / TRAIN_CHECKPOINT_SUBDIR if run_dir is not None else None
         self._prepare(folder, strategy or CheckpointStrategy(), latest_id or 0)

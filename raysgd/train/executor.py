@@ -27,6 +27,7 @@ from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
+    OnFailure,
     TrainBackendError,
     TrainingWorkerError,
 )
@@ -35,13 +36,18 @@ from raysgd.storage import Folder
 from raysgd.train import constants
 from raysgd.train._function_run import DivideData, FunctionRun
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._rules.arrivals import CheckpointTaker
-from raysgd.train._rules.max_retries import RETRY_ADVICE, LossCounter, RenewingPolicy, restarts_allowed
+from raysgd.train._retries import RETRY_ADVICE, LossCounter, RenewingPolicy, restarts_allowed
 from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train._worker.messages import PREEMPTION, FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData, check_dataset
 from raysgd.train.backend import BackendConfig, PlacedConnection, backend_of
-from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, check_strategy, load_checkpoint
+from raysgd.train.checkpoint import (
+    CheckpointManager,
+    CheckpointStrategy,
+    CheckpointTaker,
+    check_strategy,
+    load_checkpoint,
+)
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather
 
@@ -248,12 +254,8 @@ class BackendExecutor:
         controller = self._make_controller(self._group_spec(initialization_hook))
         ensure_ray()
         self._max_retries.renew()
-        try:
-            with self._max_retries.named():
-                controller.start(as_fits=self._is_range)
-        except BaseException:
-            controller.stop(force=True)
-            raise
+        with OnFailure(partial(controller.stop, force=True)), self._max_retries.named():
+            controller.start(as_fits=self._is_range)
         self._controller = controller
         self._finalizer = finalize(self, controller.stop, force=True)
 
@@ -345,9 +347,9 @@ class BackendExecutor:
             TypeError: An argument is of the wrong kind.
         """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self.begin(plan, run_dir, latest_checkpoint_id)
+        self.start_plan(plan, run_dir, latest_checkpoint_id)
 
-    def begin(
+    def start_plan(
         self, plan: RunPlan, run_dir: Path | Folder | None = None, latest_checkpoint_id: int | None = None
     ) -> FunctionRun:
         """Starts the function of a plan on all workers; see `start_training`.

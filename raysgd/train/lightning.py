@@ -13,7 +13,7 @@ from raysgd._imports import require
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import CheckpointUploadMode, UploadOptions
 from raysgd.train import session
-from raysgd.train._torch.accelerator import get_device
+from raysgd.train._torch.prepared import get_device
 from raysgd.train.collective import barrier
 
 __all__ = [

@@ -6,26 +6,34 @@ workers, and leave it as it is for one.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from raysgd._files import check_local
 from raysgd._imports import lazy_names
-from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device, get_devices
-from raysgd.train._torch.checkpoint import TorchCheckpoint
+from raysgd.air._running import running_session
+from raysgd.train._torch.checkpoint import TorchCheckpoint, TorchPredictor
 from raysgd.train._torch.global_steps import batch_failed
 from raysgd.train._torch.loaders import prepare_data_loader
 from raysgd.train._torch.prepared import (
+    accelerate,
     backward,
+    enable_reproducibility,
     gather_state,
+    get_device,
+    get_devices,
     load_state,
     prepare_model,
     prepare_optimizer,
     prepare_state,
 )
 from raysgd.train._torch.process_group import TorchBackend, TorchConfig
-from raysgd.train._torch.profiler import TorchWorkerProfiler
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 if TYPE_CHECKING:
-    from raysgd.train._torch.predictor import TorchPredictor
     from raysgd.train.data_parallel_trainer import TorchTrainer
 
 __all__ = [
@@ -48,6 +56,34 @@ __all__ = [
     "prepare_optimizer",
     "prepare_state",
 ]
-lazy_names(
-    __name__, {"TorchPredictor": "raysgd.train._torch.predictor", "TorchTrainer": "raysgd.train.data_parallel_trainer"}
-)
+lazy_names(__name__, {"TorchTrainer": "raysgd.train.data_parallel_trainer"})
+
+
+class TorchWorkerProfiler:
+    """Collects the traces of `torch.profiler` in a worker, for `TorchTensorboardProfilerCallback` in the driver.
+
+    Args:
+        trace_dir: Where traces are written in the worker. Default: a folder for temporary files.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+
+    def __init__(self, trace_dir: str | None = None) -> None:
+        self._rank = running_session("TorchWorkerProfiler").world.rank
+        check_local("trace_dir", trace_dir)
+        folder = Path(trace_dir) if trace_dir else Path(tempfile.gettempdir()) / "pytorch_profiler_worker_traces"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.trace_dir = folder
+        self._names: list[str] = []
+
+    def trace_handler(self, p: torch.profiler.profile) -> None:
+        """Pass it to `torch.profiler.profile` as `on_trace_ready`."""
+        name = f"worker_{self._rank}_epoch_{p.step_num}.pt.trace.json"
+        p.export_chrome_trace(str(self.trace_dir / name))
+        self._names.append(name)
+
+    def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
+        """The traces since the last time, to be passed on: `report(**profiler.get_and_clear_profile_traces())`."""
+        names, self._names = self._names, []
+        return {PYTORCH_PROFILER_KEY: [(name, (self.trace_dir / name).read_text()) for name in names]}

@@ -1,36 +1,44 @@
 """`Trainer`: runs a training function on N workers, and passes on what it reports.
 
 A front end: the executor below it runs the workers, and the engine replaces those that are lost. What it returns is
-here too: `TrainingIterator`, which goes over reports, and `TrainWorkerGroup`, workers with objects.
+here too: `TrainingIterator`, which goes over reports, and `TrainWorkerGroup`, workers with objects. The callbacks of a
+run are called in their order, and each of them at the end, whatever the end is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from raysgd._arguments import is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import ScalingConfig
+from raysgd.callbacks.adapters import FunctionCalls, as_list
 from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.calling import Dispatcher
 from raysgd.compat.names import MOVED, former_names
 from raysgd.detached.cluster import start as start_host
 from raysgd.detached.protocol import Detached
 from raysgd.engine.placement import num_gpus
-from raysgd.engine.shared.group_events import GroupHistory
-from raysgd.exceptions import InactiveWorkerGroupError
+from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
+from raysgd.exceptions import InactiveWorkerGroupError, OnFailure
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._function_run import FunctionRun
-from raysgd.train._rules.run_folders import check_logdir, make_logdir, make_run_dir
-from raysgd.train._run_callbacks import TrainerCallbacks
+from raysgd.train._run_folders import check_logdir, fetch_checkpoints, local_run_dir, make_logdir, make_run_dir
 from raysgd.train._worker.shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
-from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.constants import (
+    ALL_RESERVED_KEYS,
+    BASIC_AUTOFILLED_KEYS,
+    DETAILED_AUTOFILLED_KEYS,
+    TRAIN_CHECKPOINT_SUBDIR,
+)
 from raysgd.train.executor import BackendExecutor, CallableFlag, ExecutorRules, RunPlan
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import WorkerGroup, WorkerHandle
@@ -38,6 +46,12 @@ from raysgd.train.worker_group import WorkerGroup, WorkerHandle
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_RESERVED = ALL_RESERVED_KEYS | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS
+_OBSTACLE = (
+    "`run.stop` cannot end a run of `raysgd.train.Trainer`: the function decides when it returns. Let it return, or "
+    "use `TorchTrainer(train_loop_per_worker, run_config=RunConfig(callbacks=[...])).fit()` of `raysgd.train.torch`."
+)
 
 
 class Trainer:
@@ -228,14 +242,11 @@ class Trainer:
         self._executor.check_free()
         run_dir = self.create_run_dir()
         with told.around(run_dir, config):
-            iterator = TrainingIterator(self._executor.begin(plan, run_dir))
-            try:
+            iterator = TrainingIterator(self._executor.start_plan(plan, run_dir))
+            with OnFailure(self._executor.abort_training):
                 for results in iterator:
                     newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
                     told.process(results, self.history.events, None if newest is None else str(newest))
-            except BaseException:
-                self._executor.abort_training()
-                raise
         returned: list[T] = iterator.get_final_results() or []
         return returned
 
@@ -250,7 +261,7 @@ class Trainer:
         """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
-        return TrainingIterator(self._executor.begin(plan, self.create_run_dir()))
+        return TrainingIterator(self._executor.start_plan(plan, self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Starts the workers, each with an object of the user's class, and connects them.
@@ -283,13 +294,13 @@ class Trainer:
             RuntimeError: The trainer has already started.
             MissingTuneError: Ray Tune is not installed; an `ImportError` and a `ValueError`.
         """
-        from raysgd.train._tune import TrialPlan, make_trainable
+        from raysgd.train._tune import make_trainable
 
         if self._executor.is_started:
             raise RuntimeError("The trainer has already started: every trial starts its own workers.")
         without_arguments(train_func, None)
         check_dataset(dataset)
-        return make_trainable(TrialPlan(self._make_alike, train_func, dataset, self._bundles, self._strategy))
+        return make_trainable(self._make_alike, train_func, dataset, self._bundles, self._strategy)
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
         """Makes the folder for the runs and returns it; without a name, a new one with the time."""
@@ -383,15 +394,14 @@ class TrainingIterator:
         return self._run.returned
 
     def _finished_unless_fine(self, call: Callable[[], T]) -> T:
-        try:
-            if self._run.is_over and self._run.returned is None:
-                raise InactiveWorkerGroupError(
-                    "The trainer was shut down, or began another run, after this iterator was created."
-                )
-            return call()
-        except BaseException:
-            self._is_finished = True
-            raise
+        self._is_finished = True
+        if self._run.is_over and self._run.returned is None:
+            raise InactiveWorkerGroupError(
+                "The trainer was shut down, or began another run, after this iterator was created."
+            )
+        found = call()
+        self._is_finished = False
+        return found
 
 
 class TrainWorkerGroup:
@@ -429,6 +439,85 @@ class TrainWorkerGroup:
     def shutdown(self, patience_s: float = 5) -> None:
         """Ends the workers; with `patience_s` above 0 they may close what they have first."""
         self._executor.shutdown(patience_s)
+
+
+class TrainerCallbacks:
+    """The callbacks of a run.
+
+    Raises:
+        TypeError: It is something else.
+    """
+
+    def __init__(self, callbacks: Any) -> None:
+        given = as_list(callbacks)
+        self._own = [callback for callback in given if isinstance(callback, Callback)]
+        self._calls: FunctionCalls | None = None
+        self._newest: str | None = None
+        self._of_trainer = Dispatcher((each for each in given if not isinstance(each, Callback)), advice=None)
+        for callback in self._of_trainer.callbacks:
+            if isinstance(callback, type) or not hasattr(callback, "start_training"):
+                raise TypeError(
+                    f"`callbacks` has {callback!r}: need objects of subclasses of "
+                    "`raysgd.callbacks.Callback` or `raysgd.train.TrainingCallback`."
+                )
+
+    @property
+    def are_told_of_checkpoints(self) -> bool:
+        """True if any callback hears of checkpoints: to know the newest one is to wait until it is written."""
+        return bool(self._own)
+
+    @contextmanager
+    def around(self, run_dir: Path | Folder, config: Any) -> Iterator[None]:
+        """Calls `start_training` before the run, and `finish_training` after it.
+
+        Where the folder of the run is in a store, callbacks get a folder of this machine, which goes there at the end.
+        """
+        if not self._of_trainer.callbacks and not self._own:
+            yield
+            return
+        with local_run_dir(run_dir) as local:
+            failure: BaseException | None = None
+            self._calls = FunctionCalls(self._own, "train", config, local, _OBSTACLE)
+            try:
+                self._of_trainer.on("start_training", logdir=str(local), config={} if config is None else config)
+                self._calls.begin_run()
+                yield
+            except BaseException as error:  # Ctrl-C too: callbacks are told what ended the run
+                failure = error
+                raise
+            finally:
+                if any(getattr(each, "reads_checkpoints", False) for each in self._of_trainer.callbacks):
+                    fetch_checkpoints(run_dir, local)
+                self._finish(self._calls, failure)
+
+    def process(
+        self, results: list[dict[str, Any]], events: Sequence[GroupEvent] = (), checkpoint: str | None = None
+    ) -> None:
+        """Gives all callbacks what there is at one report.
+
+        Args:
+            results: The metrics of all workers.
+            events: What happened to the workers so far.
+            checkpoint: Where the newest checkpoint is, if there is one.
+        """
+        self._of_trainer.on("process_results", results)
+        if self._calls is not None and self._own:
+            self._calls.report(without_reserved(results[0]), events)
+            if checkpoint is not None and checkpoint != self._newest:
+                self._newest = checkpoint
+                self._calls.checkpoint(checkpoint)
+
+    def _finish(self, calls: FunctionCalls, failure: BaseException | None) -> None:
+        has_failed = failure is not None
+        try:
+            self._of_trainer.finish(["finish_training"], error=has_failed, has_failed=has_failed)
+        finally:
+            calls.end_run(failure)
+
+
+def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the function reported, without what the library adds for its own callbacks."""
+    return {name: value for name, value in metrics.items() if name not in _RESERVED}
 
 
 former_names(__name__)

@@ -1,9 +1,11 @@
-"""Small helpers for paths and functions."""
+"""Small helpers for paths, functions and threads."""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,21 @@ def construct_path(path: str | Path, parent: str | Path) -> Path:
     """
     path = Path(path).expanduser()
     return (path if path.is_absolute() else Path(parent).expanduser() / path).resolve()
+
+
+def in_thread(function: Callable[[], None], name: str) -> Future[None]:
+    """Start a function in a thread that ends with the process; return what to wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+            future.set_result(None)
+        except BaseException as error:  # whatever it is, who waits gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -19,6 +19,7 @@ from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
+    OnFailure,
     TrainBackendError,
     TrainingWorkerError,
     WorkersLostError,
@@ -173,7 +174,7 @@ class WorkerGroup:
         self.start()
 
     @classmethod
-    def of(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
+    def over(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
         """A face for a group that an executor started and will stop."""
         face = cls.__new__(cls)
         face.num_workers = len(group)
@@ -213,16 +214,12 @@ class WorkerGroup:
             if diagnosis.kind == "user":
                 raise worker_error(diagnosis.faults)
             raise WorkersLostError("A worker process died while it started.") from diagnosis.faults[0].error
-        self._groups.append(group)
-        try:
+        with OnFailure(group.kill):
             workers = describe(group)
             if self._make_object is not None:
                 make_objects(self._make_object, workers)
-            self.workers += workers
-        except BaseException:
-            self._groups.remove(group)
-            group.kill()
-            raise
+        self._groups.append(group)
+        self.workers += workers
 
     def _check_room(self, need: Resources, num_workers: int) -> None:
         """Ray would let workers wait for ever that a placement group can never hold."""

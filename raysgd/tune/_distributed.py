@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd import _arguments as checks
 from raysgd import train
-from raysgd.train._tune import TrialPlan, make_trainable
+from raysgd.train._tune import make_trainable
 from raysgd.train.backend import BackendConfig
 from raysgd.train.trainer import Trainer
 
@@ -62,8 +62,7 @@ def make_distributed(
         *[{name: each * per_bundle for name, each in amounts.items()}] * (num_workers // per_bundle),
     ]
     strategy = "PACK" if num_per_host is None else "STRICT_SPREAD"
-    plan = TrialPlan(make_trainer, partial(_run, func), None, bundles, strategy=strategy, refuses_more_steps=True)
-    return make_trainable(plan)
+    return make_trainable(make_trainer, partial(_run, func), None, bundles, strategy, refuses_more_steps=True)
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:

@@ -163,7 +163,7 @@ class Population:
             result = dict(self._step(member.trainer))
             if self._metric not in result:
                 raise ValueError(f"`metric={self._metric!r}` is not in the result, which has {sorted(result)}.")
-        except Exception as error:
+        except Exception as error:  # whatever `step` raised: it says which member that was
             logger.error("member %s failed: %r", member.index, error)
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(

@@ -23,8 +23,7 @@ from raysgd.callbacks.callback import Callback
 from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
 from raysgd.train._tune import check_space
-from raysgd.train.base_trainer import BaseTrainer
-from raysgd.train.fit.arguments import own_values
+from raysgd.train.base_trainer import BaseTrainer, own_values
 from raysgd.train.fit.restore import SWEEP_FILE, at_place, restore, save_trainer
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raysgd._imports import require, require_installed
-from raysgd.util._shard import ItemShard, Shuffle
-from raysgd.util.iter import LocalIterator, ParallelIterator
+from raysgd.util.iter import ItemShard, LocalIterator, ParallelIterator, shuffled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +64,7 @@ class MLDataset(ParallelIterator):
 
     def batch(self, batch_size: int) -> MLDataset:
         """Frames of so many rows; the last one of a shard may have fewer."""
-        cut = self.transform(_Cut(batch_size))
+        cut = self.transform(partial(_cut, batch_size))
         return MLDataset(cut._shards, f"{self.name}.batch({batch_size})", batch_size, self.repeated)
 
     def get_repeatable_shard(
@@ -91,7 +91,7 @@ class MLDataset(ParallelIterator):
         """
         shard = self._shard(shard_index)
         if shuffle:
-            shard = shard.then(Shuffle(shuffle_buffer_size, seed)).then(_ShuffleRows(seed))
+            shard = shard.then(partial(shuffled, shuffle_buffer_size, seed)).then(partial(_with_shuffled_rows, seed))
         return LocalIterator(shard, f"{self.name}.shard[{shard_index}]")
 
     def to_torch(
@@ -125,38 +125,28 @@ class MLDataset(ParallelIterator):
         return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)
 
 
-@dataclasses.dataclass(frozen=True)
-class _ShuffleRows:
-    """Each frame with its rows in another order."""
+def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+    """Yield each frame with its rows in another order."""
+    import numpy as np
 
-    seed: int | None
-
-    def __call__(self, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-        import numpy as np
-
-        draw = np.random.RandomState(self.seed)
-        for frame in frames:
-            yield frame.sample(frac=1.0, random_state=draw).reset_index(drop=True)
+    draw = np.random.RandomState(seed)
+    for frame in frames:
+        yield frame.sample(frac=1.0, random_state=draw).reset_index(drop=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """Frames of another number of rows, in the same order."""
+def _cut(num_rows: int, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+    """Yield frames of another number of rows, in the same order."""
+    import pandas as pd
 
-    num_rows: int
-
-    def __call__(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-        import pandas as pd
-
-        rest: list[pd.DataFrame] = []
-        for frame in frames:
-            whole = pd.concat([*rest, frame], ignore_index=True)
-            num_full = len(whole) // self.num_rows * self.num_rows
-            for start in range(0, num_full, self.num_rows):
-                yield whole.iloc[start : start + self.num_rows].reset_index(drop=True)
-            rest = [whole.iloc[num_full:]]
-        if rest and len(rest[0]):
-            yield rest[0].reset_index(drop=True)
+    rest: list[pd.DataFrame] = []
+    for frame in frames:
+        whole = pd.concat([*rest, frame], ignore_index=True)
+        num_full = len(whole) // num_rows * num_rows
+        for start in range(0, num_full, num_rows):
+            yield whole.iloc[start : start + num_rows].reset_index(drop=True)
+        rest = [whole.iloc[num_full:]]
+    if rest and len(rest[0]):
+        yield rest[0].reset_index(drop=True)
 
 
 def _frame(records: list[Any]) -> pd.DataFrame:

@@ -1,22 +1,30 @@
 """Parallel iterators: elements in shards, each of which one worker reads. What `ray.util.iter` was, on plain iterators.
 
 Nothing runs until somebody iterates over a shard, and it runs there: in the process and thread that iterate. To
-iterate once more starts again.
+iterate once more starts again. A shard is a description that can be pickled: where its elements come from, and the
+stages that they go through.
 """
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 from raysgd._arguments import check_count
-from raysgd.util._shard import Batch, InterleavedShards, ItemShard, ItemSource, Map, Shuffle, Stage
 
 __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", "from_range"]
 
 StagesT = TypeVar("StagesT", bound="_Stages")
+Stage = Callable[[Iterator[Any]], Iterable[Any]]
+"""One stage that the elements of a shard go through: a function from those before it to those that follow."""
+
+_MOST_CALLS = 64  # at a time, where their number is left open
 
 
 def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
@@ -58,14 +66,114 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
             there.
         name: For `repr`.
     """
-    shards = [ItemShard(ItemSource(each, repeat)) for each in generators]
+    shards = [ItemShard(partial(_items_of, each, repeat)) for each in generators]
     return ParallelIterator(shards, name or f"from_iterators[shards={len(shards)}{_repeats(repeat)}]")
+
+
+@dataclass(frozen=True)
+class ItemShard:
+    """The source of elements, and the stages that they go through.
+
+    Attributes:
+        source: Makes an iterator over what the stages begin with.
+        stages: In order, each with how many elements it makes one of; None where that varies.
+    """
+
+    source: Callable[[], Iterator[Any]]
+    stages: tuple[tuple[Stage, int | None], ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        elements: Iterable[Any] = self.source()
+        for stage, _ in self.stages:
+            elements = stage(iter(elements))
+        return iter(elements)
+
+    def then(self, stage: Stage, size: int | None = None) -> ItemShard:
+        """The same with one more stage, which makes one element of each `size`; None where that varies."""
+        return ItemShard(self.source, (*self.stages, (stage, size)))
+
+    def every(self, step: int, start: int) -> ItemShard:
+        """Each `step`-th element from the one at `start` on.
+
+        Elements are left out as early as it makes no difference, so that no one works on what is not used.
+        """
+        place, size = len(self.stages), 1
+        while place and (of_one := self.stages[place - 1][1]) is not None:
+            place, size = place - 1, size * of_one
+        pick = partial(_every_nth_group, step, start, size)
+        return ItemShard(self.source, (*self.stages[:place], (pick, None), *self.stages[place:]))
+
+
+def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
+    """Yield the items of an iterable, or of what a function without arguments returns; again and again on request."""
+    yield from items() if callable(items) else items
+    while repeat:
+        if not callable(items) and iter(items) is items:
+            raise ValueError(
+                f"A `{type(items).__name__}` can be iterated over once, and a second pass begins: pass a list, an "
+                "object whose `__iter__` starts again, or a function that returns a new iterator each time."
+            )
+        is_empty = True
+        for item in items() if callable(items) else items:
+            is_empty = False
+            yield item
+        if is_empty:
+            return
+
+
+def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
+    """Yield one element of each shard after the other, until all have ended."""
+    live = deque(iter(shard) for shard in shards)
+    while live:
+        elements = live.popleft()
+        try:
+            element = next(elements)
+        except StopIteration:
+            continue
+        live.append(elements)
+        yield element
+
+
+def _in_threads(function: Callable[[Any], Any], num_threads: int, elements: Iterator[Any]) -> Iterator[Any]:
+    """Yield what a function makes of each element, called in so many threads; the order stays."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="raysgd-map")
+    try:
+        waiting: deque[Future[Any]] = deque()
+        for element in elements:
+            waiting.append(pool.submit(function, element))
+            if len(waiting) >= num_threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _batches(size: int, elements: Iterator[Any]) -> Iterator[list[Any]]:
+    while batch := list(islice(elements, size)):
+        yield batch
+
+
+def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Iterator[Any]:
+    """Yield elements in another order: each is drawn from a buffer of so many."""
+    draw, buffer = random.Random(seed), list(islice(elements, buffer_size))
+    for element in elements:
+        place = draw.randrange(len(buffer))
+        yield buffer[place]
+        buffer[place] = element
+    draw.shuffle(buffer)
+    yield from buffer
+
+
+def _every_nth_group(step: int, start: int, size: int, elements: Iterator[Any]) -> Iterator[Any]:
+    """Yield, of groups of `size` elements, each `step`-th, from the one at `start` on."""
+    return (element for index, element in enumerate(elements) if index // size % step == start)
 
 
 class _Stages:
     """Stages for elements, of one shard or of many."""
 
-    def _then(self: StagesT, stage: Stage, name: str) -> StagesT:
+    def _then(self: StagesT, stage: Stage, name: str, size: int | None = None) -> StagesT:
         raise NotImplementedError
 
     def for_each(self: StagesT, fn: Callable[[Any], Any], max_concurrency: int = 1, resources: Any = None) -> StagesT:
@@ -80,7 +188,10 @@ class _Stages:
             AssertionError: `max_concurrency` is negative.
         """
         assert max_concurrency >= 0, f"`max_concurrency={max_concurrency}`: need 0 or more."
-        return self._then(Map(fn, max_concurrency), ".for_each()")
+        stage: Stage = partial(map, fn)
+        if max_concurrency != 1:
+            stage = partial(_in_threads, fn, max_concurrency or _MOST_CALLS)
+        return self._then(stage, ".for_each()", size=1)
 
     def filter(self: StagesT, filter_fn: Callable[[Any], bool]) -> StagesT:
         """The elements of which a function is true."""
@@ -88,7 +199,8 @@ class _Stages:
 
     def batch(self: StagesT, n: int) -> StagesT:
         """Lists of `n` elements; the last one of a shard may be shorter."""
-        return self._then(Batch(check_count("n", n, "It is the size of a batch.")), f".batch({n})")
+        size = check_count("n", n, "It is the size of a batch.")
+        return self._then(partial(_batches, size), f".batch({n})", size)
 
     def flatten(self: StagesT) -> StagesT:
         """The elements of the elements."""
@@ -104,7 +216,7 @@ class _Stages:
 
     def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
         size = check_count("shuffle_buffer_size", buffer_size, "Elements are drawn from a buffer of so many.")
-        return self._then(Shuffle(size, seed), f".local_shuffle({size}, {seed})")
+        return self._then(partial(shuffled, size, seed), f".local_shuffle({size}, {seed})")
 
 
 class ParallelIterator(_Stages):
@@ -131,8 +243,8 @@ class ParallelIterator(_Stages):
     def __repr__(self) -> str:
         return f"ParallelIterator[{self.name}]"
 
-    def _then(self, stage: Stage, name: str) -> ParallelIterator:
-        return self._with([shard.then(stage) for shard in self._shards], self.name + name)
+    def _then(self, stage: Stage, name: str, size: int | None = None) -> ParallelIterator:
+        return self._with([shard.then(stage, size) for shard in self._shards], self.name + name)
 
     def _with(self, shards: Sequence[ItemShard], name: str) -> ParallelIterator:
         return type(self)(shards, name)
@@ -154,7 +266,7 @@ class ParallelIterator(_Stages):
         """
         number = _check_shards(num_partitions)
         parts = [
-            ItemShard(InterleavedShards([shard.every(number, index) for shard in self._shards]))
+            ItemShard(partial(_interleaved, [shard.every(number, index) for shard in self._shards]))
             for index in range(number)
         ]
         if len(self._shards) == 1:
@@ -199,11 +311,11 @@ class ParallelIterator(_Stages):
 
     def gather_sync(self) -> LocalIterator:
         """All elements: one of each shard after the other."""
-        return LocalIterator(ItemShard(InterleavedShards(self._shards)), f"{self}.gather_sync()")
+        return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
         """All elements, in an order that no one may rely on."""
-        return LocalIterator(ItemShard(InterleavedShards(self._shards)), f"{self}.gather_async()")
+        return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
         """Up to `n` elements."""
@@ -246,8 +358,8 @@ class LocalIterator(_Stages):
     def __repr__(self) -> str:
         return f"LocalIterator[{self.name}]"
 
-    def _then(self, stage: Stage, name: str) -> LocalIterator:
-        return LocalIterator(self._shard.then(stage), self.name + name)
+    def _then(self, stage: Stage, name: str, size: int | None = None) -> LocalIterator:
+        return LocalIterator(self._shard.then(stage, size), self.name + name)
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
         """Shuffles: elements are drawn from a buffer of so many."""
@@ -255,7 +367,8 @@ class LocalIterator(_Stages):
 
     def union(self, other: LocalIterator) -> LocalIterator:
         """The elements of both, one after the other in turn."""
-        return LocalIterator(ItemShard(InterleavedShards([self._shard, other._shard])), f"LocalUnion[{self}, {other}]")
+        both = ItemShard(partial(_interleaved, [self._shard, other._shard]))
+        return LocalIterator(both, f"LocalUnion[{self}, {other}]")
 
     def take(self, n: int) -> list[Any]:
         """Up to `n` elements, from the first one on."""

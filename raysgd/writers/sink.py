@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
+from raysgd.exceptions import OnFailure
 
 
 class LoggedRun(Protocol):
@@ -138,12 +139,13 @@ class SafeSink:
         if self._is_open:
             return
         assert self._run is not None, "a sink is opened before it is written to"
-        try:
-            self._sink.open(self._run, self._first_step)
-        except Exception:
+
+        def end() -> None:
             with suppress(Exception):  # of what may be open by half
                 self._sink.close(has_failed=True)
-            raise
+
+        with OnFailure(end):
+            self._sink.open(self._run, self._first_step)
         self._is_open = True
 
 

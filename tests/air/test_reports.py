@@ -130,4 +130,4 @@ def test_a_function_can_say_that_it_is_done() -> None:
     ],
 )
 def test_progress_of_a_line_that_may_be_damaged(line: dict[str, Any], progress: RunProgress) -> None:
-    assert RunProgress.of(line) == progress
+    assert RunProgress.at_report(line) == progress

@@ -175,5 +175,5 @@ def test_in_a_store_this_process_writes_to_a_temporary_folder() -> None:
     assert path.parts[-2:] == ("run", folder.dir_name)
     folder.make()
     assert path.is_dir()
-    folder.close()
+    folder.remove_staging()
     assert not path.exists()

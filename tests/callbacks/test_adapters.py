@@ -15,8 +15,8 @@ from raysgd.callbacks.adapters import FunctionCalls, RunCallbacks, adapted
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer
-from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train.callbacks import JsonLoggerCallback, TrainingCallback
+from raysgd.train.trainer import TrainerCallbacks
 from tests.train.fit.notes import CONFIG, Noting, make_folder
 
 Make = Callable[..., TorchTrainer]

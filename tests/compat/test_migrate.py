@@ -19,8 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from raysgd.compat.migrate.command import migrate as command
-from raysgd.compat.migrate.comparing import Comparison
-from raysgd.compat.migrate.source import MigratedProgram, migrate
+from raysgd.compat.migrate.source import Comparison, MigratedProgram, migrate
 from raysgd.compat.paths import Paths, renamed, table
 
 

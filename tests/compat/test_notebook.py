@@ -1,6 +1,6 @@
 """`raysgd migrate` on notebooks: code cells change, and nothing else does.
 
-Covers `raysgd.compat.migrate.notebook`, and with it `raysgd.compat.migrate.cells`.
+Covers `raysgd.compat.migrate.notebook`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.compat.migrate.cells import NotANotebook, Notebook
-from raysgd.compat.migrate.notebook import migrate_notebook
+from raysgd.compat.migrate.notebook import Notebook, migrate_notebook
 from raysgd.compat.migrate.source import MigratedProgram
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +197,7 @@ def test_cells_are_found_where_they_stand() -> None:
     first, second = found.code_cells
     assert (first.number, first.source, second.number, second.source) == (1, "a", 3, "c\nd")
     assert sources(found.with_sources({3: "new\nd"})) == ["a", "b", "new\nd"]
-    with pytest.raises(NotANotebook):
+    with pytest.raises(ValueError, match="this is no notebook"):
         Notebook("1")
 
 

@@ -92,7 +92,7 @@ def boards() -> Iterator[list[Board]]:
     found = boards_of(2)
     yield found
     for board in found:
-        board.close()
+        board.close_sockets()
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_those_of_groups_that_come_later_are_left_out(rank: Rank, boards: list[B
 def test_they_are_ended_and_no_others(rank: Rank, has_formed: bool) -> None:
     if has_formed:
         rank.gloo.look()
-    rank.gloo.end()
+    rank.gloo.cut()
     assert [far.recv(1) for _, far in rank.of_gloo] == [b"", b""]
     near, far = rank.own
     near.sendall(b"x")
@@ -150,7 +150,7 @@ def test_what_was_found_is_ended_though_another_connection_leads_there_now(rank:
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         near, far = Rank._connect(stack, listener)
         rank.gloo._board.put("later", as_written("{}:{}".format(*listener.getsockname())))
-        rank.gloo.end()
+        rank.gloo.cut()
         near.sendall(b"x")
         assert far.recv(1) == b"x"
 

@@ -9,8 +9,7 @@ import threading
 import pytest
 import torch
 
-from raysgd.connections.gpus import ordinal_of, visible_to_all
-from raysgd.connections.torch import TorchConnection
+from raysgd.connections.torch import TorchConnection, ordinal_of, visible_to_all
 from raysgd.engine.shared.types import World
 from tests.connections.mesh.test_board import boards_of
 
@@ -100,7 +99,7 @@ def see_gpus(own: str, other: str, monkeypatch: pytest.MonkeyPatch) -> str | Non
     connection._see_gpus_of_node(World(rank=1, size=2, local_rank=1, local_size=2))
     late.join()
     for board in boards:
-        board.close()
+        board.close_sockets()
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

@@ -46,7 +46,7 @@ def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
     meshes = [lane for [lane] in connected(size)]
     yield [Group(World(rank, size), mesh) for rank, mesh in enumerate(meshes)]
     for mesh in meshes:
-        mesh.close()
+        mesh.close_sockets()
 
 
 def on_all(groups: list[Group], function: Callable[[Group], Any]) -> list[Any]:

@@ -161,7 +161,7 @@ def test_what_one_process_did_with_it_does_not_travel() -> None:
     connection.interrupt()
     connection.open_endpoint(HERE, 0)
     copy = pickle.loads(pickle.dumps(connection))
-    assert (copy._is_interrupted, copy._server) == (False, None)
+    assert (copy._is_interrupted, copy._end_server) == (False, None)
     connection.leave()
     connection.interrupt()
     assert not pickle.loads(pickle.dumps(connection))._is_interrupted

@@ -34,10 +34,10 @@ STANDS_ON = {
     "engine": "_imports _text exceptions",
     "storage": "_files _imports _text exceptions",
     "streams": "_arguments _imports _numbers exceptions storage",
-    "writers": "_files _imports _numbers _text",
+    "writers": "_files _imports _numbers _text exceptions",
     "air": "_arguments _imports _numbers _text engine exceptions storage writers",
     "arrays": "_arguments engine utils",
-    "connections": "engine",
+    "connections": "engine exceptions",
     "history": "_arguments _imports _numbers _text engine",
     "testing": "engine exceptions storage",
     "callbacks": "_arguments _files _imports _numbers _text _version air engine exceptions history storage writers",
@@ -79,7 +79,7 @@ INSIDE = {
         "adapters early_stopping",
         "checkpointing",
     ),
-    "connections": ("_compiler _origins gpus mesh", "_gloo group horovod", "tensorflow torch"),
+    "connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),
     "engine": (
         "call_lines shared",
         "keeper liveness policies ranks",
@@ -127,9 +127,9 @@ INSIDE = {
     ),
     "train": (
         "backend constants error predictor utils",
-        "_tensorflow_predictor _worker callbacks",
-        "_rules _torch batch_predictor collective session tensorflow worker_group",
-        "_plugin_hooks _run_callbacks checkpoint horovod huggingface lightning torch train_loop_utils",
+        "_retries _run_folders _worker callbacks",
+        "_torch batch_predictor checkpoint collective session tensorflow worker_group",
+        "_plugin_hooks horovod huggingface lightning torch train_loop_utils",
         "_function_run",
         "executor",
         "fit",
@@ -179,7 +179,7 @@ TRIALS = {
 LEAVES = {"raysgd.cli", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 FRAMEWORKS_OF_FUNCTIONS = {
-    ("raysgd.train._tensorflow_predictor", "raysgd.tf.data.ray_dataset"),
+    ("raysgd.train.tensorflow", "raysgd.tf.data.ray_dataset"),
     ("raysgd.train._torch", "raysgd.torch.data.batches"),
     ("raysgd.train._torch", "raysgd.torch.parallel.ranks"),
     ("raysgd.train._torch", "raysgd.torch.data.ray_tensors"),

@@ -30,21 +30,21 @@ def _never_behind(real: Any) -> Any:
 
 
 def _forgets_what_was_taken(real: Any) -> Any:
-    def take(self: FunctionReplica, *args: Any) -> Any:
+    def next_messages(self: FunctionReplica, *args: Any) -> Any:
         self._unconfirmed = []
         return real(self, *args)
 
-    return take
+    return next_messages
 
 
 def _forgets_queues(real: Any) -> Any:
-    def begin(self: MessageQueues, attempt: int | None, members: Any) -> None:
+    def follow(self: MessageQueues, attempt: int | None, members: Any) -> None:
         has_changed = tuple(members) != self._members
         real(self, attempt, members)
         if has_changed:
             self._queues = [deque() for _ in members]
 
-    return begin
+    return follow
 
 
 def _takes_over_no_number(real: Any) -> Any:
@@ -73,11 +73,11 @@ def _undoes_nothing(real: Any) -> Any:
 
 
 def _waits_for_all(real: Any) -> Any:
-    def begin(self: MessageQueues, attempt: int | None, members: Any) -> None:
+    def follow(self: MessageQueues, attempt: int | None, members: Any) -> None:
         real(self, attempt, members)
         self._met = set(members)
 
-    return begin
+    return follow
 
 
 FAULTS = (
@@ -88,12 +88,12 @@ FAULTS = (
     Mutation(
         "what is reported in a failed batch is told", Session, "is_repeating", lambda real: property(lambda _: False)
     ),
-    Mutation("messages of a call that broke off are lost", FunctionReplica, "take", _forgets_what_was_taken),
-    Mutation("messages of survivors are dropped with those of the lost", MessageQueues, "begin", _forgets_queues),
+    Mutation("messages of a call that broke off are lost", FunctionReplica, "next_messages", _forgets_what_was_taken),
+    Mutation("messages of survivors are dropped with those of the lost", MessageQueues, "follow", _forgets_queues),
     Mutation("who steps in begins its pass from the start", RepeatingLoader, "take_over", _takes_over_no_number),
     Mutation("who steps in has another order of samples", RepeatingLoader, "take_over", _takes_over_no_epoch),
     Mutation("who steps in keeps its own weights", GlobalSteps, "_take_over", _takes_over_no_parts),
     Mutation("survivors move up where others step in", ranks, "places", _moves_up),
-    Mutation("it is not said from where on those report who step in", Mailbox, "note", nothing),
-    Mutation("reports are awaited of those that have not met the others", MessageQueues, "begin", _waits_for_all),
+    Mutation("it is not said from where on those report who step in", Mailbox, "post", nothing),
+    Mutation("reports are awaited of those that have not met the others", MessageQueues, "follow", _waits_for_all),
 )

@@ -29,7 +29,7 @@ from raysgd.engine import ranks as rank_rules
 from raysgd.engine.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._function_run import FunctionRun
-from raysgd.train._rules.max_retries import LossCounter
+from raysgd.train._retries import LossCounter
 from raysgd.train._torch import global_steps
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.loaders import DrawnSampler, over_global_batches
@@ -213,7 +213,7 @@ def train(rank: Rank, session: Session) -> list[list[float]]:
     steps.share(*models)
     optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in models]
     for optimizer in optimizers:
-        steps.take(optimizer)
+        steps.guard(optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 1.0)
     steps.share(scheduler)
     failed, number = 0, 0

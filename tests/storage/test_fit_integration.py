@@ -90,7 +90,7 @@ def test_a_store_that_died_is_not_waited_for_again(
     job = trainer(own_server.uri("fit"))._make_job(None)
 
     def die() -> None:
-        job.recorder.begin()
+        job.recorder.begin_attempt()
         own_server.kill()
         job.folder.trial.write("last", b"words")
 

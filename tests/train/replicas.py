@@ -14,7 +14,7 @@ def spec(function: Any, **options: Any) -> FunctionSpec:
 
 
 def begin(replica: FunctionReplica, function: Any, checkpoint: Any = None, shard: Any = None, **options: Any) -> None:
-    replica.begin(spec(function, **options), checkpoint, shard)
+    replica.run_function(spec(function, **options), checkpoint, shard)
 
 
 def user_keys(message: FunctionMessage | FunctionEnded) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raysgd.storage import StorageError, open_folder
-from raysgd.train._rules import arrivals
+from raysgd.train import checkpoint as arrivals
 from raysgd.train.checkpoint import (
     CheckpointLostError,
     CheckpointManager,

@@ -15,7 +15,7 @@ from raysgd.engine.policies import RetryBudget
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._function_run import FunctionRun, answer_to, check_step, questions_in
-from raysgd.train._rules.max_retries import LossCounter
+from raysgd.train._retries import LossCounter
 from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
 from raysgd.train._worker.messages import (
     BROADCAST,

@@ -24,7 +24,7 @@ class NotedWorkers:
     workers: list[Any]
 
     @classmethod
-    def of(cls, group: Any, resources: Resources) -> NotedWorkers:
+    def over(cls, group: Any, resources: Resources) -> NotedWorkers:
         workers = cls()
         workers.workers = list(group.infos)
         return workers

@@ -7,8 +7,8 @@ import pytest
 
 from raysgd.callbacks.callback import Callback
 from raysgd.storage import open_folder
-from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train.callbacks import TrainingCallback
+from raysgd.train.trainer import TrainerCallbacks
 
 
 class Noting(TrainingCallback):

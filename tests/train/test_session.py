@@ -39,7 +39,7 @@ REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
 def replica() -> Iterator[FunctionReplica]:
     made = FunctionReplica(World(rank=0, size=2))
     yield made
-    made.end()
+    made.end_function()
 
 
 class TestReports:
@@ -214,7 +214,7 @@ class TestCheckpointsThatSeveralRanksReport:
     def second(self) -> Iterator[FunctionReplica]:
         made = FunctionReplica(World(rank=1, size=2))
         yield made
-        made.end()
+        made.end_function()
 
     def token_of(self, message: FunctionMessage | FunctionEnded) -> int:
         assert message.checkpoint_ref.data is None
@@ -262,7 +262,7 @@ class TestCheckpointsThatSeveralRanksReport:
     def test_do_not_hold_up_the_end_of_a_run(self, second: FunctionReplica) -> None:
         begin(second, lambda: session.report({"loss": 1}, checkpoint={"weight": 1}))
         second.next()
-        assert second.end()
+        assert second.end_function()
 
 
 class TestShards:

@@ -34,9 +34,8 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
-from raysgd.train._torch.accelerator import Accelerator
 from raysgd.train._torch.loaders import divided, over_global_batches
-from raysgd.train._torch.prepared import ForwardInContext
+from raysgd.train._torch.prepared import Accelerator, ForwardInContext
 from raysgd.train._torch.process_group import unwrapped
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import FunctionSpec
@@ -46,7 +45,7 @@ from raysgd.train.session import current_session
 def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
     """What a function returns that runs as if a trainer ran it."""
     replica = FunctionReplica(World(rank, size))
-    replica.begin(FunctionSpec(function, dict, "_timestamp"), None, None)
+    replica.run_function(FunctionSpec(function, dict, "_timestamp"), None, None)
     ended = replica.next()
     return ended.value
 
@@ -495,7 +494,7 @@ def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
     exec(example.partition("\ntrainer = ")[0], found)
     replica = FunctionReplica(World(rank=0, size=1))
     config = {"batch_size": 16, "num_epochs": 2}
-    replica.begin(FunctionSpec(partial(found["train_func"], config), dict, "_timestamp"), None, None)
+    replica.run_function(FunctionSpec(partial(found["train_func"], config), dict, "_timestamp"), None, None)
     messages = [replica.next() for _ in range(5)]
     assert messages[-1].value < 0.1
 
@@ -528,15 +527,15 @@ class TestReproducibility:
 
         import numpy as np
 
-        from raysgd.train._torch.loaders import _seeding
+        from raysgd.train._torch.loaders import _seed_process
 
         called: list[int] = []
         before = random.getstate(), np.random.get_state()
         try:
             torch.manual_seed(5)
-            _seeding(called.append)(3)
+            _seed_process(called.append, 3)
             first = random.random(), np.random.rand()
-            _seeding(None)(3)
+            _seed_process(None, 3)
             assert (random.random(), np.random.rand()) == first
         finally:
             random.setstate(before[0])

@@ -176,10 +176,10 @@ def test_a_flag_is_a_property_and_a_method(value: bool) -> None:
 
 
 def test_a_trial_keeps_the_pace_of_its_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[Any] = []
-    monkeypatch.setattr("raysgd.train._tune.make_trainable", plans.append)
+    given: list[Any] = []
+    monkeypatch.setattr("raysgd.train._tune.make_trainable", lambda *args: given.extend(args))
     trainer(tmp_path, heartbeat_s=50, resize_interval_s=7).to_tune_trainable(lambda: None)
-    executor = plans[0].make_trainer(logdir=tmp_path)._executor
+    executor = given[0](logdir=tmp_path)._executor
     assert (executor._spec.heartbeat_s, executor._resize_interval_s) == (50, 7)
 
 

@@ -11,7 +11,7 @@ import pytest
 from raysgd import train
 from raysgd.driver.tune_trial import TrialInfo
 from raysgd.train import Trainer
-from raysgd.train._tune import FunctionTrial, TrialPlan
+from raysgd.train._tune import FunctionTrial
 from raysgd.train.backend import BackendConfig
 from tests.helpers.run_if import RunIf
 from tests.train import lab
@@ -20,8 +20,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_a_trial_goes_on_from_the_checkpoint_that_it_gave_away(tmp_path: Path) -> None:
-    plan = TrialPlan(lambda logdir: Trainer(BackendConfig(), logdir=logdir), lab.count_up)
-    trial = FunctionTrial(plan, {"num_steps": 3}, TrialInfo(tmp_path / "logs"))
+    info = TrialInfo(tmp_path / "logs")
+    trial = FunctionTrial(
+        lambda logdir: Trainer(BackendConfig(), logdir=logdir), lab.count_up, None, {"num_steps": 3}, info
+    )
     try:
         steps = [trial.step() for _ in range(4)]
         assert [(step.metrics and step.metrics["number"], step.has_checkpoint, step.is_last) for step in steps] == [

@@ -1,7 +1,4 @@
-"""Parallel iterators: what is in which shard, in which order, and when it runs.
-
-Covers `raysgd.util._shard` too: its stages have no other door.
-"""
+"""Parallel iterators: what is in which shard, in which order, and when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of metrics; how tables grow is tested with the runs of functions, in `tests/train/fit/test_trial_files.py`."""
+"""Files of metrics; how tables grow is tested with the runs of functions, in `tests/train/fit/test_output.py`."""
 
 from __future__ import annotations
 

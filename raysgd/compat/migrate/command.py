@@ -59,7 +59,7 @@ def _tell(file: MigratedFile, shows_diff: bool) -> None:
 
 def _wrote(file: MigratedFile) -> bool:
     try:
-        file.write()
+        file.replace()
     except OSError as error:
         click.echo(f"{file.path}:1: error: it cannot be written: {error}", err=True)
         return False

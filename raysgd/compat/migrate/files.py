@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raysgd._files import replacing
-from raysgd.compat.migrate.findings import Finding
+from raysgd.compat.migrate.names import Finding
 from raysgd.compat.migrate.notebook import migrate_notebook
 from raysgd.compat.migrate.source import MigratedProgram, migrate
 
@@ -35,7 +35,7 @@ class MigratedFile:
         texts, name = (_lines(self.before), _lines(self.after.text)), str(self.path).lstrip("/")
         return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
-    def write(self) -> None:
+    def replace(self) -> None:
         """Replaces the file; its permissions stay.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,25 @@ from libcst.metadata import (
 )
 
 from raysgd.compat.migrate.calls import Calls, methods_to_change
-from raysgd.compat.migrate.findings import Findings
 from raysgd.compat.paths import NewPlace, Paths
 
 _COMMENT = "# raysgd:"
 _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Something that a person has to look at.
+
+    Attributes:
+        line: Of the program as it was, from 1.
+        text: What it is, and what to do.
+        is_error: Whether the program does not run because of it.
+    """
+
+    line: int
+    text: str
+    is_error: bool = False
 
 
 class OldNames(cst.CSTTransformer):
@@ -42,7 +57,7 @@ class OldNames(cst.CSTTransformer):
 
     METADATA_DEPENDENCIES = (ScopeProvider,)
 
-    def __init__(self, program: MetadataWrapper, source: str, paths: Paths, findings: Findings) -> None:
+    def __init__(self, program: MetadataWrapper, source: str, paths: Paths, findings: set[Finding]) -> None:
         super().__init__()
         self._program = program
         self._paths = paths
@@ -212,7 +227,7 @@ class OldNames(cst.CSTTransformer):
 
     def _tell(self, node: cst.CSTNode, text: str, is_error: bool = False) -> None:
         line: int = self._program.resolve(PositionProvider)[node].start.line
-        self._findings.add(line, text, is_error)
+        self._findings.add(Finding(line, text, is_error))
         if is_error:
             self._for_a_person[-1].append(text)
 

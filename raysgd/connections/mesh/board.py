@@ -58,7 +58,7 @@ class RoutedMessage(NamedTuple):
     encoded: bytes
 
     @classmethod
-    def of(cls, source: int, message: PeerMessage, destination: int = _ALL) -> RoutedMessage:
+    def from_rank(cls, source: int, message: PeerMessage, destination: int = _ALL) -> RoutedMessage:
         """A message of `source`; to all, unless it is for one rank."""
         kind, key, value, request = message
         name = key.encode()
@@ -74,7 +74,7 @@ class RoutedMessage(NamedTuple):
 
 
 def taken_from(received: bytearray) -> list[RoutedMessage]:
-    """Removes the letters that are complete from what was received."""
+    """Removes the messages that are complete from what was received."""
     letters, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
         source, destination, _, _, *lengths = _HEAD.unpack_from(received, start)
@@ -148,7 +148,7 @@ class _Link:
         with suppress(OSError):  # ended already
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
+    def close_socket(self) -> None:
         """Closes the socket; `wake` is not called any more."""
         with self._sending:
             self.connection.close()
@@ -196,7 +196,7 @@ class Links:
         Raises:
             MeshBroken: The connection has ended.
         """
-        self._send(RoutedMessage.of(self._rank, message, rank))
+        self._send(RoutedMessage.from_rank(self._rank, message, rank))
 
     def send_to_all(self, message: PeerMessage) -> None:
         """Sends to all other ranks.
@@ -204,7 +204,7 @@ class Links:
         Raises:
             MeshBroken: A connection has ended.
         """
-        self._send(RoutedMessage.of(self._rank, message))
+        self._send(RoutedMessage.from_rank(self._rank, message))
 
     def _send(self, letter: RoutedMessage) -> None:
         for rank in self._next_of(letter):
@@ -296,13 +296,13 @@ class Links:
         self._cut()
         self._end(_INTERRUPTED)
 
-    def close(self) -> None:
+    def close_sockets(self) -> None:
         """Ends the connections, and closes their sockets once nothing is received any more."""
         self.interrupt()
         if self._receiver.is_alive():
             self._receiver.join()
         for link in self._links.values():
-            link.close()
+            link.close_socket()
         bell, self._bell = self._bell, ()
         for number in bell:
             os.close(number)
@@ -357,7 +357,7 @@ class Board:
     Args:
         rank: This rank.
         size: The number of all ranks.
-        connections: The socket to each neighbor, see `_routes.py`; nothing else uses them.
+        connections: The socket to each neighbor, see `neighbors`; nothing else uses them.
     """
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
@@ -473,9 +473,9 @@ class Board:
         """From any thread: ends all connections, and with them all waits here and for this rank."""
         self._links.interrupt()
 
-    def close(self) -> None:
+    def close_sockets(self) -> None:
         """Ends the connections and closes their sockets."""
-        self._links.close()
+        self._links.close_sockets()
 
 
 def _bounded(timeout_s: float) -> float:

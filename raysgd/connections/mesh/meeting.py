@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from raysgd.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous
+from raysgd.exceptions import OnFailure
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Endpoint:
             self.port = int(self._listener.getsockname()[1])
         self._listener.setblocking(False)
 
-    def close(self) -> None:
+    def close_sockets(self) -> None:
         """Stops listening."""
         self._listener.close()
         if self._holding is not None:
@@ -155,7 +156,7 @@ class Endpoint:
                 raise
             raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
         finally:
-            self.close()
+            self.close_sockets()
         return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
 
     def connect_all(
@@ -174,16 +175,18 @@ class Endpoint:
             ConnectFailed: Another rank is gone or late, or does not belong to the group.
         """
         handshakes = _Handshakes(credentials, self._listener, num_accepted + _MOST_STRANGERS)
-        try:
-            for call in calls:
-                handshakes.call(call)
-            while len(handshakes.peers) < len(calls) + num_accepted:
-                deadline.check()
-                handshakes.poll()
-        except BaseException:
+
+        def disconnect() -> None:
             for peer in handshakes.peers:
                 peer.connection.close()
-            raise
+
+        try:
+            with OnFailure(disconnect):
+                for call in calls:
+                    handshakes.call(call)
+                while len(handshakes.peers) < len(calls) + num_accepted:
+                    deadline.check()
+                    handshakes.poll()
         finally:
             handshakes.drop(handshakes.pending)
         return handshakes.peers

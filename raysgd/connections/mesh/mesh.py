@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
+from raysgd.exceptions import OnFailure
+
 _HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
 _LONGEST_POLL_MS = 2**31 - 1
 
@@ -66,18 +68,18 @@ class Mesh:
             MeshBroken: A connection ended, or nothing moved for too long.
             NotAligned: A rank sends another number of bytes, or another kind: it is not at the same exchange.
         """
+        if self._is_broken:
+            raise MeshBroken("the connections to the other ranks have ended")
         try:
-            if self._is_broken:
-                raise MeshBroken("the connections to the other ranks have ended")
-            self._move(
-                {rank: _Sending(self._connections[rank], _pieces(each), kind) for rank, each in outgoing.items()},
-                {rank: _Receiving(self._connections[rank], rank, _pieces(e), kind) for rank, e in incoming.items()},
-            )
-        except BaseException as error:
-            self.interrupt()
-            if isinstance(error, OSError) and not isinstance(error, MeshBroken):
-                raise MeshBroken(f"the connection to another rank ended: {error}") from error
+            with OnFailure(self.interrupt):
+                self._move(
+                    {rank: _Sending(self._connections[rank], _pieces(each), kind) for rank, each in outgoing.items()},
+                    {rank: _Receiving(self._connections[rank], rank, _pieces(e), kind) for rank, e in incoming.items()},
+                )
+        except MeshBroken:
             raise
+        except OSError as error:
+            raise MeshBroken(f"the connection to another rank ended: {error}") from error
 
     def _move(self, sending: dict[int, _Sending], receiving: dict[int, _Receiving]) -> None:
         while True:
@@ -133,7 +135,7 @@ class Mesh:
             with suppress(OSError):  # ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
+    def close_sockets(self) -> None:
         """Ends the connections and gives their sockets back."""
         self.interrupt()
         for connection in self._connections.values():

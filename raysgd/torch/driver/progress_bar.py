@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd._imports import require
 from raysgd._numbers.results import CallProgress
-from raysgd.callbacks.progress import BarView, LineBar, make_bar
+from raysgd.callbacks.progress import LineBar, make_bar
 
 _PURPOSE = "`use_tqdm=True`"
 
@@ -32,7 +32,7 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
         newest[:] = [progress]
         if is_drawn:
             values = {"loss": f"{progress.loss:.4g}"} if progress.loss is not None else {}
-            bar.draw(BarView(_label(progress), "", progress.num_steps, progress.total, values))
+            bar.draw(_label(progress), progress.num_steps, progress.total, values)
 
     try:
         yield show

@@ -37,6 +37,7 @@ from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"
 _CPU = torch.device("cpu")
+_OF_EXCHANGES = (RuntimeError, OSError, ValueError)  # PyTorch's, those of connections, of a group that is gone
 _NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
 _SAME = 1e-6  # so far may sums of equal numbers be apart
@@ -93,7 +94,7 @@ class GlobalSteps:
             wrapped.broadcast_buffers = False
         return wrapped
 
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets an optimizer step only where the step counts, in place, so that there is no other way to step it."""
         if hasattr(optimizer.step, _JOINT):
             return
@@ -211,7 +212,7 @@ class GlobalSteps:
                 self._take_over(state)
             membership.flaw = membership.flaw or flaw
             return _lost("a worker that steps in does not fit the others") if flaws.item() else None
-        except Exception as error:
+        except _OF_EXCHANGES as error:
             return self._as_lost(error)
 
     def _state(self) -> dict[str, Any]:
@@ -376,7 +377,7 @@ class GlobalSteps:
                 return future.then(partial(self._received, gradients))
             group.add_up(gradients.numpy())
             gradients.div_(group.size)
-        except Exception as error:
+        except _OF_EXCHANGES as error:
             self._end_broken(error)
         else:
             membership.end_exchange()
@@ -385,7 +386,7 @@ class GlobalSteps:
     def _received(self, gradients: torch.Tensor, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         try:
             averaged = future.value()
-        except Exception as error:
+        except _OF_EXCHANGES as error:
             self._end_broken(error)
             return gradients
         self._membership.end_exchange()
@@ -426,7 +427,7 @@ class GlobalSteps:
                 model.reducer._rebuild_buckets()  # the next forward pass would do it, where user code would fail
             for model in self._with_buffers:  # for the same reason they do not go with the forward pass
                 repeat_first(model.module.buffers())
-        except Exception as error:
+        except _OF_EXCHANGES as error:
             return self._as_lost(error)
         return None
 
@@ -443,7 +444,7 @@ class GlobalSteps:
         means = own.clone()
         try:
             self._parallel.all_sum(means)
-        except Exception as error:
+        except _OF_EXCHANGES as error:
             return self._as_lost(error)
         means /= membership.place.world.size
         self._is_comparing = bool(means[3])  # on all ranks, where it is due on one

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from itertools import cycle, islice
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,11 @@ from raysgd.air._running import running_session
 from raysgd.engine.shared.types import World
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.sample_order import Indices, SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
+from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ranks import Ranks
-from raysgd.train._torch.accelerator import accelerator_of
-from raysgd.train._torch.repeating_loader import GlobalBatches, GlobalStream, RepeatingLoader
+from raysgd.train._torch.prepared import accelerator_of
+from raysgd.train._torch.repeating_loader import DrawnSampler, GlobalBatches, GlobalStream, RepeatingLoader
 from raysgd.train._worker.shards import StreamPart
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
 def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
     """Seed the processes of a loader; each rank's differ, or they would repeat each other's augmentation."""
     if seed is not None:
-        loader.worker_init_fn = _seeding(loader.worker_init_fn)
+        loader.worker_init_fn = partial(_seed_process, loader.worker_init_fn)
     elif loader.generator is not None:
         seed = loader.generator.initial_seed()
     if seed is not None:
@@ -224,46 +224,13 @@ def _ignore_epoch(epoch: int) -> None:
     """Does nothing."""
 
 
-class DrawnSampler(DistributedSampler[Any]):
-    """Gives each rank its part of what another sampler draws, which is the same on all ranks.
-
-    Args:
-        sampler: The other one.
-        world: The place of this worker.
-        exact: Whether no sample is repeated to make the parts equal: the first ranks may then have one more.
-    """
-
-    def __init__(self, sampler: Any, world: World, exact: bool) -> None:
-        super().__init__(sampler, num_replicas=world.size, rank=world.rank)
-        self._order = SamplerOrder(sampler)
-        self._multiple = 1 if exact else world.size
-        self.total_size = self._with_repeats(len(sampler))
-        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
-
-    def drawn(self) -> Indices:
-        """Return what the other sampler draws in this epoch."""
-        return self._order.indices(self.seed, self.epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        drawn = self.drawn()
-        return islice(cycle(drawn), self.rank, self._with_repeats(len(drawn)), self.num_replicas)
-
-    def _with_repeats(self, num_samples: int) -> int:
-        return num_samples + -num_samples % self._multiple
-
-
-class _seeding:
-    """Seeds numpy and `random` in a process of a loader, then does what was to be done there."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker_id: int) -> None:
-        seed = torch.initial_seed() % 2**32
-        np.random.seed(seed)
-        random.seed(seed)
-        if self._then is not None:
-            self._then(worker_id)
+def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:
+    """Seed numpy and `random` in a process of a loader, then do what was to be done there."""
+    seed = torch.initial_seed() % 2**32
+    np.random.seed(seed)
+    random.seed(seed)
+    if then is not None:
+        then(worker_id)
 
 
 class DeviceLoader(DataLoader[Any]):

@@ -6,29 +6,49 @@ A global batch has the samples of a step of all ranks, and is divided over as ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from raysgd.arrays.division import Division
 from raysgd.engine.shared.types import World
-from raysgd.torch.data.sample_order import Indices
+from raysgd.torch.data.sample_order import Indices, SamplerOrder
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._worker.shards import StreamPart
 
 
-class Draws(Protocol):
-    """The numbers that decide the order of the samples."""
+class DrawnSampler(DistributedSampler[Any]):
+    """Gives each rank its part of what another sampler draws, which is the same on all ranks.
 
-    def __len__(self) -> int: ...
+    Args:
+        sampler: The other one.
+        world: The place of this worker.
+        exact: Whether no sample is repeated to make the parts equal: the first ranks may then have one more.
+    """
+
+    def __init__(self, sampler: Any, world: World, exact: bool) -> None:
+        super().__init__(sampler, num_replicas=world.size, rank=world.rank)
+        self._order = SamplerOrder(sampler)
+        self._multiple = 1 if exact else world.size
+        self.total_size = self._with_repeats(len(sampler))
+        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def drawn(self) -> Indices:
-        """Return the samples of a pass, in order."""
+        """Return what the other sampler draws in this epoch."""
+        return self._order.indices(self.seed, self.epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = self.drawn()
+        return islice(cycle(drawn), self.rank, self._with_repeats(len(drawn)), self.num_replicas)
+
+    def _with_repeats(self, num_samples: int) -> int:
+        return num_samples + -num_samples % self._multiple
 
 
 class GlobalBatches(Sampler[list[Any]]):
-    """Gives a rank its part of each global batch; which rank, and from where on, `begin` says.
+    """Gives a rank its part of each global batch; which rank, and from where on, `start_at` says.
 
     Args:
         sampler: Decides the order.
@@ -42,7 +62,7 @@ class GlobalBatches(Sampler[list[Any]]):
 
     consumed = 0
 
-    def __init__(self, sampler: Draws, size: int, drop_last: bool) -> None:
+    def __init__(self, sampler: DrawnSampler, size: int, drop_last: bool) -> None:
         self._sampler, self.size, self._drop_last = sampler, size, drop_last
         self._order: Indices = ()
         self._first, self._world = 0, World(0, 1)
@@ -58,14 +78,14 @@ class GlobalBatches(Sampler[list[Any]]):
         self._order = self._sampler.drawn()
         return self._num_of(len(self._order))
 
-    def begin(self, first: int, world: World) -> None:
+    def start_at(self, first: int, world: World) -> None:
         """Returns what is iterated over next begins with the global batch `first`, divided for this place."""
         self._first, self._world = first, world
 
-    def note(self, num_given: int) -> None:
+    def count_given(self, num_given: int) -> None:
         """So many global batches were handed out: no position is kept."""
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """The pass is over: the function says which one follows."""
 
     def weight(self, number: int, world: World) -> float:
@@ -110,15 +130,15 @@ class GlobalStream:
         self.consumed = self._part.consumed
         return -(-(self._num_rows - self.consumed) // self.size)
 
-    def begin(self, first: int, world: World) -> None:
+    def start_at(self, first: int, world: World) -> None:
         """As that of `GlobalBatches`."""
         self._first, self._world = first, world
 
-    def note(self, num_given: int) -> None:
+    def count_given(self, num_given: int) -> None:
         """So many global batches were handed out."""
         self._part.consumed = min(self._num_rows, self.consumed + num_given * self.size)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """The epoch is over, and the next one follows."""
         self.set_epoch(self.epoch + 1)
 
@@ -206,7 +226,7 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch, self._number, self._global.size = position["epoch"], position["number"], position["size"]
         self._sampler.set_epoch(position["order"])
         self._global.consumed = position["consumed"]
-        self._global.note(0)
+        self._global.count_given(0)
         self._has_trained = True
 
     def __len__(self) -> int:
@@ -218,10 +238,10 @@ class RepeatingLoader(DataLoader[Any]):
         place, outcomes = self._steps.enter(self.is_open), set[str]()
         num_batches = joint.draw()
         while self._number < num_batches:
-            joint.begin(self._number, place.world)
+            joint.start_at(self._number, place.world)
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
-                joint.note(self._number + 1)
+                joint.count_given(self._number + 1)
                 if not torch.is_grad_enabled():  # no step can follow, and each rank is elsewhere in the pass
                     if weight:
                         yield batch
@@ -242,7 +262,7 @@ class RepeatingLoader(DataLoader[Any]):
                     place = self._steps.enter()
                 if outcome == "failed" or place is not before:
                     break
-        joint.end()
+        joint.end_pass()
         self._epoch += "done" in outcomes
         self.is_open = False
 
@@ -250,7 +270,7 @@ class RepeatingLoader(DataLoader[Any]):
         """Counts the pass that the function leaves, unless it is of a stream, whose next pass goes on there."""
         self.is_open, self._has_trained = False, self._has_trained or has_trained
         if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
-            self._global.end()
+            self._global.end_pass()
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:

@@ -83,7 +83,7 @@ class FunctionReplica:
         if mailbox is None or mailbox.is_over:
             raise RuntimeError("the function ended without a batch, so no worker can step in where it is")
 
-    def begin(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
+    def run_function(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
         """Starts a function.
 
         Raises:
@@ -113,13 +113,13 @@ class FunctionReplica:
         if session is None:
             raise TrainBackendError("no function is running in this worker: call `start_training` first")
         try:
-            message = session.mailbox.take(index)
+            message = session.mailbox.next_message(index)
             while session.is_muted and is_mere_report(message):
-                message = session.mailbox.take(index)
+                message = session.mailbox.next_message(index)
         except SystemExit:
             _leave_process()
             raise
-        except BaseException as error:
+        except BaseException as error:  # whatever the function raised
             if not session.mailbox.is_broken_off:
                 self._obstacle = f"the function of rank {self.world.rank} raised {error!r}"
                 self._close()
@@ -141,9 +141,11 @@ class FunctionReplica:
             self._membership.go_on()
         if start:
             spec, checkpoint, shard = start
-            self.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
+            self.run_function(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
-    def take(self, index: int | None, is_needed: bool, num_taken: int = 0, *start: Any) -> list[Message] | HeldAtStep:
+    def next_messages(
+        self, index: int | None, is_needed: bool, num_taken: int = 0, *start: Any
+    ) -> list[Message] | HeldAtStep:
         """The messages that there are, at least one, and none behind a checkpoint; as `next`. Or it was held.
 
         Args:
@@ -186,7 +188,7 @@ class FunctionReplica:
         if self._session is not None:
             self._session.is_muted = True
 
-    def end(self) -> bool:
+    def end_function(self) -> bool:
         """Ends the function at its next message; returns False if it sent none in time."""
         if self._session is None:
             return True

@@ -85,7 +85,7 @@ class Session:
         if not spec.is_elastic:
             return None
         membership = Membership(
-            world, mailbox.break_off, lambda: mailbox.is_held, spec.steps_in, lambda n: mailbox.note(RanksMet(n))
+            world, mailbox.break_off, lambda: mailbox.is_held, spec.steps_in, lambda n: mailbox.post(RanksMet(n))
         )
         if spec.has_parts:
             membership.flaw = "the dataset was divided at the start, and the part of a lost worker is lost"
@@ -104,7 +104,7 @@ class Session:
 
     def _run(self) -> Any:
         """Runs the function, in a separate thread."""
-        return self._spec.run()
+        return self._spec.call_function()
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
         """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from raysgd.exceptions import OnFailure
 from raysgd.train._worker.messages import FunctionEnded
 
 
@@ -59,7 +61,7 @@ class Mailbox:
             ended, error = FunctionEnded(self._function()), None
         except RunCancelled:
             ended, error = FunctionEnded(), None
-        except BaseException as raised:
+        except BaseException as raised:  # whatever it is: the driver gets it with the next message
             ended, error = None, raised
         with self._changed:
             self._ended, self._error = ended, error
@@ -82,7 +84,7 @@ class Mailbox:
             self._changed.notify_all()
             self._hold_until(lambda: self._num_taken >= enough)
 
-    def note(self, message: Any) -> None:
+    def post(self, message: Any) -> None:
         """From the function: leaves a message, and does not wait for it to be taken."""
         with self._changed:
             self._messages.append(message)
@@ -128,7 +130,7 @@ class Mailbox:
                 self._answers.append(value)
                 self._changed.notify_all()
 
-    def take(self, told: Any = None) -> Any:
+    def next_message(self, told: Any = None) -> Any:
         """Waits for the next message and returns it; an `FunctionEnded` if the function has returned.
 
         Args:
@@ -181,7 +183,7 @@ class Mailbox:
 
     @property
     def has_more(self) -> bool:
-        """True if `take` would return something at once."""
+        """True if `next_message` would return something at once."""
         with self._changed:
             return bool(self._messages) or self._ended is not None
 
@@ -241,11 +243,8 @@ class PendingCheckpoints:
             if token not in self._open:
                 return
             told = self._wanted[token]
-        try:
+        with OnFailure(partial(self.refuse, token)):
             copy = make_copy(told)
-        except BaseException:
-            self.refuse(token)
-            raise
         with self._changed:
             self._copies[token] = copy
             self._changed.notify_all()

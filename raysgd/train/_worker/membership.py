@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raysgd.engine.shared.types import World
+from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # an exchange whose connections were ended
 # So long for the function to come to a place where it waits. There it has to go in any case, unless it does something
@@ -165,13 +166,14 @@ class Membership:
             return False
         with self._changed:
             self._is_agreeing, self._verdict = True, None
-        try:
-            broken = agree()
-        except BaseException:
+
+        def give_up() -> None:
             with self._changed:
                 self._is_agreeing = False
             self.end_exchange()
-            raise
+
+        with OnFailure(give_up):
+            broken = agree()
         with self._changed:
             self._num_in_use -= 1
             if broken is None:

@@ -133,11 +133,11 @@ class FunctionSpec:
     steps_in: bool = False
     has_parts: bool = False
 
-    def run(self) -> Any:
-        """Runs the function."""
+    def call_function(self) -> Any:
+        """Call it."""
         try:
             return self.function()
-        except Exception as error:
+        except Exception as error:  # of the user's function
             explained = self.explain(error) if self.explain is not None else error
             if explained is error:
                 raise

@@ -6,9 +6,8 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
@@ -29,6 +28,7 @@ from raysgd.storage import Folder
 from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import PendingCheckpoints
 from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
+from raysgd.train.utils import in_thread
 
 METADATA_KEY = "_raysgd_metadata"
 _DEEPEST = 50
@@ -73,7 +73,7 @@ class FitSession(Session):
         """Runs the function. What it returns stays in the worker, unless it is plain data and this is rank 0."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray():
             try:
-                returned = self._spec.run()
+                returned = self._spec.call_function()
                 self._await_upload()
                 return returned if self._may_be_first and is_plain(returned) else None
             except (UserWarning, RuntimeError) as error:
@@ -133,7 +133,7 @@ class FitSession(Session):
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
-                self._upload = in_thread(lambda: self._store(data, checkpoint, options))
+                self._upload = in_thread(lambda: self._store(data, checkpoint, options), "raysgd-upload")
             else:
                 self._store(data, checkpoint, options)
             return
@@ -326,21 +326,6 @@ def is_plain(value: Any, depth: int = 0) -> bool:
         items = [*value, *value.values()] if kind is dict else value
         return all(is_plain(item, depth + 1) for item in items)
     return kind in _PLAIN or issubclass(kind, np.number)
-
-
-def in_thread(function: Callable[[], None]) -> Future[None]:
-    """Starts a function in a thread that ends with the process; returns what to wait for."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            function()
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="raysgd-upload", daemon=True).start()
-    return future
 
 
 @contextmanager

@@ -36,9 +36,19 @@ from raysgd.air.result import Result, by_checkpoint, read_reports, read_validati
 from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.adapters import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.exceptions import failure_logged
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
-from raysgd.train.fit.console import ConsoleReporter, LogFiles, Reporter
-from raysgd.train.fit.trial_files import BackgroundTasks, Logs, open_writers, shown_config, write_error
+from raysgd.train.fit.output import (
+    BackgroundTasks,
+    ConsoleReporter,
+    Logs,
+    Reporter,
+    file_names,
+    open_writers,
+    output_copied,
+    shown_config,
+    write_error,
+)
 from raysgd.writers.files import as_json
 from raysgd.writers.sink import SafeSink
 
@@ -85,8 +95,8 @@ class Recorder:
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
-        self._log_files = LogFiles(run_config.log_to_file)
-        self._trial.log_to_file = self._log_files.names
+        self._trial.log_to_file = file_names(run_config.log_to_file)
+        self._copying = ExitStack()
         self._config = shown_config(config)
         self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
         self._chores = BackgroundTasks()
@@ -99,7 +109,7 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------ the run
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         """An attempt starts, the first one or one after a failure.
 
         Raises:
@@ -116,7 +126,7 @@ class Recorder:
         )
         self._trial.set_status(FitTrialView.RUNNING)
 
-    def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, is_pending: bool = False) -> bool:
+    def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, is_pending: bool = False) -> bool:
         """There is a report.
 
         Args:
@@ -174,7 +184,7 @@ class Recorder:
         write_error(self._folder.local_path, error, self._trial.num_failures)
         self._logs.upload_soon()
 
-    def end(self, error: BaseException | None = None) -> Result:
+    def end_run(self, error: BaseException | None = None) -> Result:
         """The run has ended. Closes everything, whatever fails meanwhile.
 
         Args:
@@ -206,7 +216,7 @@ class Recorder:
         self._trial.last_result |= self._filler.initial()
         if not self._folder.is_new:
             self._take_over()
-        self._log_files.start(self._folder.local_path)
+        self._copying.enter_context(output_copied(self._trial.log_to_file, self._folder.local_path))
         self._writers = open_writers(self._folder.local_path, self._config, self._callbacks.replaced_loggers)
         self._callbacks.setup(self._given_stop)
 
@@ -223,7 +233,7 @@ class Recorder:
     def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any], is_pending: bool) -> None:
         self._callbacks.save(checkpoint)
         self._trial.checkpoint = checkpoint
-        self._checkpoints.add(checkpoint, result, self._filler.progress, is_pending)
+        self._checkpoints.keep(checkpoint, result, self._filler.progress, is_pending)
         self._callbacks.saved()
         self._save_callback_states()
 
@@ -231,10 +241,9 @@ class Recorder:
         experiment = self._folder.experiment
         if not experiment.has(CALLBACK_STATES_FILE):
             return
-        try:
+        words = "the callbacks start without their former state (%s): %r"  # damaged, or of another class by now
+        with failure_logged(logger.warning, words, CALLBACK_STATES_FILE):
             self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
-        except Exception as error:  # of a damaged file, or of a callback that has changed meanwhile
-            logger.warning("the callbacks start without their former state (%s): %r", CALLBACK_STATES_FILE, error)
 
     def _save_callback_states(self) -> None:
         from ray import cloudpickle
@@ -247,13 +256,13 @@ class Recorder:
         with ExitStack() as last_first:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
-            last_first.callback(self._chores.close)
+            last_first.callback(self._chores.finish)
             if not has_failed:
                 last_first.callback(self._forget_errors)
-                last_first.callback(self._checkpoints.end)
+                last_first.callback(self._checkpoints.move_to_memory)
             for writer in self._writers:
                 last_first.callback(writer.close)
-            last_first.callback(self._log_files.stop)
+            last_first.callback(self._copying.close)
         self._writers = []
 
     def _forget_errors(self) -> None:
@@ -314,9 +323,9 @@ class KeptCheckpoints:
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
             report = by_name.get(name)
-            self.add(Checkpoint(self._folder.trial / name), report or {}, _progress_at(report, reports))
+            self.keep(Checkpoint(self._folder.trial / name), report or {}, _progress_at(report, reports))
 
-    def add(
+    def keep(
         self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress, is_pending: bool = False
     ) -> None:
         """Take a new checkpoint in, and delete those that need not stay. A pending one is judged once it is settled."""
@@ -357,7 +366,7 @@ class KeptCheckpoints:
         reported = [each.content for each in self._saved]
         return [replace(each, checkpoint=each.checkpoint.by_place(), metrics=dict(each.metrics)) for each in reported]
 
-    def end(self) -> None:
+    def move_to_memory(self) -> None:
         """Move the latest one into memory where none is to stay on disk: the run has ended well."""
         if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
             self.latest = Checkpoint.from_dict(self.latest.to_dict())
@@ -406,8 +415,8 @@ def number_of(checkpoint: Checkpoint) -> int:
 def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> RunProgress:
     """Return the progress of a run at a checkpoint whose report the driver could not write any more."""
     if report is not None:
-        return RunProgress.of(report)
-    return RunProgress.of(reports[-1]).after(0.0) if reports else RunProgress(iteration=1)
+        return RunProgress.at_report(report)
+    return RunProgress.at_report(reports[-1]).after(0.0) if reports else RunProgress(iteration=1)
 
 
 Stop = Callable[[str, Mapping[str, Any]], bool]

@@ -22,8 +22,8 @@ from raysgd._text.secrets import has_secret, masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
 from raysgd.air.trial import FitTrialView, TrialFolder
-from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
+from raysgd.train.fit.output import pickled
 from raysgd.train.fit.recorder import RUN_FILE
 
 logger = logging.getLogger(__name__)
@@ -80,16 +80,11 @@ def save_trainer(
         arguments: The arguments that its constructor was given.
         file: The name of the file.
     """
-    from ray import cloudpickle
-
     kept = {name: _for_later(name, value) for name, value in arguments.items()}
     pickle_modules_by_name()
-    try:
-        content = cloudpickle.dumps((trainer_class, kept))
-    except Exception as error:  # whatever an object of the user raises
-        logger.warning(
-            "this run cannot be restored: the trainer's arguments cannot be pickled: %s", masked(repr(error))
-        )
+    content, reason = pickled((trainer_class, kept))
+    if content is None:
+        logger.warning("this run cannot be restored: the trainer's arguments cannot be pickled: %s", reason)
         return
     experiment.make()
     experiment.write(file, content)
@@ -117,17 +112,12 @@ def _without_place(run_config: RunConfig) -> RunConfig:
 
 
 def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
-    from ray import cloudpickle
-
     lost: dict[str, Any] = {}
     for name in _RUN_CONFIG_EXTRAS:
-        try:
-            cloudpickle.dumps(getattr(run_config, name))
-        except Exception as error:  # whatever an object of the user raises
+        content, reason = pickled(getattr(run_config, name))
+        if content is None:
             lost[name] = None
-            logger.warning(
-                "a restored run has no `RunConfig(%s=...)`: it cannot be pickled: %s", name, masked(repr(error))
-            )
+            logger.warning("a restored run has no `RunConfig(%s=...)`: it cannot be pickled: %s", name, reason)
     return replace(run_config, **lost)
 
 
@@ -185,12 +175,11 @@ def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[s
             f"`path={masked(str(path))!r}`: there is no run to restore, because there is no `{file}`. Pass the "
             f"folder with the run's name, in which `fit` made the folder of the trial.{_better_place(path)}"
         )
+    content = experiment.read(file)
     try:
-        saved_class, arguments = pickle.loads(experiment.read(file))
+        saved_class, arguments = pickle.loads(content)
         return saved_class, dict(arguments)
-    except StorageError:
-        raise
-    except Exception as error:
+    except Exception as error:  # whatever a class of the user raises
         raise ValueError(
             f"`path={masked(str(path))!r}`: `{file}` cannot be read: {type(error).__name__}: "
             f"{masked(str(error))}. If it names a module that has moved, make that importable; "

@@ -24,20 +24,19 @@ from raysgd.air.trial import TrialFolder
 from raysgd.engine.placement import Reservation, ensure_ray
 from raysgd.engine.policies import Diagnosis, words
 from raysgd.engine.shared.types import Resources
-from raysgd.exceptions import StorageError, WorkersLostError, training_failed_error, worker_error
+from raysgd.exceptions import StorageError, WorkersLostError, failure_logged, training_failed_error, worker_error
 from raysgd.messages.placement import Placement
 from raysgd.train import executor
 from raysgd.train._function_run import FunctionRun
-from raysgd.train._rules.max_retries import RenewingPolicy
+from raysgd.train._retries import RenewingPolicy
 from raysgd.train._worker.messages import REPORTED
 from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
 from raysgd.train.executor import BackendExecutor, ExecutorRules
-from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
+from raysgd.train.fit.checkpoints import FitCheckpoints, Landing, Validations
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
 from raysgd.train.fit.recorder import Recorder, number_of
-from raysgd.train.fit.validation import Validations
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result
@@ -96,12 +95,12 @@ class FitJob:
         try:
             with logging_config.applied() if logging_config is not None else nullcontext():
                 train()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the record says what ended the run
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
             raise training_failed_error(error, self._advice, _tune_error()) from error.__cause__
-        return self.recorder.end()
+        return self.recorder.end_run()
 
     @property
     def next_index(self) -> int:
@@ -111,10 +110,8 @@ class FitJob:
     def _end_failed(self, error: BaseException) -> None:
         if isinstance(error, StorageError):
             self.folder.expect_little()
-        try:
-            self.recorder.end(error)
-        except Exception as another:  # what ended the run matters more
-            logger.error("could not complete the record of the run: %r", another)
+        with failure_logged(logger.error, "could not complete the record of the run: %r"):
+            self.recorder.end_run(error)
 
     @property
     def _advice(self) -> str:
@@ -182,8 +179,8 @@ class FitRun:
         self._own_room: Reservation | None = None
         self._run: FunctionRun | None = None
         self._validations = Validations(validation, lambda *settled: self._recorder.settle(*settled))
-        self._reports: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
-        self._too_late: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
+        self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
+        self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
         self._has_raised = False
         job.aborts.append(partial(self._executor.shutdown, patience_s=0))
@@ -196,18 +193,17 @@ class FitRun:
             WorkersLostError: Workers were lost, once more than is allowed.
             StepMismatchError: The functions did not report equally often.
         """
-        end_validations = self._validations.finish
+        end_validations = self._validations.cancel
         try:
             while self.step():
                 pass
+            end_validations = self._validations.finish
         except StopConditionMet:
             logger.info("the stop condition of the run is met")
             self._too_late, self._reports = self._reports, deque()
-        except BaseException:
-            end_validations = self._validations.cancel
-            raise
+            end_validations = self._validations.finish
         finally:
-            self.end()
+            self.stop()
             end_validations()  # with the room that the workers had
 
     def step(self) -> bool:
@@ -227,7 +223,7 @@ class FitRun:
         self._hand_over()
         return True
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Ends the workers, wherever they are, and hands over what was reported. A second time it does nothing."""
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
@@ -235,19 +231,17 @@ class FitRun:
         with suppress(Exception):  # of a run that has failed already; else the step that ended it has flushed
             self._checkpoints.flush()
         self._delete_too_late()
-        try:
+        words = "could not write down what was reported last: %r"
+        with failure_logged(logger.error, words), suppress(StopConditionMet):
             self._hand_over(is_end=True)
-        except StopConditionMet:
-            pass
-        except Exception as error:  # the error that ended the run matters more
-            logger.error("could not write down what was reported last: %r", error)
 
     def _delete_too_late(self) -> None:
         """Deletes the checkpoints of reports that came after the one that met a stop condition."""
         for _, landing in self._too_late:
-            if landing is not None and landing.checkpoint is not None and self._facts.keeps_files:
+            checkpoint = _landed(landing)
+            if checkpoint is not None and self._facts.keeps_files:
                 with suppress(OSError):
-                    (self._facts.folder / PurePosixPath(landing.checkpoint.path).name).delete()
+                    (self._facts.folder / PurePosixPath(checkpoint.path).name).delete()
         self._too_late.clear()
 
     def _running(self) -> FunctionRun:
@@ -288,9 +282,12 @@ class FitRun:
 
     def _hand_over(self, is_end: bool = False) -> None:
         """Hands over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
-        while self._reports and (is_end or _is_complete(self._reports[0][1])):
-            metrics, landing = self._reports.popleft()
-            if self._take(metrics, landing.checkpoint if landing is not None else None):
+        while self._reports:
+            metrics, landing = self._reports[0]
+            if not (is_end or landing is None or landing.done()):
+                break
+            self._reports.popleft()
+            if self._take(metrics, _landed(landing)):
                 raise StopConditionMet
         self._validations.poll()
 
@@ -298,9 +295,9 @@ class FitRun:
         """Hands over a report, and has its checkpoint validated if the report says so."""
         wanted = metrics.pop(VALIDATION_KEY, None)
         if wanted is None or checkpoint is None:
-            return self._recorder.take(metrics, checkpoint)
-        is_met = self._recorder.take(metrics, checkpoint, is_pending=True)
-        self._validations.add(checkpoint, wanted)
+            return self._recorder.record(metrics, checkpoint)
+        is_met = self._recorder.record(metrics, checkpoint, is_pending=True)
+        self._validations.queue(checkpoint, wanted)
         return is_met
 
     def _take_landing(self) -> bool:
@@ -318,11 +315,12 @@ class FitRun:
         failure, self._failure = self._failure, None
         if failure is not None:
             self._recorder.fail(failure)
-        self._recorder.begin()
+        self._recorder.begin_attempt()
 
 
-def _is_complete(landing: CheckpointLanding | None) -> bool:
-    return landing is None or landing.is_over
+def _landed(landing: Landing | None) -> Checkpoint | None:
+    """Return a checkpoint that is where it stays."""
+    return landing.result() if landing is not None and landing.done() else None
 
 
 def _executor(

@@ -51,7 +51,7 @@ def boards(request: pytest.FixtureRequest) -> Iterator[list[Board]]:
     found = boards_of(getattr(request, "param", 3))
     yield found
     for board in found:
-        board.close()
+        board.close_sockets()
 
 
 def on_all(boards: list[Board], function: Callable[[int, Board], Any]) -> list[Future[Any]]:
@@ -149,7 +149,7 @@ def test_who_waits_for_a_rank_that_went_away_is_told_and_what_was_written_can_st
 ) -> None:
     boards[leaver].put("before", b"1")
     boards[1].wait(["before"], 20)
-    boards[leaver].close()
+    boards[leaver].close_sockets()
     with pytest.raises(MeshBroken, match=r"rank [02] is gone: it has left, or has lost another rank"):
         boards[1].get("never", 20)
     assert boards[1].get("before", 20) == b"1"
@@ -158,7 +158,7 @@ def test_who_waits_for_a_rank_that_went_away_is_told_and_what_was_written_can_st
 @pytest.mark.parametrize("boards", [12], indirect=True)
 @pytest.mark.parametrize("lost", [0, 7])
 def test_ranks_that_are_not_connected_to_a_lost_one_learn_of_it_too(boards: list[Board], lost: int) -> None:
-    boards[lost].close()
+    boards[lost].close_sockets()
     far = set(range(12)) - neighbors(lost, 12)
     assert len(far) > 3
     for rank in far - {lost}:
@@ -180,7 +180,7 @@ def test_waiting_ends_at_once_when_it_is_interrupted_from_another_thread(boards:
 def test_closing_twice_is_harmless_and_leaves_no_thread() -> None:
     boards = boards_of(2)
     for board in [*boards, *boards]:
-        board.close()
+        board.close_sockets()
     assert not [thread for thread in threading.enumerate() if thread.name == "raysgd-board"]
 
 
@@ -218,7 +218,8 @@ MESSAGES = [
 
 
 def test_letters_are_taken_when_they_are_complete() -> None:
-    letters = [RoutedMessage.of(5, message) for message in MESSAGES] + [RoutedMessage.of(6, MESSAGES[0], 3)]
+    letters = [RoutedMessage.from_rank(5, message) for message in MESSAGES]
+    letters.append(RoutedMessage.from_rank(6, MESSAGES[0], 3))
     sent, received, taken = b"".join(letter.encoded for letter in letters), bytearray(), []
     for start in range(0, len(sent), 777):
         received += sent[start : start + 777]
@@ -270,7 +271,7 @@ def ring() -> Iterator[list[End]]:
     ranks = [End(rank, size, {b: end for (a, b), end in ends.items() if a == rank}) for rank in range(size)]
     yield ranks
     for rank in ranks:
-        rank.links.close()
+        rank.links.close_sockets()
 
 
 def test_a_rank_receives_what_another_sends_and_learns_that_it_left() -> None:
@@ -280,12 +281,12 @@ def test_a_rank_receives_what_another_sends_and_learns_that_it_left() -> None:
         ranks[0].links.send_to_all(message)
     ranks[1].wait(lambda: len(ranks[1].received) == len(MESSAGES))
     assert ranks[1].received == [(0, message) for message in MESSAGES]
-    ranks[0].links.close()
+    ranks[0].links.close_sockets()
     ranks[1].wait(lambda: bool(ranks[1].reasons))
     assert ranks[1].reasons[0].startswith("rank 0 is gone")
     with pytest.raises(MeshBroken, match="the connection to rank 1 ended"):
         ranks[0].links.send(1, MESSAGES[0])
-    ranks[1].links.close()
+    ranks[1].links.close_sockets()
 
 
 def test_messages_to_one_and_to_all_come_in_the_order_in_which_they_were_sent(ring: list[End]) -> None:
@@ -311,8 +312,8 @@ def test_sending_waits_for_no_rank_and_what_is_left_is_sent_later() -> None:
     receiver = End(1, 2, {0: far})
     receiver.wait(lambda: len(receiver.received) == 50 * len(MESSAGES))
     assert [message for _, message in receiver.received] == MESSAGES * 50
-    sender.links.close()
-    receiver.links.close()
+    sender.links.close_sockets()
+    receiver.links.close_sockets()
 
 
 def test_sending_more_behind_what_is_left_fails_once_the_connections_were_cut() -> None:
@@ -324,16 +325,16 @@ def test_sending_more_behind_what_is_left_fails_once_the_connections_were_cut() 
     assert sender.reasons[0] == "it was interrupted"
     with pytest.raises(MeshBroken, match="the connection to rank 1 ended"):
         sender.links.send_to_all(MESSAGES[0])
-    sender.links.close()
+    sender.links.close_sockets()
     far.close()
 
 
 @pytest.mark.parametrize(
     "says",
     [
-        RoutedMessage.of(1, MESSAGES[0], 7).encoded,  # for a rank that there is not
-        RoutedMessage.of(1, MESSAGES[0]).encoded.replace(b"key", b"\xff\xff\xff"),
-        RoutedMessage.of(1, MESSAGES[0]).encoded[:-1],  # and no more
+        RoutedMessage.from_rank(1, MESSAGES[0], 7).encoded,  # for a rank that there is not
+        RoutedMessage.from_rank(1, MESSAGES[0]).encoded.replace(b"key", b"\xff\xff\xff"),
+        RoutedMessage.from_rank(1, MESSAGES[0]).encoded[:-1],  # and no more
     ],
 )
 def test_what_no_rank_sends_ends_all_connections(says: bytes) -> None:
@@ -344,7 +345,7 @@ def test_what_no_rank_sends_ends_all_connections(says: bytes) -> None:
     rank.wait(lambda: bool(rank.reasons))
     assert also_far.recv(1) == b""
     assert not rank.received
-    rank.links.close()
+    rank.links.close_sockets()
     for end in (far, also_far):
         end.close()
 

@@ -75,7 +75,7 @@ class Rank:
         self.credentials = Credentials(number, secret)
         self.listener = Endpoint(host)
         self._host, self._stack = host, stack
-        stack.callback(self.listener.close)
+        stack.callback(self.listener.close_sockets)
 
     @property
     def address(self) -> Address:
@@ -173,7 +173,7 @@ def test_at_the_loopback_address_nothing_listens_at_the_port_and_nothing_else_ge
         socket.create_connection(address)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(address)
-    rank.listener.close()
+    rank.listener.close_sockets()
     with socket.socket() as other:
         other.bind(address)
 

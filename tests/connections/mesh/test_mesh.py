@@ -39,7 +39,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Mesh]]:
     meshes = [lane for [lane] in connected(getattr(request, "param", 3))]
     yield meshes
     for mesh in meshes:
-        mesh.close()
+        mesh.close_sockets()
 
 
 def on_all(meshes: list[Mesh], function: Callable[[int, Mesh], Any]) -> list[Future[Any]]:
@@ -94,7 +94,7 @@ def test_lanes_do_not_disturb_each_other() -> None:
     one_there.swap({}, {0: memoryview(heard)[:5]})
     assert heard[:5] == b"first"
     for mesh in (one, other, one_there, other_there):
-        mesh.close()
+        mesh.close_sockets()
 
 
 def test_a_lane_leads_only_where_it_should() -> None:
@@ -120,7 +120,7 @@ def test_ranks_at_different_exchanges_are_told_so_and_nobody_hangs(ranks: list[M
 
 
 def test_who_waits_for_a_rank_that_went_away_is_told_and_goes_on_being_told(ranks: list[Mesh]) -> None:
-    ranks[2].close()
+    ranks[2].close_sockets()
     for _ in range(3):
         answers = on_all(ranks[:2], lambda rank, mesh: everything_to_everybody(rank, mesh, LARGE, 3))
         assert [type(answer.exception()) for answer in answers] == [MeshBroken, MeshBroken]
@@ -128,7 +128,7 @@ def test_who_waits_for_a_rank_that_went_away_is_told_and_goes_on_being_told(rank
 
 def test_a_rank_that_is_gone_is_noticed_before_anything_is_exchanged(ranks: list[Mesh]) -> None:
     assert not any(rank.is_broken for rank in ranks)
-    ranks[1].close()
+    ranks[1].close_sockets()
     deadline = time.monotonic() + 20
     while not all(rank.is_broken for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -140,7 +140,7 @@ def test_a_rank_that_does_not_come_is_waited_for_and_named() -> None:
     with pytest.raises(MeshBroken, match=r"rank 1 did not answer within 0\.2 s"):
         everything_to_everybody(0, alone, 10, 2)
     for mesh in (alone, silent):
-        mesh.close()
+        mesh.close_sockets()
 
 
 def test_a_swap_can_be_ended_from_another_thread(ranks: list[Mesh]) -> None:
@@ -159,7 +159,7 @@ def test_sending_to_a_rank_that_ended_its_connections_is_noticed_though_nothing_
         sender.swap({1: memoryview(bytes(4 * LARGE))}, {})
     assert time.monotonic() - began < SOON_S
     for mesh in (sender, other):
-        mesh.close()
+        mesh.close_sockets()
 
 
 def test_bytes_of_another_kind_are_not_taken_for_those_that_are_expected(ranks: list[Mesh]) -> None:
@@ -176,13 +176,13 @@ def test_a_swap_may_wait_for_longer_than_a_system_call_can() -> None:
     other.swap({}, {0: memoryview(heard)})
     assert heard == b"late"
     for mesh in (one, other):
-        mesh.close()
+        mesh.close_sockets()
 
 
 def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
     gone, endpoint = Endpoint(HERE), Endpoint(HERE)
     place = meeting(gone.port, endpoint.port)
-    gone.close()
+    gone.close_sockets()
     with pytest.raises(ConnectFailed, match="rank 1 could not connect"):
         endpoint.connect(place, 1, [{0}], Deadline(5))
 

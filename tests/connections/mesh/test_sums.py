@@ -286,7 +286,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Mesh]]:
     meshes = [lane for [lane] in connected(request.param)]
     yield meshes
     for mesh in meshes:
-        mesh.close()
+        mesh.close_sockets()
 
 
 class CountedMoves:
@@ -337,7 +337,7 @@ def test_ranks_that_take_nothing_need_not_be_there() -> None:
     answers = on_all(meshes, lambda rank, mesh: handed_over(mesh.swap, rank, [3]) if rank in present else [])
     assert [answer.result() for answer in answers] == [CONTENT, [], [], CONTENT]
     for mesh in meshes:
-        mesh.close()
+        mesh.close_sockets()
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
@@ -355,7 +355,7 @@ def test_whoever_dies_on_the_way_leaves_nobody_waiting(lost: int) -> None:
             num_moves += 1
             if rank == lost and num_moves == 3:
                 is_halfway.set()
-                mesh.close()
+                mesh.close_sockets()
             mesh.swap(outgoing, incoming)
 
         try:
@@ -368,4 +368,4 @@ def test_whoever_dies_on_the_way_leaves_nobody_waiting(lost: int) -> None:
     assert is_halfway.is_set()
     assert [answer.result() for answer in answers] == ["told"] * 4
     for mesh in meshes:
-        mesh.close()
+        mesh.close_sockets()

@@ -40,7 +40,7 @@ def parts(batches: GlobalBatches, size: int, first: int = 0) -> list[list[list[i
     """What each rank gets."""
     found = []
     for rank in range(size):
-        batches.begin(first, World(rank, size))
+        batches.start_at(first, World(rank, size))
         found.append(list(batches))
     return found
 
@@ -163,7 +163,7 @@ class Alone:
         self.steps._is_checked = True  # what checks leaves a hook on all optimizers of the process
         self.model = self.steps.wrap(torch.nn.Linear(1, 1), None, {})
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.steps.take(self.optimizer)
+        self.steps.guard(self.optimizer)
 
     def loader(self, num_samples: int = 8) -> RepeatingLoader:
         data = DataLoader(TensorDataset(torch.ones(num_samples, 1)), batch_size=2)
@@ -322,7 +322,7 @@ def test_ranks_divide_each_global_batch_of_a_stream(size: int) -> None:
     for rank in range(size):
         stream = stream_of(World(rank, size))
         assert stream.draw() == len(stream) == 4
-        stream.begin(1, World(rank, size))
+        stream.start_at(1, World(rank, size))
         found.append([batch.tolist() for batch in stream])
     stream.draw()
     seen: list[int] = []

@@ -30,34 +30,34 @@ def report(number: int, checkpoint: CheckpointRef | None = None) -> FunctionMess
 def test_a_step_is_there_when_each_rank_has_a_message() -> None:
     ahead = MessageQueues()
     assert not ahead.has_step
-    ahead.begin(1, TWO)
+    ahead.follow(1, TWO)
     assert [ahead.is_needed(rank) for rank in range(2)] == [True, True]
-    ahead.add([[report(1), report(2)], [report(1)]])
+    ahead.extend([[report(1), report(2)], [report(1)]])
     assert ahead.has_step
     assert ahead.take_step() == [report(1), report(1)]
     assert not ahead.has_step
     assert [ahead.is_needed(rank) for rank in range(2)] == [False, True]
-    ahead.add([[], [report(2), FunctionEnded()]])
+    ahead.extend([[], [report(2), FunctionEnded()]])
     assert ahead.take_step() == [report(2), report(2)]
 
 
 def test_messages_of_workers_that_were_replaced_are_dropped() -> None:
     ahead = MessageQueues()
-    ahead.begin(1, TWO)
-    ahead.add([[report(1), report(2)], [report(1)]])
-    ahead.begin(1, TWO)
+    ahead.follow(1, TWO)
+    ahead.extend([[report(1), report(2)], [report(1)]])
+    ahead.follow(1, TWO)
     assert ahead.has_step, "the same as before"
-    ahead.begin(2, TWO)
+    ahead.follow(2, TWO)
     assert [ahead.is_needed(rank) for rank in range(2)] == [True, True]
     assert [ahead.num_taken(rank) for rank in range(2)] == [0, 0]
 
 
 def test_messages_of_those_that_are_left_stay_whatever_their_rank_is_then() -> None:
     ahead = MessageQueues()
-    ahead.begin(1, members("one", "another", "third"))
-    ahead.add([[], [report(1), report(2)], [report(1)]])
+    ahead.follow(1, members("one", "another", "third"))
+    ahead.extend([[], [report(1), report(2)], [report(1)]])
     assert not ahead.has_step
-    ahead.begin(1, members("another", "third"))
+    ahead.follow(1, members("another", "third"))
     assert [ahead.num_taken(rank) for rank in range(2)] == [2, 1]
     assert ahead.take_step() == [report(1), report(1)]
     assert [ahead.is_needed(rank) for rank in range(2)] == [False, True]
@@ -65,37 +65,37 @@ def test_messages_of_those_that_are_left_stay_whatever_their_rank_is_then() -> N
 
 def test_those_that_step_in_report_from_where_they_have_met_the_others() -> None:
     ahead = MessageQueues()
-    ahead.begin(1, members("one", "another", "lost"))
-    ahead.begin(1, {**members("one", "another"), "new": 2})
-    ahead.add([[RanksMet(1)], [RanksMet(1)], []])
+    ahead.follow(1, members("one", "another", "lost"))
+    ahead.follow(1, {**members("one", "another"), "new": 2})
+    ahead.extend([[RanksMet(1)], [RanksMet(1)], []])
     assert not ahead.has_step
     assert not ahead.are_all_there, "those of an earlier group have met"
     assert [ahead.is_needed(rank) for rank in range(3)] == [True, True, False]
-    ahead.add([[report(1), RanksMet(2), report(2)], [report(1)], []])
+    ahead.extend([[report(1), RanksMet(2), report(2)], [report(1)], []])
     assert ahead.take_step() == [report(1), report(1), None]
     assert not ahead.are_all_there
     assert not ahead.has_step, "one rank says that all have met"
     assert [ahead.is_needed(rank) for rank in range(3)] == [False, True, True]
-    ahead.add([[], [RanksMet(2), report(2)], [RanksMet(2), report(2)]])
+    ahead.extend([[], [RanksMet(2), report(2)], [RanksMet(2), report(2)]])
     assert ahead.has_step
     assert ahead.take_step() == [report(2)] * 3
 
 
 def test_those_that_stepped_in_report_where_all_others_are_lost() -> None:
     ahead = MessageQueues()
-    ahead.begin(1, members("one", "another"))
-    ahead.begin(1, {"one": 0, "new": 1})
-    ahead.begin(1, {"new": 1})
+    ahead.follow(1, members("one", "another"))
+    ahead.follow(1, {"one": 0, "new": 1})
+    ahead.follow(1, {"new": 1})
     assert not ahead.has_step
     assert ahead.is_needed(0)
 
 
 def test_where_reports_are_not_read_any_more_checkpoints_and_the_end_stay() -> None:
     ahead, saved = MessageQueues(), report(2, CheckpointRef())
-    ahead.begin(1, TWO)
-    ahead.add([[report(1), saved, FunctionEnded()], [report(1)]])
+    ahead.follow(1, TWO)
+    ahead.extend([[report(1), saved, FunctionEnded()], [report(1)]])
     ahead.drop_reports()
-    ahead.add([[], [saved, FunctionEnded()]])
+    ahead.extend([[], [saved, FunctionEnded()]])
     assert ahead.take_step() == [saved, saved]
     assert ahead.take_step() == [FunctionEnded(), FunctionEnded()]
 
@@ -104,7 +104,7 @@ def take_all(replica: FunctionReplica) -> list[Any]:
     """All messages to the end, as they come."""
     found: list[Any] = []
     while not found or not isinstance(found[-1], FunctionEnded):
-        messages = replica.take(None, True)
+        messages = replica.next_messages(None, True)
         assert messages
         found += messages
     return found
@@ -117,7 +117,7 @@ def test_a_function_sends_all_that_waits_at_once_and_nothing_where_nothing_is_ne
 
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=9)
-    assert replica.take(None, False) == []
+    assert replica.next_messages(None, False) == []
     *reports, end = take_all(replica)
     assert [user_keys(each) for each in reports] == [{"number": number} for number in range(5)]
     assert end == FunctionEnded()
@@ -131,8 +131,8 @@ def test_an_answer_ends_however_fast_the_function_reports() -> None:
 
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=3)
-    assert all(1 <= len(replica.take(None, True)) <= 4 for _ in range(50))
-    assert replica.end()
+    assert all(1 <= len(replica.next_messages(None, True)) <= 4 for _ in range(50))
+    assert replica.end_function()
 
 
 def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
@@ -152,7 +152,7 @@ def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=9)
     assert is_behind.wait(120)  # the first checkpoint imports Ray
-    [checkpoint] = replica.take(None, True)
+    [checkpoint] = replica.next_messages(None, True)
     assert checkpoint.checkpoint_ref is not None
     behind = take_all(replica)
     assert user_keys(behind[0]) == {"a": 2}
@@ -174,15 +174,15 @@ def test_what_the_driver_has_not_got_is_sent_again_where_functions_go_on() -> No
     replica = FunctionReplica(World(0, 2))
     begin(replica, train, is_elastic=True)
     assert replica.replica_progress().obstacle == "the function has not taken a step yet"
-    [first] = replica.take(None, True, 0)
-    assert replica.take(None, True, 0) == [first], "the answer was lost"
-    [second] = replica.take(None, True, 1)
+    [first] = replica.next_messages(None, True, 0)
+    assert replica.next_messages(None, True, 0) == [first], "the answer was lost"
+    [second] = replica.next_messages(None, True, 1)
     assert user_keys(second) == {"number": 1}
-    assert replica.take(None, False, 1) == [second]
-    assert replica.take(None, False, 2) == []
-    assert user_keys(*replica.take(None, True, 2)) == {"number": 2}
-    assert replica.take(None, True, 3) == [FunctionEnded("end")]
-    assert replica.take(None, True, 3) == [FunctionEnded("end")]
+    assert replica.next_messages(None, False, 1) == [second]
+    assert replica.next_messages(None, False, 2) == []
+    assert user_keys(*replica.next_messages(None, True, 2)) == {"number": 2}
+    assert replica.next_messages(None, True, 3) == [FunctionEnded("end")]
+    assert replica.next_messages(None, True, 3) == [FunctionEnded("end")]
 
 
 def test_a_function_that_raised_or_never_began_does_not_go_on() -> None:
@@ -193,7 +193,7 @@ def test_a_function_that_raised_or_never_began_does_not_go_on() -> None:
     assert replica.replica_progress().obstacle == "no function was started here"
     begin(replica, train, is_elastic=True)
     with pytest.raises(ZeroDivisionError):
-        replica.take(None, True)
+        replica.next_messages(None, True)
     assert "raised ZeroDivisionError('mine')" in str(replica.replica_progress().obstacle)
 
 
@@ -209,9 +209,9 @@ def test_a_broken_group_ends_the_wait_for_a_message_and_not_the_function() -> No
     membership: Any = replica._membership
     membership.note_broken(ConnectionResetError("gone"))
     with pytest.raises(ConnectionResetError):
-        replica.take(None, True)
+        replica.next_messages(None, True)
     membership.leave()
     replica.regroup(World(0, 1), StateHandover())
     goes_on.set()
-    assert user_keys(*replica.take(None, True)) == {"number": 1, "rank": 0}
-    assert replica.take(None, True, 1) == [FunctionEnded()]
+    assert user_keys(*replica.next_messages(None, True)) == {"number": 1, "rank": 0}
+    assert replica.next_messages(None, True, 1) == [FunctionEnded()]

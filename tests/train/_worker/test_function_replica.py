@@ -21,7 +21,7 @@ from tests.train.replicas import begin, spec, user_keys
 def replica() -> Iterator[FunctionReplica]:
     made = FunctionReplica(World(rank=0, size=2))
     yield made
-    made.end()
+    made.end_function()
 
 
 class TestTheReplica:
@@ -57,13 +57,15 @@ class TestTheReplica:
     @pytest.mark.usefixtures("unhurried")
     def test_ends_a_function_that_nobody_listens_to(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.report(a=1))
-        assert replica.end()
+        assert replica.end_function()
         assert session.current_session() is None
-        assert replica.end()  # nothing left to end
+        assert replica.end_function()  # nothing left to end
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionReplica) -> None:
         packed = lend({"epoch": 2})
-        assert replica.take(None, True, 0, spec(session.load_checkpoint), packed, None) == [FunctionEnded({"epoch": 2})]
+        assert replica.next_messages(None, True, 0, spec(session.load_checkpoint), packed, None) == [
+            FunctionEnded({"epoch": 2})
+        ]
 
     def test_gives_signs_of_life(self, replica: FunctionReplica) -> None:
         assert replica.heartbeat() == Heartbeat()

@@ -26,8 +26,8 @@ def test_messages_come_in_order_and_then_the_end_with_its_value() -> None:
         return "done"
 
     mailbox = start(function)
-    assert [mailbox.take() for _ in range(4)] == [0, 1, 2, FunctionEnded("done")]
-    assert mailbox.take() == FunctionEnded("done")
+    assert [mailbox.next_message() for _ in range(4)] == [0, 1, 2, FunctionEnded("done")]
+    assert mailbox.next_message() == FunctionEnded("done")
 
 
 def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
@@ -42,18 +42,18 @@ def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
         passed.append(1)
 
     mailbox = start(function)
-    assert mailbox.take() == 0
+    assert mailbox.next_message() == 0
     assert second_is_out.wait(60)
     assert passed == [0]
-    assert mailbox.take() == 1
-    assert mailbox.take() == FunctionEnded()
+    assert mailbox.next_message() == 1
+    assert mailbox.next_message() == FunctionEnded()
     assert passed == [0, 1]
 
 
 def test_none_is_a_message_like_any_other() -> None:
     mailbox = start(lambda mailbox: mailbox.offer(None))
-    assert mailbox.take() is None
-    assert mailbox.take() == FunctionEnded()
+    assert mailbox.next_message() is None
+    assert mailbox.next_message() == FunctionEnded()
 
 
 def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions() -> None:
@@ -70,7 +70,7 @@ def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions
             cleaned_up.append(True)
 
     mailbox = start(function)
-    assert mailbox.take() == "again"
+    assert mailbox.next_message() == "again"
     assert mailbox.cancel(timeout_s=60)
     assert cleaned_up == [True]
 
@@ -111,10 +111,10 @@ def test_a_message_that_may_not_wait_is_taken_before_the_function_goes_on() -> N
         passed.append("checkpoint")
 
     mailbox = start(function, num_ahead=9)
-    assert mailbox.take() == "report"
+    assert mailbox.next_message() == "report"
     assert not passed
-    assert mailbox.take() == "checkpoint"
-    assert mailbox.take() == FunctionEnded()
+    assert mailbox.next_message() == "checkpoint"
+    assert mailbox.next_message() == FunctionEnded()
     assert passed == ["checkpoint"]
 
 
@@ -125,10 +125,10 @@ def test_what_a_function_raises_comes_after_all_messages_that_wait() -> None:
         raise KeyError("boom")
 
     mailbox = start(function, num_ahead=9)
-    assert [mailbox.take() for _ in range(3)] == [0, 1, 2]
+    assert [mailbox.next_message() for _ in range(3)] == [0, 1, 2]
     assert not mailbox.has_more
     with pytest.raises(KeyError, match="boom"):
-        mailbox.take()
+        mailbox.next_message()
 
 
 def test_a_question_waits_among_the_messages_and_the_function_for_its_answer() -> None:
@@ -137,16 +137,16 @@ def test_a_question_waits_among_the_messages_and_the_function_for_its_answer() -
         return [mailbox.ask("first"), mailbox.ask("second")]
 
     mailbox = start(function, num_ahead=5)
-    assert [mailbox.take(), mailbox.take()] == [0, "first"]
+    assert [mailbox.next_message(), mailbox.next_message()] == [0, "first"]
     mailbox.answer("one")
-    assert mailbox.take() == "second"
+    assert mailbox.next_message() == "second"
     mailbox.answer("two")
-    assert mailbox.take() == FunctionEnded(["one", "two"])
+    assert mailbox.next_message() == FunctionEnded(["one", "two"])
 
 
 def test_a_question_that_is_not_answered_ends_with_the_run() -> None:
     mailbox = start(lambda mailbox: mailbox.ask("first"))
-    assert mailbox.take() == "first"
+    assert mailbox.next_message() == "first"
     assert mailbox.cancel(60)
 
 

@@ -10,7 +10,7 @@ import pytest
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
-from raysgd.train._rules.arrivals import CheckpointLostError
+from raysgd.train.checkpoint import CheckpointLostError
 from raysgd.train.fit.checkpoints import FitCheckpoints
 from raysgd.train.fit.fit_session import METADATA_KEY
 from tests.helpers.s3_server import S3Server
@@ -36,10 +36,10 @@ def test_a_dict_becomes_a_folder_with_its_number_and_what_the_guide_shows(folder
     taken = FitCheckpoints(folder)
     taken.add(None, lambda: {"epoch": 1, "_timestamp": 5})
     taken.flush()
-    assert taken.landing.is_over
+    assert taken.landing.done()
     content = pickle.loads((folder / "checkpoint_000000").read("dict_checkpoint.pkl"))
     assert content == {"epoch": 1, "_timestamp": 5, "_preprocessor": None, "_current_checkpoint_id": 0}
-    assert taken.landing.checkpoint.to_dict() == content
+    assert taken.landing.result().to_dict() == content
     assert taken.restart_point == content
     assert folder.committed() == ["checkpoint_000000"]
 
@@ -84,7 +84,7 @@ def test_a_lost_dict_leaves_the_one_before_and_a_gap(folder: Folder) -> None:
     taken.add(None, lambda: {"epoch": 1})
     taken.add(None, lost)
     taken.flush()
-    assert (taken.landing.is_over, taken.landing.checkpoint) == (True, None)
+    assert (taken.landing.done(), taken.landing.result()) == (True, None)
     assert taken.restart_point["epoch"] == 1
     taken.add(None, lambda: {"epoch": 3})
     taken.flush()
@@ -100,7 +100,7 @@ def test_no_one_waits_for_a_dict_on_its_way(folder: Folder) -> None:
 
     taken = FitCheckpoints(folder)
     taken.add(None, receive)
-    assert not taken.landing.is_over
+    assert not taken.landing.done()
     arrives.set()
     assert taken.restart_point["epoch"] == 1
 
@@ -109,8 +109,8 @@ def test_the_newest_is_there_in_memory_where_none_is_kept_on_disk() -> None:
     taken = FitCheckpoints(None, metadata={"run": 7})
     taken.add(None, lambda: {"epoch": 1, METADATA_KEY: {"own": 1}})
     taken.flush()
-    assert taken.landing.checkpoint.to_dict()["epoch"] == 1
-    assert taken.landing.checkpoint.get_metadata() == {"run": 7, "own": 1}
+    assert taken.landing.result().to_dict()["epoch"] == 1
+    assert taken.landing.result().get_metadata() == {"run": 7, "own": 1}
     assert taken.restart_point["epoch"] == 1
 
 
@@ -131,8 +131,8 @@ def test_metadata_of_the_trainer_is_added_to_what_a_checkpoint_says_of_itself(fo
         stored(folder, 0, **{".metadata.json": b'{"own": 1}'})
         taken.add(None, None)
     taken.flush()
-    assert taken.landing.checkpoint.get_metadata() == {"run": 7, "own": 1}
-    assert METADATA_KEY not in taken.landing.checkpoint.to_dict()
+    assert taken.landing.result().get_metadata() == {"run": 7, "own": 1}
+    assert METADATA_KEY not in taken.landing.result().to_dict()
 
 
 def test_a_dict_that_was_a_folder_becomes_that_folder_again(folder: Folder, tmp_path: Path) -> None:

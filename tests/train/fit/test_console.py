@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from raysgd.train.fit.console import LogFiles
+from raysgd.train.fit.output import file_names, output_copied
 from tests.train.fit.notes import make_folder, make_recorder, save
 
 
 def play(tmp_path: Path, **options: Any) -> None:
     folder = make_folder(tmp_path)
     recorder = make_recorder(folder, **options)
-    recorder.begin()
-    recorder.take({"loss": 0.123456789, "val": {"acc": 1}}, save(folder, 0))
+    recorder.begin_attempt()
+    recorder.record({"loss": 0.123456789, "val": {"acc": 1}}, save(folder, 0))
     recorder.fail(ValueError("x"))
-    recorder.begin()
-    recorder.end()
+    recorder.begin_attempt()
+    recorder.end_run()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ class TestReporter:
             make_recorder(make_folder(tmp_path), progress_reporter=reporter)
 
 
-class TestLogFiles:
+class TestCopiedOutput:
     @pytest.mark.parametrize(
         ("given", "names"),
         [
@@ -76,25 +76,23 @@ class TestLogFiles:
         ],
     )
     def test_names(self, given: Any, names: tuple[str | None, str | None]) -> None:
-        assert LogFiles(given).names == names
+        assert file_names(given) == names
 
     @pytest.mark.parametrize("given", [7, ["a"], ("a", "b", "c"), ("a", 1), {"a": "b"}])
     def test_other_values_are_refused(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"`RunConfig\(log_to_file="):
-            LogFiles(given)
+            file_names(given)
 
     @pytest.mark.parametrize("given", ["/etc/passwd", "../x", ("a", "b/../../c"), ""])
     def test_names_stay_in_the_folder(self, given: Any) -> None:
         with pytest.raises(ValueError, match=r"without `\.\.`"):
-            LogFiles(given)
+            file_names(given)
 
     def test_get_what_is_printed_while_the_run_runs(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         before = sys.stdout, sys.stderr
-        files = LogFiles(("out.txt", "logs/err.txt"))
-        files.start(tmp_path)
-        print("to out")
-        print("to err", file=sys.stderr)
-        files.stop()
+        with output_copied(("out.txt", "logs/err.txt"), tmp_path):
+            print("to out")
+            print("to err", file=sys.stderr)
         print("later")
         assert (sys.stdout, sys.stderr) == before
         assert (tmp_path / "out.txt").read_text() == "to out\n"
@@ -102,9 +100,7 @@ class TestLogFiles:
         assert capsys.readouterr().out == "to out\nlater\n"
 
     def test_one_file_gets_both(self, tmp_path: Path) -> None:
-        files = LogFiles("log.txt")
-        files.start(tmp_path)
-        print("to out")
-        print("to err", file=sys.stderr)
-        files.stop()
+        with output_copied(("log.txt", "log.txt"), tmp_path):
+            print("to out")
+            print("to err", file=sys.stderr)
         assert (tmp_path / "log.txt").read_text() == "to out\nto err\n"

@@ -54,12 +54,12 @@ def start(folder: Folder) -> Iterator[Callable[..., FunctionReplica]]:
         spec = FunctionSpec(function, dict, "_timestamp", is_detailed, make_session=make_session, is_elastic=is_elastic)
         replica = FunctionReplica(World(rank, size=2, local_rank=rank, local_size=2))
         started.append(replica)
-        replica.begin(spec, checkpoint, shard)
+        replica.run_function(spec, checkpoint, shard)
         return replica
 
     yield start
     for replica in started:
-        replica.end()
+        replica.end_function()
 
 
 def message(answer: FunctionMessage | FunctionEnded) -> FunctionMessage:

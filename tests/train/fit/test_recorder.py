@@ -28,10 +28,10 @@ def checkpoints_in(folder: TrialFolder) -> list[str]:
 def play(folder: TrialFolder, losses: list[float], first: int = 0, **options: Any) -> Result:
     """A run that saves with each report and ends well."""
     recorder = make_recorder(folder, **options)
-    recorder.begin()
+    recorder.begin_attempt()
     for index, loss in enumerate(losses, start=first):
-        recorder.take({"loss": loss}, save(folder, index))
-    return recorder.end()
+        recorder.record({"loss": loss}, save(folder, index))
+    return recorder.end_run()
 
 
 class TestARun:
@@ -56,8 +56,8 @@ class TestARun:
 
     def test_without_a_report_has_no_metrics(self, tmp_path: Path) -> None:
         recorder = make_recorder(make_folder(tmp_path))
-        recorder.begin()
-        result = recorder.end()
+        recorder.begin_attempt()
+        result = recorder.end_run()
         assert (result.metrics, result.checkpoint, result.best_checkpoints) == (None, None, [])
 
     def test_is_read_from_its_folder_as_it_was(self, tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ class TestARun:
     def test_stops_at_a_condition(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder, stop={"training_iteration": 2})
-        recorder.begin()
-        assert [recorder.take({}, None), recorder.take({}, None)] == [False, True]
-        recorder.end()
+        recorder.begin_attempt()
+        assert [recorder.record({}, None), recorder.record({}, None)] == [False, True]
+        recorder.end_run()
         assert [line["done"] for line in lines(folder)] == [False, True]
 
     def test_leaves_no_thread(self, tmp_path: Path) -> None:
@@ -89,13 +89,13 @@ class TestHooks:
         noting = Noting()
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder, callbacks=[noting], stop={"loss": 99})
-        recorder.begin()
-        recorder.take({"loss": 1}, None)
-        recorder.take({"loss": 2}, save(folder, 0))
+        recorder.begin_attempt()
+        recorder.record({"loss": 1}, None)
+        recorder.record({"loss": 2}, save(folder, 0))
         recorder.fail(ValueError("x"))
-        recorder.begin()
-        recorder.take({"loss": 3}, save(folder, 1))
-        recorder.end()
+        recorder.begin_attempt()
+        recorder.record({"loss": 3}, save(folder, 1))
+        recorder.end_run()
         assert noting.calls == [
             "setup 1 {'loss': 99}",
             "on_trial_start PENDING",
@@ -122,17 +122,17 @@ class TestHooks:
     def test_of_a_failed_run(self, tmp_path: Path) -> None:
         noting = Noting()
         recorder = make_recorder(make_folder(tmp_path), callbacks=[noting])
-        recorder.begin()
-        recorder.end(ValueError("x"))
+        recorder.begin_attempt()
+        recorder.end_run(ValueError("x"))
         assert noting.calls[2:] == ["on_trial_error ERROR", "on_experiment_end"]
 
     def test_that_fail_leave_the_report_and_the_end_to_others(self, tmp_path: Path) -> None:
         folder, last = make_folder(tmp_path), Noting()
         recorder = make_recorder(folder, callbacks=[Noting(fails_in="on_trial_result"), last])
-        recorder.begin()
+        recorder.begin_attempt()
         with pytest.raises(CallbackError) as info:
-            recorder.take({"loss": 1}, None)
-        result = recorder.end(info.value)
+            recorder.record({"loss": 1}, None)
+        result = recorder.end_run(info.value)
         assert [line["loss"] for line in lines(folder)] == [1]
         assert last.calls[-2:] == ["on_trial_error ERROR", "on_experiment_end"]
         assert isinstance(result.error, CallbackError)
@@ -141,9 +141,9 @@ class TestHooks:
     def test_that_fail_at_the_end_leave_a_whole_folder(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder, callbacks=[Noting(fails_in="on_trial_complete")], log_to_file=True)
-        recorder.begin()
+        recorder.begin_attempt()
         with pytest.raises(CallbackError):
-            recorder.end()
+            recorder.end_run()
         assert json.loads(folder.experiment.read("run.json"))["status"] == "TERMINATED"
 
 
@@ -169,10 +169,10 @@ class TestRetention:
     def test_nested_scores_count(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder, checkpoint_config=CheckpointConfig(1, "val/acc"))
-        recorder.begin()
+        recorder.begin_attempt()
         for index, accuracy in enumerate([0.5, 0.9, 0.1]):
-            recorder.take({"val": {"acc": accuracy}}, save(folder, index))
-        assert [metrics["val"]["acc"] for _, metrics in recorder.end().best_checkpoints] == [0.9]
+            recorder.record({"val": {"acc": accuracy}}, save(folder, index))
+        assert [metrics["val"]["acc"] for _, metrics in recorder.end_run().best_checkpoints] == [0.9]
 
     @pytest.mark.parametrize(("metrics", "text"), [({}, "is missing"), ({"score": "high"}, "is 'high', not a number")])
     def test_a_score_that_is_none_is_logged_once(
@@ -180,19 +180,19 @@ class TestRetention:
     ) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder, checkpoint_config=CheckpointConfig(1, "score"))
-        recorder.begin()
+        recorder.begin_attempt()
         for index in range(2):
-            recorder.take(metrics, save(folder, index))
-        recorder.end()
+            recorder.record(metrics, save(folder, index))
+        recorder.end_run()
         assert caplog.text.count(f"`checkpoint_score_attribute='score'` {text}") == 1
 
     def test_none_is_left_on_disk_where_none_is_wanted(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder, checkpoint_config=CheckpointConfig(num_to_keep=0))
-        recorder.begin()
+        recorder.begin_attempt()
         for index in range(3):
-            recorder.take({"n": index}, save(folder, index))
-        result = recorder.end()
+            recorder.record({"n": index}, save(folder, index))
+        result = recorder.end_run()
         assert checkpoints_in(folder) == []
         assert result.best_checkpoints == []
         assert "fs_checkpoint" in result.checkpoint.to_dict()
@@ -219,36 +219,36 @@ class TestFailures:
     def test_count_on_from_the_checkpoint(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder)
-        recorder.begin()
-        recorder.take({}, save(folder, 0))
-        recorder.take({}, save(folder, 1))
-        recorder.take({}, None)
+        recorder.begin_attempt()
+        recorder.record({}, save(folder, 0))
+        recorder.record({}, save(folder, 1))
+        recorder.record({}, None)
         recorder.fail(ValueError("x"))
-        recorder.begin()
-        recorder.take({}, None)
-        recorder.take({}, None)
-        metrics = recorder.end().metrics
+        recorder.begin_attempt()
+        recorder.record({}, None)
+        recorder.record({}, None)
+        metrics = recorder.end_run().metrics
         assert (metrics["training_iteration"], metrics["iterations_since_restore"]) == (4, 2)
         assert [line["training_iteration"] for line in lines(folder)] == [1, 2, 3, 3, 4]
 
     def test_are_kept_in_words_when_the_run_ends_well(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder)
-        recorder.begin()
+        recorder.begin_attempt()
         recorder.fail(ValueError("once"))
         assert "once" in (folder.local_path / "error.txt").read_text()
-        recorder.begin()
-        assert recorder.end().error is None
+        recorder.begin_attempt()
+        assert recorder.end_run().error is None
         assert Result.from_path(folder.trial.path).error is None
         assert "ValueError: once" in (folder.local_path / "recovered_errors.txt").read_text()
 
     def test_of_a_run_are_in_its_folder(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder)
-        recorder.begin()
+        recorder.begin_attempt()
         error = KeyError("twice")
         recorder.fail(error)
-        result = recorder.end(error)
+        result = recorder.end_run(error)
         assert result.error is error
         assert (folder.local_path / "error.txt").read_text().count("Failure #") == 1
         assert pickle.loads((folder.local_path / "error.pkl").read_bytes()).args == ("twice",)
@@ -256,7 +256,7 @@ class TestFailures:
 
     def test_before_anything_started_are_in_its_folder_too(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
-        result = make_recorder(folder).end(ValueError("too few resources"))
+        result = make_recorder(folder).end_run(ValueError("too few resources"))
         assert isinstance(result.error, ValueError)
         assert "too few resources" in (folder.local_path / "error.txt").read_text()
 
@@ -265,18 +265,18 @@ class TestContinuing:
     def test_a_later_process_goes_on_in_the_same_folder(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         first = make_recorder(folder, checkpoint_config=CheckpointConfig(2, "loss", "min"))
-        first.begin()
+        first.begin_attempt()
         for index, loss in enumerate([3.0, 9.0, 5.0]):
-            first.take({"loss": loss}, save(folder, index))
-        first.end(ValueError("x"))
+            first.record({"loss": loss}, save(folder, index))
+        first.end_run(ValueError("x"))
         later = TrialFolder(folder.experiment, folder.dir_name)
         assert later.next_index == 3
         noting = Noting()
         recorder = make_recorder(later, checkpoint_config=CheckpointConfig(2, "loss", "min"), callbacks=[noting])
-        recorder.begin()
+        recorder.begin_attempt()
         assert noting.calls[1:] == ["on_trial_start PENDING", "on_trial_restore checkpoint_000002"]
-        recorder.take({"loss": 4.0}, save(later, 3))
-        result = recorder.end()
+        recorder.record({"loss": 4.0}, save(later, 3))
+        result = recorder.end_run()
         assert (result.metrics["training_iteration"], result.metrics["iterations_since_restore"]) == (4, 1)
         assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [4.0, 3.0]
         assert checkpoints_in(folder) == ["checkpoint_000000", "checkpoint_000003"]
@@ -303,9 +303,9 @@ class TestContinuing:
         (folder.local_path / "result.json").write_bytes(damage)
         later = TrialFolder(folder.experiment, folder.dir_name)
         recorder = make_recorder(later)
-        recorder.begin()
-        recorder.take({"loss": 1.0}, save(later, 1))
-        result = recorder.end()
+        recorder.begin_attempt()
+        recorder.record({"loss": 1.0}, save(later, 1))
+        result = recorder.end_run()
         assert result.metrics["iterations_since_restore"] == 1
         assert [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints] == [
             "checkpoint_000000",
@@ -316,15 +316,15 @@ class TestContinuing:
     def test_a_checkpoint_whose_report_was_not_written_counts_as_one(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder)
-        recorder.begin()
-        recorder.take({}, None)
+        recorder.begin_attempt()
+        recorder.record({}, None)
         save(folder, 0)  # and the driver is killed
         with contextlib.suppress(ValueError):
-            recorder.end(ValueError("killed"))
+            recorder.end_run(ValueError("killed"))
         later = make_recorder(TrialFolder(folder.experiment, folder.dir_name))
-        later.begin()
-        later.take({}, None)
-        metrics = later.end().metrics
+        later.begin_attempt()
+        later.record({}, None)
+        metrics = later.end_run().metrics
         assert metrics["training_iteration"] == 3
 
     def test_callbacks_find_their_state_again(self, tmp_path: Path) -> None:
@@ -358,25 +358,25 @@ class TestInAStore:
     def test_the_files_are_copied_and_those_of_this_machine_removed(self) -> None:
         folder = new_trial_folder(RunConfig(name="copied", storage_path="memory://recorder"), "Mine")
         recorder = make_recorder(folder)
-        recorder.begin()
+        recorder.begin_attempt()
         staging = folder.local_path
-        recorder.take({"loss": 1.0}, save(folder, 0))
-        recorder.end()
+        recorder.record({"loss": 1.0}, save(folder, 0))
+        recorder.end_run()
         assert {"result.json", "progress.csv", "params.json"} <= set(folder.trial.names())
         assert not staging.exists()
 
     def test_a_later_process_writes_on(self) -> None:
         folder = new_trial_folder(RunConfig(name="continued", storage_path="memory://recorder"), "Mine")
         first = make_recorder(folder)
-        first.begin()
-        first.take({"loss": 1.0}, save(folder, 0))
-        first.end(ValueError("x"))
+        first.begin_attempt()
+        first.record({"loss": 1.0}, save(folder, 0))
+        first.end_run(ValueError("x"))
         assert folder.trial.has("error.txt")
         later = TrialFolder(folder.experiment, folder.dir_name)
         recorder = make_recorder(later)
-        recorder.begin()
-        recorder.take({"loss": 2.0}, None)
-        recorder.end()
+        recorder.begin_attempt()
+        recorder.record({"loss": 2.0}, None)
+        recorder.end_run()
         found = Result.from_path(folder.trial.uri)
         assert list(found.metrics_dataframe["loss"]) == [1.0, 2.0]
         assert found.error is None
@@ -384,14 +384,14 @@ class TestInAStore:
     def test_loggers_keep_what_was_reported_up_to_the_checkpoint(self, tmp_path: Path) -> None:
         folder, path = make_folder(tmp_path), tmp_path / "own.jsonl"
         first = make_recorder(folder, callbacks=[JSONLogger(path)])
-        first.begin()
+        first.begin_attempt()
         for number in range(3):
-            first.take({"epoch": number}, save(folder, 0) if number == 1 else None)
-        first.end(ValueError("x"))
+            first.record({"epoch": number}, save(folder, 0) if number == 1 else None)
+        first.end_run(ValueError("x"))
         later = make_recorder(TrialFolder(folder.experiment, folder.dir_name), callbacks=[JSONLogger(path)])
-        later.begin()
-        later.take({"epoch": 2}, None)
-        later.end()
+        later.begin_attempt()
+        later.record({"epoch": 2}, None)
+        later.end_run()
         written = [json.loads(line) for line in path.read_text().splitlines()]
         assert [(line["epoch"], line["training_iteration"]) for line in written] == [(0, 1), (1, 2), (2, 3)]
 
@@ -400,14 +400,14 @@ class TestInAStore:
     ) -> None:
         folder = new_trial_folder(RunConfig(name="stuck", storage_path="memory://recorder"), "Mine")
         recorder = make_recorder(folder)
-        recorder.begin()
+        recorder.begin_attempt()
 
         def refuse(self: object, source: Path) -> None:
             raise OSError("quota")
 
         monkeypatch.setattr(type(folder.trial), "upload", refuse)
-        recorder.take({"loss": 1.0}, None)
-        recorder.end()
+        recorder.record({"loss": 1.0}, None)
+        recorder.end_run()
         assert f"they stay in {folder.local_path}: quota" in caplog.text
         assert len(lines(folder)) == 1
-        folder.close()
+        folder.remove_staging()

@@ -94,9 +94,9 @@ class TestFiles:
             "import sys, tests.train.fit.notes as notes, pathlib\n"
             "folder = notes.make_folder(pathlib.Path(sys.argv[1]))\n"
             "recorder = notes.make_recorder(folder)\n"
-            "recorder.begin()\n"
+            "recorder.begin_attempt()\n"
             "for number in range(10**9):\n"
-            "    recorder.take({'number': number}, None)\n"
+            "    recorder.record({'number': number}, None)\n"
             "    print(number, flush=True)\n"
         )
         driver = subprocess.Popen(

@@ -49,8 +49,8 @@ def run(tmp_path: Path) -> Path:
     }
     save_trainer(folder.experiment, Trainer, arguments)
     recorder = make_recorder(folder)
-    recorder.begin()
-    recorder.end(ValueError("x"))
+    recorder.begin_attempt()
+    recorder.end_run(ValueError("x"))
     return tmp_path / "run"
 
 
@@ -79,8 +79,8 @@ class TestARun:
         folder = make_folder(tmp_path)
         save_trainer(folder.experiment, Trainer, {"train_loop_per_worker": loop})
         recorder = make_recorder(folder)
-        recorder.begin()
-        recorder.end()
+        recorder.begin_attempt()
+        recorder.end_run()
         assert restore(Trainer, tmp_path / "run")[1].is_finished
 
     def test_that_was_killed_before_it_began_starts_as_a_new_one(self, tmp_path: Path) -> None:

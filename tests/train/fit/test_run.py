@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +12,10 @@ from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.air._running import TrialFacts
 from raysgd.engine.policies import Decision, Diagnosis, RetryBudget
 from raysgd.train._function_run import FunctionStep
-from raysgd.train._rules.arrivals import CheckpointLostError
 from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig
-from raysgd.train.fit.checkpoints import CheckpointLanding
+from raysgd.train.checkpoint import CheckpointLostError
+from raysgd.train.fit.checkpoints import Landing
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitJob, FitRun, StopConditionMet
 from tests.train.fit.notes import make_folder
@@ -25,7 +26,7 @@ class Steps:
 
     is_over = False
 
-    def __init__(self, run: FitRun, *steps: tuple[int, CheckpointLanding | None]) -> None:
+    def __init__(self, run: FitRun, *steps: tuple[int, Landing | None]) -> None:
         self.fit, self.steps = run, list(steps)
 
     def next_step(self) -> FunctionStep:
@@ -50,19 +51,19 @@ class Seen:
         self.checkpoints: list[Checkpoint | None] = []
         self.told: list[str] = []
 
-    def take(self, metrics: dict[str, Any], checkpoint: Checkpoint | None) -> bool:
+    def record(self, metrics: dict[str, Any], checkpoint: Checkpoint | None) -> bool:
         self.numbers.append(metrics["number"])
         self.checkpoints.append(checkpoint)
         return metrics["number"] == self.stop_at
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         self.told.append("begin")
 
     def fail(self, error: Exception) -> None:
         self.told.append(f"fail after {self.numbers}")
 
 
-def run_of(place: Path, seen: Seen, *steps: tuple[int, CheckpointLanding | None]) -> FitRun:
+def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
     folder, scaling, recorder = make_folder(place), ScalingConfig(num_workers=1), cast(Recorder, seen)
     facts = TrialFacts(folder.trial, "run", "trial", "1", scaling)
     job = FitJob(folder, recorder, RunConfig(), facts, "TorchTrainer", None)
@@ -72,13 +73,14 @@ def run_of(place: Path, seen: Seen, *steps: tuple[int, CheckpointLanding | None]
 
 
 def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path) -> None:
-    seen, landing = Seen(), CheckpointLanding()
+    seen = Seen()
+    landing: Landing = Future()
     run = run_of(tmp_path, seen, (1, None), (2, landing), (3, None))
     for _ in range(3):
         assert run.step()
     assert seen.numbers == [1]
     checkpoint = Checkpoint.from_dict({"number": 2})
-    landing.end(checkpoint)
+    landing.set_result(checkpoint)
     run._hand_over()  # as the driver does while it waits for the next step
     assert seen.numbers == [1, 2, 3]
     assert seen.checkpoints == [None, checkpoint, None]
@@ -86,13 +88,15 @@ def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path)
 
 
 def test_a_report_whose_checkpoint_was_lost_is_handed_over_without_it(tmp_path: Path) -> None:
-    seen, lost, never = Seen(), CheckpointLanding(), CheckpointLanding()
+    seen = Seen()
+    lost: Landing = Future()
+    never: Landing = Future()
     run = run_of(tmp_path, seen, (1, lost), (2, never))
     run.step(), run.step()
-    lost.end()
+    lost.set_result(None)
     run._hand_over()
     assert (seen.numbers, seen.checkpoints) == ([1], [None])
-    run.end()
+    run.stop()
     assert (seen.numbers, seen.checkpoints) == ([1, 2], [None, None])
 
 
@@ -109,7 +113,7 @@ def test_a_stop_condition_ends_the_run(tmp_path: Path) -> None:
 
 def test_an_attempt_begins_when_all_that_was_reported_before_is_written_down(tmp_path: Path) -> None:
     seen = Seen()
-    run = run_of(tmp_path, seen, (1, CheckpointLanding()))
+    run = run_of(tmp_path, seen, (1, Future()))
     run.step()
     run._failure = ValueError("bad")
     run._begin_attempt()

@@ -24,7 +24,7 @@ def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
     meshes = [lane for [lane] in connected(size)]
     yield [Group(World(rank, size), mesh) for rank, mesh in enumerate(meshes)]
     for mesh in meshes:
-        mesh.close()
+        mesh.close_sockets()
 
 
 def told(groups: list[Group], steps: list[Any]) -> list[list[dict[str, Any]]]:

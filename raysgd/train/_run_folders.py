@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._files import check_path
+from raysgd.exceptions import OnFailure
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import is_uri
 from raysgd.storage.opening import make_new
@@ -99,14 +100,15 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
         return
     local = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}-", dir=_results()))
     logger.info("callbacks write to %s, which goes to %s when the run ends", local, run_dir)
-    try:
-        yield local
-    except BaseException:
+
+    def save() -> None:
         try:
             _send(local, run_dir)
-        except StorageError as error:
+        except StorageError as error:  # what ended the run matters more
             logger.error("%s", error)
-        raise
+
+    with OnFailure(save):
+        yield local
     _send(local, run_dir)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.exceptions import WorkersLostError
-from raysgd.train._rules.max_retries import LossCounter, restarts_allowed
+from raysgd.train._retries import LossCounter, restarts_allowed
 
 
 @pytest.mark.parametrize(("max_retries", "expected"), [(3, 2), (2, 1), (1, 0), (0, 0), (-1, float("inf"))])

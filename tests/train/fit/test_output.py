@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from raysgd.air.constants import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER
-from raysgd.train.fit.trial_files import open_writers, shown_config, write_error
-from raysgd.train.fit.trial_files import write_params as write_parameters
+from raysgd.train.fit.output import open_writers, shown_config, write_error
+from raysgd.train.fit.output import write_params as write_parameters
 from raysgd.writers.files import as_json
 from raysgd.writers.sink import SafeSink
 from tests.helpers.run_if import RunIf

@@ -1,0 +1,387 @@
+"""The output of a run while it runs: the files of its trial, lines on the screen, and what is printed.
+
+The files, `result.json`, `progress.csv`, TensorBoard's, `params.json`, `error.txt`, have the names and the content that
+Ray Tune gives them. Each report is on the disk when its call returns, except for TensorBoard's file, which follows
+within seconds: a driver that is killed loses at most the report it was writing.
+A thread of the driver copies them to a remote storage while the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from raysgd._files import replacing
+from raysgd._text.secrets import has_secret, masked
+from raysgd.air.constants import CSV_LOGGER, ERROR_FILE, ERROR_PICKLE_FILE, JSON_LOGGER, RESULT_FILE, TENSORBOARD_LOGGER
+from raysgd.air.reports import (
+    CHECKPOINT_DIR_NAME,
+    FILLED_IN,
+    OF_PLACE,
+    OF_TRIAL,
+    TIME_TOTAL_S,
+    TIMESTAMP,
+    TRAINING_ITERATION,
+)
+from raysgd.air.result import flattened
+from raysgd.air.trial import FitTrialView, TrialFolder
+from raysgd.exceptions import failure_logged
+from raysgd.writers.files import CsvTable, EventFile, JsonLines, as_json
+from raysgd.writers.sink import RunInFolder, SafeSink
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_FILE = "progress.csv"
+PARAMS_FILE = "params.json"
+PARAMS_PICKLE_FILE = "params.pkl"
+
+_NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
+_UPLOAD_EVERY_S = 5.0
+_LARGEST_VALUE = 10_000  # bytes: the config stands in each report
+_MOST_ENTRIES = 1_000
+_TABLES = 3  # how much reporters of Ray Tune print by default
+
+
+def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[str] = ()) -> list[SafeSink]:
+    """Open the files of a trial, to write on where they end.
+
+    Args:
+        folder: The folder of the trial.
+        config: The config of the trial, which stands in each line of `result.json`.
+        replaced: The loggers of Ray Tune, by name, that the user passed: they write instead.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    if JSON_LOGGER not in replaced:
+        write_params(folder, config)
+    writers = [writer for name, writer in _writers(config) if name not in replaced]
+    for writer in writers:
+        writer.open(RunInFolder(folder))
+    return writers
+
+
+def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
+    """Make what writes the files, with the name of the logger of Ray Tune that writes the same."""
+    yield JSON_LOGGER, SafeSink(JsonLines(RESULT_FILE, {"config": config}), RESULT_FILE, hidden=("config",))
+    yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
+    try:
+        yield TENSORBOARD_LOGGER, SafeSink(EventFile("", "ray/tune"), "TensorBoard", hidden=_NOT_FOR_TENSORBOARD)
+    except ModuleNotFoundError as missing:
+        logger.info("no files for TensorBoard: %s", missing)
+
+
+def write_params(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes the config as JSON, for people, and as a pickle, for programs."""
+    (folder / PARAMS_FILE).write_text(as_json(config, indent=2), encoding="utf-8")
+    content = _pickled(dict(config), "the config", PARAMS_PICKLE_FILE)
+    if content is not None:
+        (folder / PARAMS_PICKLE_FILE).write_bytes(content)
+
+
+def write_error(folder: Path, error: BaseException, number: int) -> None:
+    """Adds an error to `error.txt`, and replaces `error.pkl`, if the error can be pickled.
+
+    Args:
+        folder: The folder of the trial.
+        error: What a run, or one attempt, ended with.
+        number: Which failure of the run it is, from 1.
+    """
+    date = time.strftime("%Y-%m-%d_%H-%M-%S")
+    text = masked("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    with open(folder / ERROR_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"Failure # {number} (occurred at {date})\n{text}\n")
+    content = _pickled(error, "the error", ERROR_PICKLE_FILE)
+    if content is not None and has_secret(content.decode("latin-1")):
+        logger.warning("no %s: the error shows a key or a password", ERROR_PICKLE_FILE)
+    elif content is not None:
+        with replacing(str(folder / ERROR_PICKLE_FILE)) as pickled:
+            pickled.write(content)
+
+
+def _pickled(value: Any, shown: str, file: str) -> bytes | None:
+    """The value as a pickle; None, and a warning, where it cannot be one."""
+    content, reason = pickled(value)
+    if content is None:
+        logger.warning("no %s: %s cannot be pickled: %s", file, shown, reason)
+    return content
+
+
+def pickled(value: Any) -> tuple[bytes | None, str]:
+    """Return a value as a pickle; or None, and why it cannot be one."""
+    from ray import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(value)), ""
+    except Exception as reason:  # whatever an object of the user raises
+        return None, masked(repr(reason))
+
+
+class BackgroundTasks:
+    """Does one thing after the other in a thread, which lives from the first to `finish`. Failures are logged."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, what: str, work: Callable[[], object]) -> Future[None]:
+        """Has `work` done later. `what` says what it is, for the log."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
+        return self._pool.submit(_attempt, what, work)
+
+    def finish(self) -> None:
+        """Waits until everything is done."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+
+def _attempt(what: str, work: Callable[[], object]) -> None:
+    with failure_logged(logger.warning, "could not %s: %r", what):
+        work()
+
+
+class Logs:
+    """The logs of a trial, on their way to its folder: none, where they are written there.
+
+    Args:
+        folder: The folders of the run.
+        chores: Copies them.
+    """
+
+    def __init__(self, folder: TrialFolder, chores: BackgroundTasks) -> None:
+        self._folder = folder
+        self._chores = chores
+        self._last = time.monotonic()
+        self._running: Future[None] | None = None
+
+    def fetch(self) -> None:
+        """Gets the logs of the run that this one continues, to write on where they end."""
+        if not self._folder.is_local and not self._folder.is_new:
+            for name in self._folder.trial.names():
+                if self._folder.trial.has(name):
+                    (self._folder.local_path / name).write_bytes(self._folder.trial.read(name))
+
+    def upload_soon(self) -> None:
+        """Copies them in the background, every few seconds."""
+        if self._folder.is_local or time.monotonic() - self._last < _UPLOAD_EVERY_S:
+            return
+        if self._running is None or self._running.done():
+            self._last = time.monotonic()
+            self._running = self._chores.submit(f"copy the logs to {self._folder.trial}", self._upload)
+
+    def upload_all(self) -> None:
+        """Copies them now, and removes those of this machine. If that fails they stay, and the log says where."""
+        if self._folder.is_local:
+            return
+        try:
+            self._upload()
+        except OSError as error:
+            self._folder.expect_little()
+            kept = self._folder.local_path
+            logger.error("could not copy the logs to %s; they stay in %s: %s", self._folder.trial, kept, error)
+        else:
+            self._folder.remove_staging()
+
+    def remove(self, name: str) -> None:
+        """Deletes one of them."""
+        (self._folder.local_path / name).unlink(missing_ok=True)
+        self._folder.trial.remove(name)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Renames one of them, if it is there."""
+        path = self._folder.local_path / name
+        if path.exists():
+            shutil.copyfile(path, path.with_name(new_name))
+            self.remove(name)
+
+    def _upload(self) -> None:
+        self._folder.trial.upload(Path(self._folder.local_path))
+
+
+def shown_config(config: Mapping[str, Any]) -> Any:
+    """Return a config as it may stand in each report; `trainer.pkl` has all of it but keys and passwords, once.
+
+    >>> shown_config({"data": "s3://id:secret@bucket/a", "lr": 0.1, "words": bytes(1_000_000)})
+    {'data': 's3://***@bucket/a', 'lr': 0.1, 'words': '(bytes: 1,000,... bytes)'}
+    """
+    return _shortened(masked(config))
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, Mapping) and len(value) <= _MOST_ENTRIES:
+        return {key: _shortened(each) for key, each in value.items()}
+    size = _size_of(value)
+    if size > _LARGEST_VALUE:
+        return f"({type(value).__name__}: {size:,} bytes)"
+    return [_shortened(each) for each in value] if type(value) is list else value
+
+
+def _size_of(value: Any) -> int:
+    """Return how many bytes a value takes where it is stored; 0 where it cannot be."""
+    return 0 if isinstance(value, bool | int | float | None) else len(pickled(value)[0] or b"")
+
+
+# ---------------------------------------------------------------------------------------------------- on the screen
+
+
+class ConsoleReporter:
+    """A callback that prints what happens: `RunConfig(verbose=...)`.
+
+    Args:
+        verbose: 1 for where the run is and how it ends, 2 for attempts and checkpoints as well, 3 for each report.
+    """
+
+    def __init__(self, verbose: int) -> None:
+        self._verbose = verbose
+        self._num_starts = 0
+
+    def on_trial_start(self, trial: FitTrialView) -> None:
+        self._num_starts += 1
+        if self._num_starts == 1:
+            self._say(1, trial, f"running; results in {trial.path}")
+        else:
+            self._say(2, trial, f"attempt {self._num_starts}")
+
+    def on_trial_result(self, trial: FitTrialView, result: Mapping[str, Any]) -> None:
+        shown = {key: value for key, value in result.items() if key not in FILLED_IN}
+        text = ", ".join(f"{name}={_short(value)}" for name, value in flattened(shown).items())
+        self._say(3, trial, f"report {result['training_iteration']}: {text}")
+
+    def on_checkpoint(self, trial: FitTrialView, checkpoint: Any) -> None:
+        self._say(2, trial, f"checkpoint {Path(str(checkpoint.path)).name}")
+
+    def on_trial_complete(self, trial: FitTrialView) -> None:
+        self._say(1, trial, f"finished after {trial.last_result.get('training_iteration', 0)} reports")
+
+    def on_trial_error(self, trial: FitTrialView) -> None:
+        self._say(1, trial, f"failed; see {trial.error_file}")
+
+    def _say(self, verbose: int, trial: FitTrialView, text: str) -> None:
+        if self._verbose >= verbose:
+            print(f"{trial}: {text}", flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:80]
+
+
+class Reporter:
+    """A callback that drives a `ray.tune.ProgressReporter`: `RunConfig(progress_reporter=...)`.
+
+    Args:
+        reporter: The reporter.
+
+    Raises:
+        TypeError: It is something else.
+    """
+
+    def __init__(self, reporter: Any) -> None:
+        if isinstance(reporter, type) or not (hasattr(reporter, "should_report") and hasattr(reporter, "report")):
+            raise TypeError(
+                f"`RunConfig(progress_reporter={reporter!r})`: need an object of a subclass of "
+                "`ray.tune.ProgressReporter`, such as `ray.tune.CLIReporter()`."
+            )
+        self.adapted = reporter  # whose name errors show
+
+    def setup(self) -> None:
+        log = sys.modules.get("ray.tune.utils.log")
+        if log is not None:
+            log.set_verbosity(_TABLES)  # of the process: a `Tuner(..., verbose=0)` before this run leaves it at 0
+        if hasattr(self.adapted, "setup"):
+            self.adapted.setup(start_time=time.time(), total_samples=1)
+
+    def on_step_end(self, trials: list[FitTrialView]) -> None:
+        self._report(trials, done=False)
+
+    def on_trial_complete(self, trials: list[FitTrialView]) -> None:
+        self._report(trials, done=True)
+
+    def on_trial_error(self, trials: list[FitTrialView]) -> None:
+        self._report(trials, done=True)
+
+    def _report(self, trials: list[FitTrialView], done: bool) -> None:
+        if self.adapted.should_report(trials, done=done):
+            self.adapted.report(trials, done)
+
+
+@contextmanager
+def output_copied(names: Sequence[str | None], folder: Path) -> Iterator[None]:
+    """In the block, copies what this process prints to files: `RunConfig(log_to_file=...)`.
+
+    What workers print is in there as far as Ray shows it in the driver.
+
+    Args:
+        names: The files for standard output and for errors; None for none.
+        folder: What they are in.
+    """
+    with ExitStack() as stack:
+        for stream, name in zip(("stdout", "stderr"), names, strict=True):
+            if name is not None:
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                tee = _Tee(getattr(sys, stream), stack.enter_context(open(path, "a", encoding="utf-8")))
+                stack.callback(_put_back, stream, tee)
+                setattr(sys, stream, tee)
+        yield
+
+
+def _put_back(stream: str, tee: _Tee) -> None:
+    if getattr(sys, stream) is tee:  # else someone else took its place
+        setattr(sys, stream, tee.stream)
+
+
+class _Tee:
+    """A stream that also writes to a file."""
+
+    def __init__(self, stream: TextIO, file: IO[str]) -> None:
+        self.stream, self._file = stream, file
+
+    def write(self, text: str) -> int:
+        if not self._file.closed:
+            self._file.write(text)
+            self._file.flush()
+        return self.stream.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def file_names(log_to_file: Any) -> tuple[str | None, str | None]:
+    """Return the files for standard output and for errors.
+
+    Args:
+        log_to_file: False for no files; True for `stdout` and `stderr`; a name for one file, two names for two.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: A name that leads out of the trial's folder.
+    """
+    if log_to_file is None or log_to_file is False:
+        return None, None
+    if log_to_file is True:
+        return "stdout", "stderr"
+    names = (log_to_file, log_to_file) if isinstance(log_to_file, str) else log_to_file
+    if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"`RunConfig(log_to_file={log_to_file!r})`: need True, the name of one file, or the names of two, for "
+            "standard output and for errors."
+        )
+    for name in names:
+        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(
+                f"`RunConfig(log_to_file={log_to_file!r})`: need names of files in the trial's folder, without `..`."
+            )
+    return names[0], names[1]
