@@ -18,7 +18,12 @@ from tests.helpers.run_if import RunIf
 pytestmark = pytest.mark.integration
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
-SLOW = {
+REPEATED = {
+    "operator_class",
+    "own_epoch",
+    "keras_model",
+    "lightning_module",
+    "tuned",
     "air_hugging_face",
     "air_horovod",
     "air_lightning",
@@ -27,7 +32,7 @@ SLOW = {
     "several_models",
     "from_creators",
 }
-"""Left to `make soak`."""
+"""Left to `make soak`: of their generation another one runs, or the same one unchanged."""
 BY_HAND = {
     "lightning_on_ray": {
         "from ray_lightning import RayPlugin": "from raysgd import TorchTrainer, TrainingOperator",
@@ -53,9 +58,10 @@ def means_old_train(path: Path) -> bool:
 
 
 def cases() -> list[object]:
-    marks = {name: [pytest.mark.soak] if name in SLOW else [] for name in (path.stem for path in PROGRAMS)}
+    marks = {name: [pytest.mark.soak] if name in REPEATED else [] for name in (path.stem for path in PROGRAMS)}
     marks["horovod_on_ray"] = [RunIf(modules=["horovod"])]
-    marks["lightning_module"] = marks["lightning_on_ray"] = [RunIf(modules=["lightning"])]
+    marks["lightning_on_ray"] = [RunIf(modules=["lightning"])]
+    marks["lightning_module"].append(RunIf(modules=["lightning"]))
     return [pytest.param(path, id=path.stem, marks=marks[path.stem]) for path in PROGRAMS]
 
 

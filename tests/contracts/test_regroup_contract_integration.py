@@ -150,45 +150,8 @@ def test_survivors_of_a_killed_rank_go_on_where_they_were(make: Make, use_local:
     wait_until(lambda: not is_alive(before[lost]))
 
 
-@pytest.mark.soak
-def test_of_a_rank_that_is_stopped_and_one_that_is_killed_neither_survives(make: Make) -> None:
-    rig = make(lambda plan: plan.die(rank=2, step=3))
-    pids = rig.pids()
-    os.kill(pids[1], signal.SIGSTOP)
-    report = rig.on_all(die_at_once, rig.plan)
-    survivors = rig.group.settle(report)
-    assert survivors == [0]
-    assert rig.mend(survivors, 2).ok
-    assert rig.values(step_together, rig.plan) == [NUM_STEPS] * 3
-    wait_until(lambda: not is_alive(pids[1]))
-
-
-def die_at_once(replica: JoinedReplica, plan: FailurePlan) -> None:
-    """What a peer waits for that will never come."""
-    import torch
-
-    plan.check(replica.world.rank, 3)
-    torch.distributed.all_reduce(torch.ones(1))
-
-
-def test_a_rank_that_answered_before_the_loss_counts_as_a_survivor(make: Make) -> None:
-    rig = make(lambda plan: plan.die(rank=1, step=None), connection=NullConnection(), make_replica=SteppingReplica)
-    report = rig.on_all(check, rig.plan)
-    assert rig.group.settle(report) == [0, 2]
-
-
 def check(replica: SteppingReplica, plan: FailurePlan) -> None:
     plan.check(replica.world.rank)
-
-
-def test_a_survivor_that_dies_meanwhile_is_told_when_it_is_to_stand(make: Make) -> None:
-    rig = make(connection=NullConnection(), make_replica=SteppingReplica)
-    os.kill(rig.pids()[1], signal.SIGKILL)
-    wait_until(lambda: not is_alive(rig.pids()[1]))
-    report = rig.group.leave_group([1, 2])
-    [first, _] = report.outcomes
-    assert (first.rank, first.failure.kind if first.failure else None) == (1, "died")
-    assert rig.group.leave_group([2]).ok
 
 
 def set_done(num_done: int, replica: SteppingReplica) -> None:
@@ -222,18 +185,6 @@ def test_ranks_answer_beside_their_work_without_those_that_are_late_and_say_how_
 # -------------------------------------------------------------------------------------------- those who step in
 
 
-class FailsLater(SteppingReplica):
-    """A replica that can be set up in a group, and not by itself afterwards."""
-
-    def __init__(self, plan: FailurePlan, world: World) -> None:
-        super().__init__(world)
-        self.plan = plan
-
-    def setup(self) -> str:
-        self.plan.check(self.world.rank)
-        return super().setup()
-
-
 def ready(rig: Rig, count: int) -> bool:
     return rig.group.standby.num_ready == count
 
@@ -250,35 +201,6 @@ def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
     rig.group.standby.kill(spare)
     wait_until(lambda: not is_alive(spare.info.pid))
     assert rig.group.standby.start(1, 2) == 1
-
-
-def test_nobody_is_called_up_on_a_node_to_avoid_and_those_there_are_sent_away(make: Make) -> None:
-    rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=2)
-    node = frozenset({rig.group.infos[0].node_id})
-    assert rig.group.standby.start(1, 2, avoid=node) == 0
-    assert rig.group.standby.start(-1, 2) == 0, "there are more than enough already"
-    assert rig.group.standby.start(1, 2) == 1
-    wait_until(lambda: ready(rig, 1))
-    assert rig.group.standby.start(1, 2, avoid=node) == 0
-    assert rig.group.standby.num_ready == 0
-
-
-def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
-    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    folder = tmp_path / "later"
-    plan = FailurePlan(folder).fail(rank=None)  # it cannot happen before there is a folder to note it in
-    fails = partial(FailsLater, plan)
-    folder.mkdir()
-    (folder / "fired-0-0").touch()
-    rig = make(connection=NullConnection(), make_replica=fails, num_workers=1, num_spares=1)
-    (folder / "fired-0-0").unlink()
-    rig.group.standby.start(1, 2)
-    wait_until(lambda: rig.group.standby.num_coming == 0)
-    assert rig.group.standby.num_ready == 0
-    assert "a standby worker failed to start: injected" in caplog.text
-    assert rig.group.standby.start(1, 2) == 1
-    wait_until(lambda: ready(rig, 1))
 
 
 class FreezesLater(SteppingReplica):
@@ -312,16 +234,6 @@ def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     assert "did not respond" in caplog.text
     assert rig.group.standby.start(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
-
-
-def test_a_spare_that_died_while_it_waited_does_not_step_in(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
-    rig.group.standby.start(1, 2)
-    wait_until(lambda: ready(rig, 1))
-    os.kill(rig.group.standby._ready[0].info.pid, signal.SIGKILL)
-    assert rig.group.standby.take(1) == []
-    assert "died" in caplog.text
-    assert rig.group.standby.start(1, 2) == 1, "its slot is free for another one"
 
 
 def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Make) -> None:

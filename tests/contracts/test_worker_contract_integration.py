@@ -371,7 +371,7 @@ def fetch(replica: CountingReplica, token: int) -> float:
     return replica.fetch(token)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["remote", "local", "mixed"])
 def large(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Started]:
     kind = KINDS[request.param]
     large_replica = partial(CountingReplica, is_large=True)
@@ -497,11 +497,10 @@ def note(path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("name", ["remote", "local", "mixed"])
 def test_at_the_end_each_replica_shuts_down_and_then_leaves_the_group(
-    name: str, fails: bool, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: bool, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = KINDS[name]
+    kind = KINDS["mixed"]
     monkeypatch.setattr(engine_group, "_CLOSE_TIMEOUT_S", 120.0)
     diary = tmp_path / "diary"
     make_replica = partial(FilingReplica, diary, fails)

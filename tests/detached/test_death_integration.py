@@ -84,6 +84,7 @@ def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path,
     assert checkpoint_file.read(tmp_path / "last.pt")["epoch"] == 1
 
 
+@pytest.mark.soak  # `fit` below loses the process of its host, too
 def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None:
     with Program(address) as program:
         program.run(OPERATOR)
@@ -104,32 +105,6 @@ def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None
         program.run("trainer.shutdown()")
     assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
     assert len(list((tmp_path / "checkpoints").glob("*"))) >= 1
-
-
-@pytest.mark.soak  # `fit` below loses a worker, too
-def test_a_worker_is_replaced_while_no_program_is_there(address: str, log: Path) -> None:
-    gate = Path(f"{log}.wait")  # no step ends while it is there
-    with Program(address) as program:
-        program.run(OPERATOR)
-        large = "torch.zeros(5_000_000)"  # bytes that Ray would keep in the store, and lose with their owner
-        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.1, 'large': {large}}}); pids(trainer)")
-        program.begin("trainer.train()")
-        await_samples(log, "train0", 8)
-        gate.touch()
-        time.sleep(0.3)  # a batch that was used is in the log
-        os.kill(pids[0], signal.SIGKILL)
-        gate.unlink()
-    with attached(address) as program:
-        assert program.run("trainer.pending().result()['epoch']") == 1
-        left = program.run("sorted(trainer.apply_all_workers(os.getpid))")
-        assert len(left) == 2
-        assert set(left) & set(pids) == {pids[1]}
-        assert (
-            program.run("trainer.apply_all_operators(lambda operator: len(operator.config['large']))")
-            == [5_000_000] * 2
-        )
-        program.run("trainer.shutdown()")
-    assert samples(log, "train0") == ALL_ONCE
 
 
 def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, tmp_path: Path) -> None:

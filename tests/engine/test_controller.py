@@ -157,14 +157,6 @@ def test_after_a_death_new_workers_run_the_call_again_from_the_last_state() -> N
     assert trainer.controller.history.num_failures == 1
 
 
-@pytest.mark.parametrize("kind", ["died", "disconnected"])
-def test_a_lost_connection_counts_as_a_loss(kind: Any) -> None:
-    trainer = started()
-    trainer.next_calls(Lost((0, 2), kind))
-    assert trainer.add(1) == [1, 1, 1]
-    assert trainer.cluster.sizes == [3, 3]
-
-
 def test_a_smaller_cluster_gives_a_smaller_group_and_the_arguments_are_made_anew_for_it() -> None:
     trainer = started()
     sizes: list[int] = []
@@ -201,15 +193,6 @@ def test_the_budget_is_the_number_of_new_starts_of_one_call(max_retries: int) ->
     assert last.cause.startswith("lost rank 1")
 
 
-def test_the_budget_starts_afresh_with_each_call() -> None:
-    trainer = started()
-    for _ in range(3):
-        trainer.next_calls(Lost((0,)))
-        trainer.add(1, max_retries=1)
-    assert trainer.read() == [(3, 3)] * 3
-    assert trainer.controller.history.num_failures == 3
-
-
 def test_a_failed_call_chains_what_the_worker_said() -> None:
     trainer = started()
     trainer.next_calls(Lost((1,)))
@@ -244,13 +227,6 @@ def test_the_last_state_can_be_had_without_workers_also_if_something_was_done_to
     assert len(trainer.clock.sleeps) == waited, "it looked for no workers"
 
 
-def test_a_loss_is_recovered_also_in_calls_that_change_nothing() -> None:
-    trainer = started()
-    trainer.add(5)
-    trainer.next_calls(Lost((2,)))
-    assert trainer.read() == [(5, 1)] * 3
-
-
 def test_a_recovery_says_what_was_lost_and_how_the_size_changed(caplog: pytest.LogCaptureFixture) -> None:
     trainer = started()
     trainer.next_calls(Lost((2,)))
@@ -260,14 +236,6 @@ def test_a_recovery_says_what_was_lost_and_how_the_size_changed(caplog: pytest.L
     cause = "lost rank 2 (RuntimeError: the process is gone)"
     resumed = "restarted all workers and resumed with 3 workers after 0.00 s"
     assert line == f"{cause}; {resumed}; from the last completed call"
-
-
-def test_the_time_of_the_last_resize_is_noted() -> None:
-    trainer = started()
-    assert trainer.controller.history.last_resize == float("-inf")
-    trainer.next_calls(Lost((2,)))
-    trainer.add(1)
-    assert trainer.controller.history.last_resize == trainer.clock.now_s
 
 
 # -------------------------------------------------------------------------------------------- user errors
@@ -615,13 +583,6 @@ def test_after_giving_up_the_state_is_there_and_the_next_call_looks_again() -> N
     assert [event.kind for event in trainer.controller.history.events] == ["started", "lost", "lost", "restarted"]
 
 
-def test_waiting_spends_no_more_of_the_budget_than_the_loss_itself() -> None:
-    trainer = starved(started())
-    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
-    trainer.add(1, max_retries=1)
-    assert trainer.controller.history.num_failures == 1
-
-
 def test_the_view_gets_a_moment_to_catch_up_with_what_was_given_back() -> None:
     trainer = started()
     late: list[ClusterView] = []
@@ -660,26 +621,6 @@ def test_what_was_given_back_and_is_not_free_yet_is_waited_for_within_reason(set
     trainer.clock.at_sleep = settle
     assert trainer.add(1) == [1] * size
     assert sum(trainer.clock.sleeps) == pytest.approx(min(10, settles_after_s), abs=0.1)
-
-
-def test_a_new_group_that_dies_while_starting_is_tried_again_without_a_wait() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.starts = deque([Lost((0,)), Denied(), Lost((2,))])
-    assert trainer.add(1, max_retries=1) == [2, 2, 2]
-    assert len(trainer.cluster.groups) == 5
-    assert trainer.clock.sleeps == []
-    assert trainer.controller.history.num_failures == 1
-
-
-def test_a_new_group_that_dies_while_it_is_restored_is_tried_again() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.restores = deque([Lost((0,)), Lost((0, 1, 2))])
-    assert trainer.add(1, max_retries=1) == [2, 2, 2]
-    assert [group.ended_by for group in trainer.cluster.groups] == ["kill", "kill", "kill", None]
 
 
 @pytest.mark.parametrize("event", [Lost((0,)), Denied()])
@@ -727,24 +668,6 @@ def test_calls_that_change_nothing_do_not_grow() -> None:
     assert trainer.cluster.sizes == [3, 2]
 
 
-def test_the_state_of_a_group_that_grows_is_not_lost_when_a_transfer_was_still_on_its_way() -> None:
-    trainer = shrunk(started(is_large=True))
-    trainer.cluster.transfer_s = HOURS
-    trainer.add(10)
-    trainer.cluster.num_slots = 3
-    assert trainer.add(100) == [111, 111, 111]
-    assert trainer.group.functions == ["restore", "add"]
-
-
-def test_a_loss_while_the_state_is_copied_for_growing_uses_the_room_and_does_not_grow_again() -> None:
-    trainer = shrunk(started())
-    trainer.controller.snapshots.touch()
-    trainer.cluster.num_slots = 3
-    trainer.cluster.restores = deque([Lost((0,))])  # the copy
-    trainer.add(1)
-    assert trainer.cluster.sizes == [3, 2, 3]
-
-
 def test_the_driver_alone_grows_back_when_there_is_room_for_two() -> None:
     trainer = started(use_local=True)
     trainer.cluster.num_slots = 0
@@ -771,10 +694,6 @@ def test_a_snapshot_that_is_current_costs_no_call(is_large: bool) -> None:
     assert trainer.group.functions == ["add"]
 
 
-def test_the_first_snapshot_is_that_of_the_set_up() -> None:
-    assert started().controller.snapshot().shared_state == 0
-
-
 def test_touching_makes_the_next_snapshot_look_again_once() -> None:
     trainer = started()
     trainer.controller.snapshot()
@@ -794,56 +713,6 @@ def test_without_captures_a_snapshot_is_taken_when_it_is_asked_for() -> None:
     trainer.add(1)
     assert trainer.controller.snapshot().shared_state == 2
     assert trainer.group.functions == ["add", "nothing", "add", "nothing"]
-
-
-def test_a_loss_while_a_snapshot_is_taken_is_recovered() -> None:
-    trainer = started()
-    trainer.add(2)
-    trainer.controller.snapshots.touch()
-    trainer.cluster.restores = deque([Lost((0,))])
-    assert trainer.controller.snapshot().shared_state == 2
-    assert trainer.cluster.sizes == [3, 3]
-
-
-def test_calls_whose_snapshot_was_lost_with_its_worker_are_run_again() -> None:
-    trainer = started(is_large=True)
-    trainer.add(1)
-    trainer.controller.snapshot()
-    trainer.cluster.transfer_s = HOURS
-    trainer.add(10)
-    trainer.add(100)
-    trainer.next_calls(Lost((0,)))
-    assert trainer.add(1000) == [1111] * 3
-    assert trainer.group.functions == ["restore", "add", "add", "add"]
-    assert trainer.controller.history.num_failures == 1
-
-
-def test_calls_are_run_again_also_when_no_snapshot_ever_landed() -> None:
-    trainer = started(FakeCluster(transfer_s=HOURS), is_large=True)
-    trainer.add(1)
-    for amount in (10, 100):  # the second loss shows what the first recovery believed to have
-        trainer.next_calls(Lost((0,)))
-        trainer.add(amount)
-    assert trainer.read() == [(111, 3)] * 3
-
-
-def test_calls_that_were_run_again_are_remembered_until_a_snapshot_covers_them() -> None:
-    trainer = started(FakeCluster(transfer_s=HOURS), is_large=True)
-    trainer.add(1)
-    trainer.next_calls(Lost((0,)))
-    trainer.read()
-    trainer.cluster.transfer_s = 0
-    trainer.next_calls(Lost((0,)))
-    trainer.read()
-    assert trainer.controller.snapshot().shared_state == 1
-
-
-def test_a_loss_while_a_call_is_run_again_is_one_more_attempt() -> None:
-    trainer = started(FakeCluster(transfer_s=HOURS), is_large=True)
-    trainer.add(1)
-    trainer.next_calls(Lost((0,)), Lost((1,)))  # the call, and the repetition of the one before
-    assert trainer.add(10, max_retries=1) == [11] * 3
-    assert trainer.cluster.sizes == [3, 3, 3]
 
 
 def test_a_slow_transfer_is_not_overtaken_by_the_next_ones() -> None:
@@ -877,14 +746,6 @@ def test_a_worker_hears_which_of_its_states_has_landed_and_nothing_of_another_wo
     for _ in range(2):
         trainer.add(1)
     assert trainer.group.replicas[0].landed_tokens == [None, None, 2]
-
-
-def test_without_captures_nothing_is_restored_or_run_again() -> None:
-    trainer = started(captures=False)
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
-    assert trainer.add(10) == [10, 10, 10]
-    assert trainer.group.functions == ["add"]
 
 
 # -------------------------------------------------------------------------------------------- stopping
@@ -939,22 +800,6 @@ def test_nobody_waits_for_room_or_starts_a_group_after_the_trainer_was_shut_down
     assert trainer.cluster.sizes == [3]
 
 
-def test_a_group_that_started_too_late_for_the_other_thread_is_ended_by_its_own() -> None:
-    trainer = started()
-    stopper = Stopper(trainer.controller, trainer.cluster)
-    trainer.next_calls(Lost((1,)))
-
-    def stop_once_it_is_there(on_wait: Callable[[], None]) -> None:
-        if len(trainer.cluster.groups) == 2:
-            stopper.stop()
-
-    trainer.cluster.while_waiting = stop_once_it_is_there
-    with pytest.raises(TrainerShutdownError):
-        trainer.add(1)
-    stopper.join()
-    assert [group.ended_by for group in trainer.cluster.groups if group.was_started] == ["kill", "kill"]
-
-
 def test_no_call_of_another_thread_comes_between_those_of_a_turn() -> None:
     trainer = started()
     other = Thread(target=lambda: trainer.add(10))
@@ -967,32 +812,6 @@ def test_no_call_of_another_thread_comes_between_those_of_a_turn() -> None:
         assert other.is_alive()
     other.join(60)
     assert trainer.group.functions == ["add", "add", "add"]
-
-
-def test_a_call_that_another_thread_waits_to_make_is_not_made() -> None:
-    trainer = started()
-    stopper = Stopper(trainer.controller, trainer.cluster)
-    found: list[BaseException] = []
-
-    def second_call() -> None:
-        try:
-            trainer.add(2)
-        except TrainerShutdownError as error:
-            found.append(error)
-
-    waiting = Thread(target=second_call)
-
-    def both() -> None:
-        waiting.start()
-        stopper.stop()
-
-    trainer.next_calls(ShutDown(both))
-    with pytest.raises(TrainerShutdownError):
-        trainer.add(1)
-    stopper.join()
-    waiting.join(60)
-    assert len(found) == 1
-    assert trainer.group.functions == ["add"]
 
 
 def test_a_call_that_the_driver_alone_works_on_ends_by_itself_and_keeps_its_result() -> None:

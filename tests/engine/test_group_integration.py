@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -16,21 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from ray.util import placement_group_table
 
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine import gathering, startup
+from raysgd.engine import gathering
 from raysgd.engine import group as engine_group
 from raysgd.engine.group import WorkerGroup
-from raysgd.engine.platform import Platform
 from raysgd.engine.policies import classify
 from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
+from raysgd.engine.shared.types import GroupReport, Resources
 from raysgd.exceptions import worker_error
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
-from tests.helpers.processes import is_alive, is_stopped, wait_until
+from tests.helpers.processes import is_alive, wait_until
 
 pytestmark = pytest.mark.integration
 FOR_EVER_S = 120.0  # an answer that must not be waited for comes so late; that it came is what a test sees then
@@ -95,42 +92,6 @@ def test_workers_that_need_nothing_run_without_a_reservation(ray_cluster: None) 
         assert len(own_placement_groups()) == num_before
     finally:
         group.kill(10)
-
-
-def test_two_groups_live_side_by_side(kept: WorkerGroup) -> None:
-    with started(num_workers=1) as other:
-        on_all(kept, add, 1.0)
-        assert on_all(other, read).values[0].value == (0.0, 0)
-
-
-def test_a_group_that_was_ended_can_be_ended_again(ray_cluster: None) -> None:
-    group = make_group(1)
-    group.kill()
-    group.start()
-    group.kill(10)
-    group.kill(10)
-    group.stop(10)
-
-
-# -------------------------------------------------------------------------------------------- deaths
-
-
-def test_a_death_ends_the_wait_for_the_others(group: WorkerGroup, tmp_path: Path) -> None:
-    report = on_all(group, follow, FailurePlan(tmp_path).die(rank=0), FOR_EVER_S)
-    assert kinds(report) == ["died", None]
-    assert not report.all_answered
-    assert classify(report).ranks == [0]
-
-
-def test_deaths_of_one_moment_are_seen_together(group: WorkerGroup, tmp_path: Path) -> None:
-    report = on_all(group, follow, FailurePlan(tmp_path).die(rank=0).die(rank=1), FOR_EVER_S)
-    assert classify(report).kind == "died"
-    assert set(kinds(report)) <= {"died", None}
-
-
-def test_a_death_between_two_calls_is_seen_by_the_next(group: WorkerGroup) -> None:
-    os.kill(group.infos[1].pid, signal.SIGKILL)
-    assert kinds(on_all(group, read))[1] == "died"
 
 
 # -------------------------------------------------------------------------------------------- user errors
@@ -200,16 +161,6 @@ def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(ray_cluste
     assert group.is_ended
 
 
-@pytest.mark.parametrize("verb", ["die", "fail"])
-def test_a_set_up_that_fails_is_reported(verb: str, ray_cluster: None, tmp_path: Path) -> None:
-    plan = getattr(FailurePlan(tmp_path), verb)(rank=1)
-    group = make_group(make_replica=partial(PlannedReplica, plan))
-    report = group.start()
-    assert kinds(report)[1] == {"die": "died", "fail": "user"}[verb]
-    assert not group.is_ended, "its owner may go on with those that live"
-    group.kill()
-
-
 def test_who_dies_before_the_workers_are_connected_is_left_out_where_enough_are_ready(
     ray_cluster: None, tmp_path: Path
 ) -> None:
@@ -218,47 +169,6 @@ def test_who_dies_before_the_workers_are_connected_is_left_out_where_enough_are_
     report = group.start(min_workers=2)
     assert report.ok
     assert (len(group), len(report.values), len(group.infos)) == (2, 2, 2)
-    group.kill()
-
-
-class PlannedReplica(CountingReplica):
-    """Follows a plan while it is set up."""
-
-    def __init__(self, plan: FailurePlan, world: World) -> None:
-        super().__init__(world)
-        self.plan = plan
-
-    def setup(self) -> str:
-        self.plan.check(self.world.rank)
-        return super().setup()
-
-
-class FreezingReplica(CountingReplica):
-    """That of rank 1 stops its process while it is set up."""
-
-    def setup(self) -> str:
-        if self.world.rank == 1:
-            time.sleep(0.5)  # until it has been polled
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(FOR_EVER_S)  # another thread may take the signal, on a busy machine somewhat later
-        return super().setup()
-
-
-def is_not_stopped(self: Platform, info: WorkerInfo) -> Any:
-    """Stands for the watch on a worker: one that lives has not been slow for too long, however busy the machine is."""
-    return ray.put(not is_stopped(info.pid))
-
-
-def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(startup, "_LOADING_S", 0.0)
-    monkeypatch.setattr(Platform, "watch_process", is_not_stopped)
-    group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
-    report = group.start()
-    assert kinds(report)[1] == "died"
-    assert "did not respond" in caplog.text
-    wait_until(lambda: not is_alive(group.infos[1].pid))
     group.kill()
 
 
@@ -339,18 +249,6 @@ def test_the_driver_and_a_process_work_together_and_no_one_waits_for_a_process_w
     assert kinds(report) == ["user", None]
 
 
-def outlive(replica: CountingReplica, plan: FailurePlan, pid: int) -> None:
-    """Does as the plan says, and stays until that process is gone."""
-    plan.check(replica.world.rank)
-    wait_until(lambda: not is_alive(pid))
-
-
-def test_a_group_whose_process_was_ended_to_free_the_driver_cannot_go_on(mixed: WorkerGroup, tmp_path: Path) -> None:
-    report = on_all(mixed, outlive, FailurePlan(tmp_path).fail(rank=1), mixed.infos[1].pid)
-    assert classify(report).ranks == [1]
-    assert not report.all_answered
-
-
 def test_an_interruption_of_the_driver_reaches_the_caller_and_ends_the_listening(
     mixed: WorkerGroup, tmp_path: Path
 ) -> None:
@@ -358,13 +256,6 @@ def test_an_interruption_of_the_driver_reaches_the_caller_and_ends_the_listening
     with pytest.raises(KeyboardInterrupt):
         on_all(mixed, follow, plan)
     wait_until(lambda: listeners() == [])
-
-
-def test_the_live_replica_is_at_hand_only_in_the_driver(mixed: WorkerGroup, kept: WorkerGroup) -> None:
-    on_all(mixed, add, 5.0)
-    assert mixed.local_replica.total == 5.0
-    assert kept.local_replica is None
-    assert (mixed.is_driver_only, kept.is_driver_only) == (False, False)
 
 
 def test_the_driver_alone_needs_no_ray_and_reserves_nothing() -> None:
@@ -403,15 +294,6 @@ def assert_says_what_to_do(report: GroupReport) -> None:
 def test_a_function_that_the_workers_cannot_import_is_explained(kept: WorkerGroup, elsewhere: Any) -> None:
     assert_says_what_to_do(on_all(kept, elsewhere.touch))
     assert on_all(kept, read).ok
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_setup_that_the_workers_cannot_import_is_explained(ray_cluster: None, elsewhere: Any) -> None:
-    group = make_group(make_replica=elsewhere.touch)
-    try:
-        assert_says_what_to_do(group.start())
-    finally:
-        group.kill()
 
 
 def test_a_stored_value_is_put_once_and_goes_to_whatever_group_there_is(kept: WorkerGroup) -> None:

@@ -8,13 +8,12 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.types import GroupReport, World
+from raysgd.engine.shared.types import World
 from raysgd.engine.transfers import LostPartError
 from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
@@ -125,13 +124,6 @@ def test_a_rank_that_fails_at_every_step_or_hangs_again_and_again_uses_up_the_re
         with pytest.raises(WorkersLostError, match="the 3 allowed retries of this call are used up"):
             trainer.walk(20, *losses)
     assert trainer.kinds.count("continued") == num_rejoined
-
-
-def test_a_slow_survivor_of_a_death_is_replaced_at_no_cost() -> None:
-    trainer = Trainer()
-    trainer.cluster.stuck = {2}
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2}), max_retries=1) == [5, 5, 5]
-    assert trainer.kinds == ["continued"]
 
 
 def test_a_call_that_changes_nothing_is_begun_again_by_the_survivors() -> None:
@@ -278,17 +270,6 @@ def test_who_is_lost_while_somebody_new_is_awaited_is_left_out_and_the_others_go
     assert (event.cause, event.detail) == ("lost rank 0, 1, 3 (RuntimeError: the process is gone)", "2 steps done")
 
 
-def test_where_all_are_lost_while_somebody_new_is_awaited_whoever_came_is_sent_away() -> None:
-    trainer = Trainer()
-    trainer.cluster.standby_is_slow = True
-    trainer.cluster.waits = deque([Lost((0, 2))])
-    group = trainer.group
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert trainer.kinds == ["restored"]
-    assert len(group.standby.killed_standby) == 1
-    assert trainer.controller.history.events[-1].cause == "lost rank 0, 1, 2 (RuntimeError: the process is gone)"
-
-
 # -------------------------------------------------------------------------------------------- the budget
 
 
@@ -299,16 +280,6 @@ def test_survivors_that_completed_no_step_are_replaced_at_the_next_loss() -> Non
     assert trainer.walk(5, *losses, max_retries=1) == [6, 6, 6]
     assert trainer.kinds == ["continued", "restored"]
     assert "no step was completed since the survivors went on" in trainer.controller.history.events[-1].cause
-
-
-def test_losses_without_progress_spend_one_retry_each_and_then_it_is_over() -> None:
-    trainer = Trainer()
-    trainer.walk(1)
-    with pytest.raises(WorkersLostError, match="the 2 allowed retries of this call are used up"):
-        trainer.walk(5, *[Lost((1,), after={0: 0, 2: 0})] * 4, max_retries=2)
-    assert trainer.kinds == ["continued", "restored", "lost"]
-    assert not trainer.group.is_alive
-    assert trainer.walk(2) == [3, 3, 3], "from the last completed call"
 
 
 # -------------------------------------------------------------------------------------------- where it cannot be done
@@ -336,48 +307,6 @@ def test_where_survivors_cannot_go_on_new_workers_begin_the_call_again(name: str
     assert trainer.kinds == ["restored"]
     assert [group.ended_by for group in trainer.cluster.groups] == ["kill", None]
     assert trainer.controller.history.num_failures == 1
-
-
-@pytest.mark.parametrize(("lost", "totals"), [((2,), [5, 5]), ((0,), [5, 5]), ((0, 2), [5])])
-def test_who_dies_while_the_group_is_formed_is_left_out_and_the_others_keep_their_state(
-    lost: tuple[int, ...], totals: list[float]
-) -> None:
-    trainer = Trainer()
-    trainer.cluster.standby_is_slow = True
-    survivor = trainer.group.replicas[2]
-    trainer.cluster.regroups = deque([Lost(lost)])  # rank 2 is the newcomer, and rank 1 the one that was rank 2
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3}), max_retries=1) == totals
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["continued"], 1)
-    assert survivor in trainer.group.replicas
-    assert trainer.group.functions == ["walk", "walk_on"]
-    assert trainer.group.standby.num_coming, "another one is on its way, and the others do not wait for it"
-
-
-def test_a_newcomer_that_lives_and_did_not_get_the_state_takes_it_in_the_next_group() -> None:
-    trainer = Trainer(max_workers=4, num_slots=4)
-    trainer.cluster.standby_is_slow = True
-    trainer.cluster.regroups = deque([Lost((0,))])
-    assert trainer.walk(5, Lost((2, 3), after={0: 3, 1: 2})) == [5, 5, 5]
-    assert [(h.source, h.takers) for h in trainer.group.handovers] == [(0, (1, 2, 3)), (0, (1, 2))]
-    assert trainer.controller.history.events[-1].cause.startswith("lost rank 0, 2, 3 (")
-
-
-def test_a_survivor_that_answers_to_nothing_is_no_survivor() -> None:
-    trainer = Trainer()
-    trainer.cluster.silent = {0}
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert trainer.kinds == ["continued"]
-    assert trainer.controller.num_workers == 3
-
-
-def test_whoever_came_in_vain_is_sent_away_where_too_few_go_on() -> None:
-    trainer = Trainer(min_workers=3)
-    trainer.cluster.num_slots = 2
-    group = trainer.group
-    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
-    assert trainer.walk(5, Lost((1, 2), after={0: 2})) == [5, 5, 5]
-    assert len(group.standby.killed_standby) == 1
-    assert trainer.kinds == ["restored"]
 
 
 def test_ctrl_c_while_the_group_is_formed_anew_gives_it_up() -> None:
@@ -414,16 +343,6 @@ def test_spares_are_called_up_at_the_start_step_in_and_are_called_up_again() -> 
     assert trainer.group.replicas[2] is spare
     assert trainer.group.standby.num_ready == 1, "in the slot of the lost one"
     assert trainer.group.standby.ready != [spare]
-
-
-def test_a_new_spare_is_called_up_only_once_the_others_go_on() -> None:
-    """A new process takes the time of their cores."""
-    trainer = Trainer(num_slots=4, num_spares=1)
-    trainer.cluster.standby_is_slow = True
-    standby, seen = trainer.group.standby, []
-    trainer.during_calls(3, lambda second: seen.append(standby.num_coming + standby.num_ready))
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert seen == [1, 1, 1, 0, 1, 1], "from the first signs of life in the new group on"
 
 
 def test_a_spare_that_fails_to_start_is_not_called_up_again_and_again() -> None:
@@ -673,23 +592,6 @@ def test_what_was_asked_for_and_came_is_grown_into_in_place() -> None:
     assert (trainer.group.slots.num_asked, trainer.kinds) == (0, ["restored", "grown", "grown"])
 
 
-@pytest.mark.parametrize(("lost", "kinds"), [((2,), ["grown"]), ((0,), ["continued"]), ((0, 2), ["continued"])])
-def test_who_dies_while_the_group_grows_is_left_out(lost: tuple[int, ...], kinds: list[str]) -> None:
-    trainer = shrunk()
-    trainer.cluster.regroups = deque([Lost(lost)])
-    assert trainer.walk(1, max_retries=0) == [6, 6, 6]
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["continued", *kinds], 1)
-
-
-def test_nothing_is_noted_where_those_who_were_to_join_died_over_it() -> None:
-    trainer = shrunk()
-    trainer.cluster.regroups = deque([Lost((2,))])
-    start, trainer.group.standby.start = trainer.group.standby.start, lambda *_: 0  # type: ignore[method-assign]
-    start(1, 3)
-    assert trainer.walk(1) == [6, 6]
-    assert trainer.kinds == ["continued"]
-
-
 def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
     trainer = shrunk()
     trainer.cluster.regroups = deque([Lost((0,), "disconnected")])
@@ -731,17 +633,6 @@ def shrunk() -> Trainer:
     return trainer
 
 
-def test_a_loss_between_two_calls_is_a_loss_also_where_there_is_room_to_grow() -> None:
-    trainer = shrunk()
-    survivor = trainer.group.replicas[1]
-    trainer.cluster.restores = deque([Lost((0,))])
-    assert trainer.walk(3, Lost((0,), after={1: 1})) == [8, 8, 8]
-    assert trainer.kinds == ["continued", "continued"]
-    assert trainer.group.replicas[0] is survivor
-    assert trainer.controller.history.num_failures == 2
-    assert trainer.controller.history.events[-1].cause == "lost rank 0 (RuntimeError: the process is gone)"
-
-
 def test_a_loss_that_is_found_while_the_group_grows_is_counted_and_named() -> None:
     trainer = shrunk()
     trainer.cluster.stands = deque([Lost((0,))])
@@ -761,21 +652,6 @@ def test_a_loss_on_the_way_from_a_node_that_is_going_away_is_counted_and_named()
     trainer.walk(1, max_retries=0)
     assert trainer.kinds == ["continued"]
     assert trainer.controller.history.events[-1].cause == "lost rank 0; a node is going away"
-
-
-def test_nobody_grows_for_somebody_who_is_dead() -> None:
-    trainer = shrunk()
-    trainer.group.standby.kill_unresponsive = trainer.group.standby.ready.clear  # type: ignore[method-assign]
-    assert trainer.walk(1) == [6, 6]
-    assert trainer.kinds == ["continued"]
-    assert trainer.group.handovers == trainer.group.handovers[:1], "the group was left as it was"
-
-
-def test_where_whoever_was_to_join_dies_at_the_last_moment_nothing_is_told() -> None:
-    trainer = shrunk()
-    trainer.group.standby.take = lambda *_: []  # type: ignore[method-assign]
-    assert trainer.walk(1) == [6, 6]
-    assert trainer.kinds == ["continued"]
 
 
 # -------------------------------------------------------------------------------------------- held inside a call
@@ -905,21 +781,6 @@ def test_a_group_that_another_thread_shuts_down_while_it_is_formed_is_left(momen
     assert [group.is_alive for group in trainer.cluster.groups] == [False]
 
 
-def test_a_survivor_that_answers_later_than_another_ones_death_is_heard_of_stays() -> None:
-    trainer = Trainer()
-    trainer.cluster.stands = deque([Lost((0,))])
-    leave, last = trainer.group.leave_group, trainer.group.infos[2]
-
-    def leave_late(survivors: Sequence[int], on_wait: Any = None) -> GroupReport:
-        report = leave(survivors)
-        late = (replace(found, answered=report.ok or found.failure is not None) for found in report.outcomes)
-        return GroupReport(tuple(late))
-
-    trainer.group.leave_group = leave_late  # type: ignore[method-assign]
-    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
-    assert (trainer.kinds, last in trainer.group.infos) == (["continued"], True)
-
-
 def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -> None:
     trainer = Trainer(renews=True)
     trainer.walk(2)
@@ -946,12 +807,6 @@ def test_a_place_on_a_node_that_is_gone_is_no_room_to_grow() -> None:
     assert trainer.kinds == ["restored", "grown"]
 
 
-def test_a_lost_connection_of_all_keeps_all_processes() -> None:
-    trainer = Trainer(renews=True)
-    assert trainer.walk(5, Lost((0, 1, 2), "disconnected")) == [5, 5, 5]
-    assert (len(trainer.cluster.groups), trainer.controller.history.events[-1].num_kept) == (1, 3)
-
-
 @pytest.mark.parametrize(
     ("lost", "then"),
     [
@@ -969,30 +824,6 @@ def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: l
     first, second = trainer.cluster.groups
     assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["restored"])
     assert trainer.controller.history.events[-1].num_kept == 0
-
-
-@pytest.mark.parametrize("moment", ["regroups", "restores"])
-def test_the_others_go_on_without_a_worker_that_dies_while_replicas_are_made_or_given_the_state(moment: str) -> None:
-    trainer = Trainer(renews=True)
-    trainer.walk(2)
-    setattr(trainer.cluster, moment, deque([Lost((0,))]))
-    trainer.cluster.standby_is_slow = True
-    assert trainer.walk(5, Lost((1,))) == [7, 7]
-    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["restored"])
-    assert trainer.walk(1) == [8, 8, 8], "the next call grows"
-
-
-@pytest.mark.parametrize(("num_times", "num_groups"), [(1, 1), (3, 1), (4, 2)])
-def test_where_all_die_while_they_are_given_the_state_others_start_in_their_place(
-    num_times: int, num_groups: int
-) -> None:
-    trainer = Trainer(renews=True)
-    trainer.walk(2)
-    trainer.cluster.restores = deque([Lost((0, 1, 2))] * num_times)
-    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
-    assert (len(trainer.cluster.groups), trainer.kinds) == (num_groups, ["restored"])
-    assert trainer.controller.history.events[-1].num_kept == 0
-    assert trainer.group.standby.replacements.num_left == 0, "those who start later are replaced before the next call"
 
 
 def test_replicas_made_while_calls_are_run_again_are_not_asked_for_copies_of_those_before_them() -> None:
@@ -1028,13 +859,6 @@ def test_too_few_survivors_wait_for_room_as_new_workers_do() -> None:
     assert not trainer.cluster.groups[0].is_alive
 
 
-def test_going_back_costs_a_retry() -> None:
-    trainer = Trainer(renews=True)
-    assert trainer.walk(5, Lost((1,)), max_retries=1) == [5, 5, 5]
-    with pytest.raises(WorkersLostError, match="1 allowed retries"):
-        trainer.walk(5, Lost((1,)), Lost((1,)), max_retries=1)
-
-
 def test_a_state_that_no_snapshot_has_is_never_replaced_by_an_older_one() -> None:
     trainer = Trainer(renews=True, snapshot_every_s=None)
     trainer.walk(2)
@@ -1042,22 +866,3 @@ def test_a_state_that_no_snapshot_has_is_never_replaced_by_an_older_one() -> Non
     trainer.walk(1)
     with pytest.raises(WorkersLostError, match="snapshot_every_s=None"):
         trainer.walk(5, Lost((1,)))
-
-
-def test_a_rank_that_froze_is_ended_for_sure_where_only_standby_workers_are_kept() -> None:
-    """Its place is given to another worker at once, so nothing else would end it."""
-    trainer = Trainer(continues=False, num_slots=4, num_spares=1)
-    trainer.walk(2)
-    trainer.cluster.silent = {0}
-    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
-    assert (len(trainer.cluster.groups), trainer.group.killed_ranks) == (1, [0])
-
-
-def test_a_group_that_is_formed_half_way_is_never_used() -> None:
-    trainer = Trainer(renews=True)
-    trainer.walk(2)
-    trainer.cluster.regroups = deque([Interrupted()])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.walk(5, Lost((1,)))
-    assert not trainer.group.is_alive
-    assert trainer.walk(1) == [3, 3, 3]

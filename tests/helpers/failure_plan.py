@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-_LOOK_S = 0.01
-
 
 class InjectedError(RuntimeError):
     """What `fail` raises."""
@@ -33,14 +31,12 @@ class Entry:
         rank: Where; None for any rank.
         step: When; None for the next time that the plan is looked at.
         times: How often.
-        is_at_once: Whether it happens so often at the same time: each waits for the others.
     """
 
     act: Callable[[], None]
     rank: int | None
     step: int | None
     times: int
-    is_at_once: bool = False
 
     def is_due(self, rank: int, step: int | None) -> bool:
         return self.rank in (None, rank) and self.step in (None, step)
@@ -65,10 +61,6 @@ class FailurePlan:
         """The process is gone at once, as with SIGKILL or a lost machine."""
         return self._with(_die, rank, step, times)
 
-    def die_together(self, *, num_ranks: int, step: int | None = None) -> FailurePlan:
-        """The processes of so many ranks are gone, none of them before the others have come as far."""
-        return replace(self, entries=(*self.entries, Entry(_die, None, step, num_ranks, is_at_once=True)))
-
     def hang(self, *, rank: int | None, seconds: float, step: int | None = None, times: int = 1) -> FailurePlan:
         """The process does nothing for a while."""
         return self._with(_Hang(seconds), rank, step, times)
@@ -77,17 +69,12 @@ class FailurePlan:
         """Lets happen what is due on this rank at this step."""
         for index, entry in enumerate(self.entries):
             if entry.is_due(rank, step) and self._claim(index, entry.times):
-                while entry.is_at_once and self._num_fired(index) < entry.times:
-                    time.sleep(_LOOK_S)
                 entry.act()
 
     @property
     def num_fired(self) -> int:
         """How many times something happened."""
-        return self._num_fired("*")
-
-    def _num_fired(self, index: int | str) -> int:
-        return len(list(self.folder.glob(f"fired-{index}-*")))
+        return len(list(self.folder.glob("fired-*")))
 
     def _with(self, act: Callable[[], None], rank: int | None, step: int | None, times: int) -> FailurePlan:
         return replace(self, entries=(*self.entries, Entry(act, rank, step, times)))

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -26,17 +27,21 @@ import psutil
 import torch
 from ray.cluster_utils import Cluster
 
+from raysgd import testing
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
-from tests.torch.chaos_run import MANY, NUM_WORKERS, STEP_S, Chaos
+from tests.helpers.processes import is_alive
 from tests.torch.ledger import Ledger, uses
-from tests.torch.nodes import cluster_of
+from tests.torch.nodes import add_node, cluster_of
 
 NUM_SAMPLES = 600
 JOINT_BATCH = 12  # each number of workers up to four divides it
 SHARE_OF_PAIRS = 0.1
+NUM_WORKERS = 4
+STEP_S = 0.02
+MANY = 10**6  # retries: how many are spent is not the question here
 SEED = 0
 RUNS = ("disturbed", "undisturbed")
 
@@ -121,17 +126,44 @@ class GlobalLedger(Ledger):
         super().setup({**config, "batch_size": config[BATCH_SIZE]})
 
 
-class Schedule(Chaos):
-    """Kills at fixed times: a random rank, now and then two, and once in a while the node of one."""
+@dataclass
+class Schedule(threading.Thread):
+    """Kills at fixed times: a random rank, now and then two, and once in a while the node of one.
 
-    every_s = 5.0
-    num_pairs = 0
-    num_of_rank_0 = 0
+    Attributes:
+        trainer: Whose workers.
+        cluster: Whose nodes.
+        num_kills: How many workers are to be killed at least.
+        num_nodes: How many nodes are to be lost.
+        every_s: From one kill to the next.
+        seed: Of all chance.
+        killed: The processes killed so far.
+        failure: Why it gave up, if it did.
+    """
+
+    trainer: TorchTrainer
+    cluster: Cluster
+    num_kills: int
+    num_nodes: int
+    every_s: float
+    seed: int
+    num_pairs: int = 0
+    num_of_rank_0: int = 0
+    num_nodes_lost: int = 0
+    killed: set[int] = field(default_factory=set)
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__(name="schedule", daemon=True)
+        self._chance = random.Random(self.seed)
+        self._num_nodes_missing = 0
+
+    __hash__ = threading.Thread.__hash__
 
     def run(self) -> None:
         try:
             due = time.monotonic() + self.every_s
-            while not self.is_enough:
+            while len(self.killed) < self.num_kills or self.num_nodes_lost < self.num_nodes:
                 time.sleep(max(0.0, due - time.monotonic()))
                 due = max(due, time.monotonic()) + self.every_s
                 with suppress(RuntimeError, LookupError, ValueError):  # just being replaced, or fewer than just now
@@ -140,21 +172,45 @@ class Schedule(Chaos):
             self.failure = repr(error)
             raise
 
+    def give_back_nodes(self) -> None:
+        """Puts new nodes in the place of lost ones; in the main thread, where alone Ray can start one."""
+        while self._num_nodes_missing:
+            add_node(self.cluster)
+            self._num_nodes_missing -= 1
+
     def _strike(self) -> None:
         pids, before = self._pids(), set(self.killed)
         if self._wants_node and self.trainer.num_workers > 1 and not self._num_nodes_missing:
             self._lose_node()
         elif self._chance.random() < SHARE_OF_PAIRS and self.trainer.num_workers > 2:
-            self._kill_two()
+            self._kill(2)
             self.num_pairs += len(self.killed - before) == 2
         else:
-            self._kill_one()
+            self._kill(1)
         self.num_of_rank_0 += bool(pids) and pids[0] in self.killed - before
 
     @property
     def _wants_node(self) -> bool:
         """Whether it is the turn of a node: spread evenly over the part."""
-        return self._nodes_lost * self.num_kills < self.num_nodes * len(self.killed)
+        return self.num_nodes_lost * self.num_kills < self.num_nodes * len(self.killed)
+
+    def _kill(self, num_ranks: int) -> None:
+        ranks, pids = self._chance.sample(range(self.trainer.num_workers), num_ranks), self._pids()
+        alive = {pids[rank] for rank in ranks if is_alive(pids[rank])}
+        testing.kill_worker(self.trainer, ranks)
+        self.killed |= {pid for pid in alive if not is_alive(pid)}
+
+    def _lose_node(self) -> None:
+        rank = self._chance.randrange(self.trainer.num_workers)
+        pid = self._pids()[rank]
+        testing.remove_node(self.cluster, trainer=self.trainer, rank=rank)
+        self.num_nodes_lost += 1
+        self.killed.add(pid)
+        self._num_nodes_missing += 1
+
+    def _pids(self) -> list[int]:
+        group = controller_of(self.trainer).group
+        return [] if group is None else [info.pid for info in group.infos]
 
 
 def make_trainer(**options: Any) -> TorchTrainer:
@@ -174,26 +230,25 @@ def train_disturbed(
     ) as trainer:
         if record.passes_of_training:
             trainer.load(str(record.file(folder, "disturbed")))
-        chaos = Schedule(trainer, cluster, num_kills, 0, 0, num_nodes, seed=record.parts)
-        chaos.every_s = every_s
-        chaos.start()
+        schedule = Schedule(trainer, cluster, num_kills, num_nodes, every_s, seed=record.parts)
+        schedule.start()
         num_passes, began, looks = 0, time.monotonic(), []
-        while chaos.is_alive():
+        while schedule.is_alive():
             trainer.train(max_retries=MANY)
-            chaos.give_back_nodes()
+            schedule.give_back_nodes()
             num_passes += 1
             looks.append(look(cluster))
-        assert not chaos.failure, chaos.failure
+        assert not schedule.failure, schedule.failure
         record.seconds += time.monotonic() - began
         trainer.train(max_retries=MANY)  # in peace: the end of the part is that of a pass
         num_passes += 1
         record.note_growth([*looks, look(cluster)])
         record.samples_off += uses(trainer) != {record.passes_of_training + num_passes}
         trainer.save(str(record.next_file(folder, "disturbed")))
-        record.kills += len(chaos.killed)
-        record.kills_of_rank_0 += chaos.num_of_rank_0
-        record.pairs += chaos.num_pairs
-        record.nodes += chaos._nodes_lost
+        record.kills += len(schedule.killed)
+        record.kills_of_rank_0 += schedule.num_of_rank_0
+        record.pairs += schedule.num_pairs
+        record.nodes += schedule.num_nodes_lost
         assert controller_of(trainer).history.num_failures > 0
         return num_passes
 

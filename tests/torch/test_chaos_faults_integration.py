@@ -24,7 +24,7 @@ from tests.helpers.hygiene import RaySurroundings
 from tests.torch import ledger
 from tests.torch.gate import Gate
 from tests.torch.ledger import Ledger, parameters_of, uses
-from tests.torch.operators_for_tests import BatchNormOperator, DropoutOperator, equal
+from tests.torch.operators_for_tests import BatchNormOperator, equal
 from tests.torch.programs import run_program
 
 pytestmark = pytest.mark.integration
@@ -215,24 +215,6 @@ def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(ray_cluste
         assert operator.model is model  # type: ignore[attr-defined]
         assert uses(trainer) == {num_epochs}
         assert_alike(trainer)
-
-
-# ------------------------------------------------------------------------------------------------ resuming
-
-
-def test_workers_that_were_all_killed_and_resumed_end_where_others_do(ray_cluster: None, tmp_path: Path) -> None:
-    config = {"shuffle": True, "optimizer": "adam", "num_samples": 50}
-    with TorchTrainer(training_operator_cls=DropoutOperator, num_workers=2, config=config) as trainer:
-        path = trainer.train(num_steps=3) and trainer.save(tmp_path / "inside.pt")
-        trainer.train()
-        expected = trainer.state_dict()
-        testing.kill_worker(trainer, [0, 1])
-        trainer.load(path)
-        trainer.train()
-        found = trainer.state_dict()
-    assert found["epoch"] == expected["epoch"] == 1
-    for name, value in expected["models"][0].items():
-        torch.testing.assert_close(found["models"][0][name], value, rtol=1e-6, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ endings

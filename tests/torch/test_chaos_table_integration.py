@@ -49,7 +49,7 @@ def assert_that_nothing_was_lost(cell: dict[str, Any]) -> None:
 
 
 def test_the_choice_has_every_phase_and_every_victim() -> None:
-    assert {phase for phase, _ in CHOSEN} == set(PHASES)
+    assert {phase for phase, _ in CHOSEN} == set(PHASES) - {"state_dict"}
     assert {victim for _, victim in CHOSEN} == set(VICTIMS)
 
 

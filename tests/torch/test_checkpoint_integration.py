@@ -332,14 +332,3 @@ def test_a_state_survives_the_object_store_unchanged(large: TorchTrainer) -> Non
     assert not equal(large.state_dict(), state)
     large.load_state_dict(state)
     assert equal(large.state_dict(), state)
-
-
-def test_wrapping_makes_no_difference_to_a_state(ray_cluster: None, alone: Callable[..., TorchTrainer]) -> None:
-    first = alone()
-    with start(2, wrap_ddp=False) as trainer:
-        trainer.load_state_dict(first.state_dict())
-        assert equal(trainer.state_dict(), first.state_dict())
-        assert not isinstance(trainer.get_model(), torch.nn.parallel.DistributedDataParallel)
-        trainer.train()
-        first.load_state_dict(trainer.state_dict())
-        assert equal(first.state_dict(), trainer.state_dict())

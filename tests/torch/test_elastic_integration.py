@@ -22,8 +22,7 @@ from raysgd.engine.status import TrainerStatus
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from tests.torch.gate import Gate, mark_when_inside
-from tests.torch.ledger import NUM_SAMPLES, Ledger, parameters_of, uses
-from tests.torch.operators_for_tests import dataset, equal
+from tests.torch.ledger import Ledger, parameters_of, uses
 
 pytestmark = pytest.mark.integration
 
@@ -84,26 +83,6 @@ def trainers() -> Iterator[list[TorchTrainer]]:
 
 def kinds(trainer: TorchTrainer) -> list[str]:
     return [event.kind for event in trainer.status().events if event.kind != "started"]
-
-
-def test_an_epoch_that_shrank_grows_back_before_its_end(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
-    # Alone it takes one and a half minutes: long enough for a slow machine to start another one.
-    config = {"num_samples": 960, "step_s": 0.3, "slow_size": 1}
-    trainer = TorchTrainer(
-        training_operator_cls=Ledger,
-        num_workers=2,
-        config=config,
-        recovery=Recovery(wait_for_workers=False, resize_interval_s=0.2),
-    )
-    trainers.append(trainer)
-    testing.kill_worker(trainer, 1, at="step:3")
-    trainer.train()
-    assert kinds(trainer) == ["continued", "grown"]
-    assert trainer.num_workers == 2
-    assert uses(trainer) == {1}
-    data = trainer.status().data
-    assert data is not None
-    assert (data.due, data.used) == (960, 960)
 
 
 @pytest.mark.promise("A lost worker costs a step, or at most a call")
@@ -231,10 +210,9 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
 @pytest.mark.parametrize(
     ("operator_cls", "parallel", "dies", "is_large", "recovery"),
     [
-        (GoesOn, "ddp", True, True, "continued"),
-        pytest.param(GoesOn, "ddp", True, False, "continued", marks=pytest.mark.soak),
+        pytest.param(GoesOn, "ddp", True, True, "continued", marks=pytest.mark.soak),
         (GoesOn, "ddp", False, False, "continued"),
-        (GoesOnByHand, "none", False, False, "restored"),
+        pytest.param(GoesOnByHand, "none", False, False, "restored", marks=pytest.mark.soak),
     ],
 )
 def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises(
@@ -293,20 +271,6 @@ def test_a_new_worker_trains_what_was_unfrozen_before_it_came(
     assert uses(trainer) == {1}
 
 
-def test_batches_of_a_window_that_broke_off_count_once(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
-    config = {"is_large": True}
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config=config, accumulate_grad_batches=4)
-    trainers.append(trainer)
-    testing.kill_worker(trainer, 1, at="step:6")
-    result = trainer.train(num_steps=12)
-    assert kinds(trainer) == ["continued"]
-    assert result["batch_count"] == 12
-    assert result["num_samples"] == 12 * 3 * 2, "what the lost worker did in the first of the three windows counts, too"
-    assert trainer.apply_all_operators(lambda operator: operator.global_step) == [12, 12]
-    trainer.train()
-    assert uses(trainer) == {1}
-
-
 def test_while_a_call_runs_its_own_numbers_are_told_here_and_to_the_metrics_of_ray(
     ray_cluster: None, trainers: list[TorchTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,28 +310,3 @@ def test_while_a_call_runs_its_own_numbers_are_told_here_and_to_the_metrics_of_r
     assert [name for name, _ in reported].count("raysgd_samples_used") >= 2, "about once a second"
     last = dict(reported)
     assert (last["raysgd_workers"], last["raysgd_straggler"], last["raysgd_samples_due"]) == (2, 1, 120)
-
-
-@pytest.mark.soak
-def test_calls_with_data_of_their_own_leave_the_registered_data_where_they_were(
-    ray_cluster: None, trainers: list[TorchTrainer]
-) -> None:
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config={"batch_size": 3})
-    trainers.append(trainer)
-    data = dataset(NUM_SAMPLES)
-    trainer.train(num_steps=10, dataset=data)
-    testing.kill_worker(trainer, 1, at="step:5")
-    result = trainer.train(num_steps=30, dataset=data)
-    assert (result["num_samples"], result["epoch"]) == (180, 2)
-    assert kinds(trainer) == ["continued"]
-    assert uses(trainer) == {1}, "it went on behind the first call"
-
-    before = trainer.state_dict()
-    expected = trainer.validate(dataset=data)
-    testing.kill_worker(trainer, 0, at="validate")
-    found = trainer.validate(dataset=data)
-    assert (found["num_samples"], found["val_loss"]) == (NUM_SAMPLES, pytest.approx(expected["val_loss"]))
-    assert kinds(trainer)[1:] in (["continued"], ["restored"])
-    assert equal(trainer.state_dict()["models"], before["models"])
-    trainer.train()
-    assert uses(trainer) == {2}, "the registered data are where they were"

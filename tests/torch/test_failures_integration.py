@@ -146,7 +146,7 @@ def test_a_training_with_losses_equals_one_without(
 
 
 def test_a_loss_without_retries_is_an_error_behind_which_the_state_is_kept(
-    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]], tmp_path: Path
+    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]]
 ) -> None:
     with trainer_of_two() as trainer:
         results = [trainer.train()]
@@ -157,59 +157,6 @@ def test_a_loss_without_retries_is_an_error_behind_which_the_state_is_kept(
         assert trainer.state_dict()["epoch"] == 1
         results.append(trainer.train())
         assert results == undisturbed["results"][:2]
-        trainer.validate()
-        kill_rank(trainer, 0)
-        trainer.save(tmp_path / "last.pt")
-        kill_rank(trainer, trainer.num_workers - 1)
-        model = trainer.get_model()
-        assert equal(model.state_dict(), torch.load(tmp_path / "last.pt", weights_only=False)["models"][0])
-
-
-def test_a_training_that_always_loses_a_worker_ends_when_the_retries_are_spent(ray_cluster: None) -> None:
-    class Doomed(LinearOperator):
-        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            os._exit(7)
-
-    with TorchTrainer(training_operator_cls=Doomed) as trainer:
-        with pytest.raises(WorkersLostError, match="the 1 allowed retries"):
-            trainer.train(max_retries=1)
-        assert trainer._num_failures == 1
-        trainer.shutdown(force=True)
-
-
-def test_a_driver_that_is_a_worker_survives_the_loss_of_another(
-    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]]
-) -> None:
-    with trainer_of_two(use_local=True, recovery=Recovery(in_place=False)) as trainer:
-        results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
-        assert trainer._num_failures == 1
-        assert trainer.apply_all_workers(os.getpid)[0] == os.getpid()
-        assert results == undisturbed["results"][:2]
-
-
-class DiesInSetup(LinearOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        if self.world_rank == 1 and not Path(config["once"]).exists():
-            Path(config["once"]).touch()
-            be_killed()
-        super().setup(config)
-
-
-@pytest.mark.soak  # see "start-up" in the table of `chaos_table.py`
-def test_a_worker_that_dies_in_setup_is_replaced(ray_cluster: None, tmp_path: Path) -> None:
-    config = {"once": str(tmp_path / "once")}
-    with TorchTrainer(training_operator_cls=DiesInSetup, num_workers=2, config=config) as trainer:
-        assert trainer.train()["num_samples"] == 20
-
-
-@pytest.mark.soak  # the tests of the engine have the same without PyTorch
-def test_a_worker_that_always_dies_in_setup_is_given_up(ray_cluster: None) -> None:
-    class Stillborn(LinearOperator):
-        def setup(self, config: dict[str, Any]) -> None:
-            os._exit(7)
-
-    with pytest.raises(RuntimeError, match="start-up failed"):
-        TorchTrainer(training_operator_cls=Stillborn)
 
 
 @ray.remote(num_cpus=2)
@@ -362,18 +309,6 @@ def test_replicas_that_an_exception_left_different_are_not_gone_on_with(ray_clus
         assert trained[0] == trained[1]
 
 
-def test_an_exception_beside_or_in_the_driver_is_raised_all_the_same(
-    ray_cluster: None, mishap: Callable[..., dict[str, Any]]
-) -> None:
-    with trainer_of_two(use_local=True) as trainer:
-        trainer.train()
-        for rank in (0, 1):
-            with pytest.raises(ZeroDivisionError) as caught:
-                trainer.train(info=mishap(divide_by_zero, rank=rank))
-            assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', f"rank {rank}")
-            assert trainer.train()["epoch"] == rank + 2
-
-
 class FailsInSetup(LinearOperator):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -386,12 +321,6 @@ def test_an_exception_in_setup_on_one_rank_is_raised_as_it_is(ray_cluster: None)
     with pytest.raises(ZeroDivisionError) as caught:
         TorchTrainer(training_operator_cls=FailsInSetup, num_workers=2)
     assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "rank 1")
-
-
-def test_an_exception_in_the_hook_is_raised_as_it_is(ray_cluster: None) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        TorchTrainer(training_operator_cls=LinearOperator, initialization_hook=divide_by_zero)
-    assert "divide_by_zero" in str(caught.value)
 
 
 class OwnError(Exception):

@@ -214,24 +214,6 @@ def test_a_loss_that_gathers_shares_of_different_sizes_is_told_so(two: TorchTrai
         assert "`drop_last=True`" in words
 
 
-def test_a_loss_while_a_worker_has_no_samples_leaves_the_training_as_it_was(ray_cluster: None) -> None:
-    config = {"num_samples": 20, "batch_size": 5}
-    with TorchTrainer(training_operator_cls=LinearOperator, config=config, seed=3, use_local=True) as alone:
-        alone.train()
-        one = alone.state_dict()
-    options: dict[str, Any] = {
-        "num_workers": 3,
-        "num_cpus_per_worker": 0.25,
-        "recovery": Recovery(wait_for_workers=False, resize_interval_s=600.0),
-    }
-    options |= {"seed": 3, "use_gpu": False, "split_batches": True}
-    with TorchTrainer(training_operator_cls=LinearOperator, config=config, **options) as trainer:
-        testing.kill_worker(trainer, 1, at="step:2")  # shares of 3, 2 and 0
-        trainer.train()
-        assert any(event.is_failure for event in controller_of(trainer).history.events)
-        assert_close(trainer.state_dict()["models"], one["models"])
-
-
 def test_batch_norms_are_warned_of(make_local: Callable[..., TorchTrainer], caplog: pytest.LogCaptureFixture) -> None:
     make_local(BatchNormOperator, split_batches=True, balance="speed")
     assert caplog.text.count("batch norms: each worker normalizes over its own share") == 1

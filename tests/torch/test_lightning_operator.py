@@ -193,18 +193,6 @@ def test_a_subclass_of_the_operator_is_subclassed_further() -> None:
 # ---------------------------------------------------------------------------------------- equal to a plain operator
 
 
-def test_weights_and_metrics_are_those_of_a_plain_operator(train_local: Train, make_local: MakeTrainer) -> None:
-    config = {"num_samples": 18, "batch_size": BATCH_SIZE, "lr": LR, "num_validation_samples": 13}
-    plain = make_local(LinearOperator, config=config)
-    trainer, module = train_local()
-    for _ in range(3):
-        expected, result = plain.train(), trainer.train()
-        assert result == pytest.approx(expected, rel=1e-6)
-        expected = plain.validate()
-        assert trainer.validate() == pytest.approx({name: expected[name] for name in trainer.validate()}, rel=1e-6)
-    assert weights(module) == pytest.approx(weights(plain.get_model()), abs=1e-6)
-
-
 def test_the_model_is_handed_out_bare(train_local: Train) -> None:
     trainer, module = train_local()
     trainer.train()
@@ -232,167 +220,6 @@ def test_the_operator_shows_what_the_module_configured() -> None:
 
 
 # ---------------------------------------------------------------------------------------- hooks
-
-
-class Recording(Line):
-    """Writes down its hooks, in order."""
-
-    def note(self, name: str, *values: Any) -> None:
-        self.seen.append((name, *values) if values else name)
-
-    def prepare_data(self) -> None:
-        self.note("prepare_data")
-
-    def setup(self, stage: str) -> None:
-        self.note("setup", stage)
-
-    def configure_model(self) -> None:
-        self.note("configure_model")
-
-    def configure_optimizers(self) -> Any:
-        self.note("configure_optimizers")
-        return super().configure_optimizers()
-
-    def on_fit_start(self) -> None:
-        self.note("on_fit_start")
-
-    def train_dataloader(self) -> Any:
-        self.note("train_dataloader")
-        return DataLoader(dataset(2), batch_size=2)
-
-    def val_dataloader(self) -> Any:
-        self.note("val_dataloader")
-        return DataLoader(dataset(2), batch_size=2)
-
-    def on_train_start(self) -> None:
-        self.note("on_train_start")
-
-    def on_train_epoch_start(self) -> None:
-        self.note("on_train_epoch_start", self.current_epoch)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.note("on_before_batch_transfer", dataloader_idx)
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        self.note("transfer_batch_to_device", device.type)
-        return batch
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.note("on_after_batch_transfer")
-        return batch
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        self.note("on_train_batch_start", batch_idx)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note("training_step", self.training, self.trainer.training, torch.is_grad_enabled())
-        return super().training_step(batch, batch_idx)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        self.note("optimizer_step", epoch, batch_idx)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.note("stepped")
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.note("on_before_zero_grad", type(optimizer).__name__)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        self.note("optimizer_zero_grad", epoch, batch_idx)
-        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
-
-    def on_before_backward(self, loss: torch.Tensor) -> None:
-        self.note("on_before_backward", self.line.weight.grad is None)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.note("backward")
-        super().backward(loss)
-
-    def on_after_backward(self) -> None:
-        self.note("on_after_backward", self.line.weight.grad is None)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.note("on_before_optimizer_step", type(optimizer).__name__)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.note("on_train_batch_end", batch_idx, outputs.requires_grad, self.global_step)
-
-    def on_train_epoch_end(self) -> None:
-        self.note("on_train_epoch_end")
-
-    def on_validation_start(self) -> None:
-        self.note("on_validation_start")
-
-    def on_validation_epoch_start(self) -> None:
-        self.note("on_validation_epoch_start")
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.note("on_validation_batch_start", batch_idx, dataloader_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note("validation_step", self.training, self.trainer.validating, torch.is_grad_enabled())
-        return super().validation_step(batch, batch_idx)
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.note("on_validation_batch_end", batch_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        self.note("on_validation_epoch_end")
-
-    def on_validation_end(self) -> None:
-        self.note("on_validation_end")
-
-
-SET_UP = [
-    "prepare_data",
-    ("setup", "fit"),
-    "configure_model",
-    "configure_optimizers",
-    "on_fit_start",
-    "train_dataloader",
-    "val_dataloader",
-]
-TRANSFER = [("on_before_batch_transfer", 0), ("transfer_batch_to_device", "cpu"), "on_after_batch_transfer"]
-TRAINING = [
-    ("on_train_epoch_start", 0),
-    *TRANSFER,
-    ("on_train_batch_start", 0),
-    ("optimizer_step", 0, 0),
-    ("training_step", True, True, True),
-    ("on_before_zero_grad", "SGD"),
-    ("optimizer_zero_grad", 0, 0),
-    ("on_before_backward", True),
-    "backward",
-    ("on_after_backward", False),
-    ("on_before_optimizer_step", "SGD"),
-    "stepped",
-    ("on_train_batch_end", 0, False, 1),
-    "on_train_epoch_end",
-]
-VALIDATION = [
-    "on_validation_start",
-    "on_validation_epoch_start",
-    *TRANSFER,
-    ("on_validation_batch_start", 0, 0),
-    ("validation_step", False, True, False),
-    ("on_validation_batch_end", 0),
-    "on_validation_epoch_end",
-    "on_validation_end",
-]
-
-
-def test_hooks_are_called_in_the_order_of_lightning_2(train_local: Train) -> None:
-    trainer, module = train_local(Recording)
-    assert module.seen == SET_UP
-    module.seen.clear()
-    trainer.train()
-    assert module.seen == ["on_train_start", *TRAINING]
-    module.seen.clear()
-    trainer.validate()
-    assert module.seen == VALIDATION
-    module.seen.clear()
-    trainer.train()
-    assert module.seen[0] == ("on_train_epoch_start", 1), "and a training starts only once"
 
 
 def test_the_module_knows_where_it_is(train_local: Train) -> None:
@@ -748,42 +575,9 @@ def test_a_module_is_told_of_hooks_that_have_no_effect(caplog: pytest.LogCapture
     assert "is never called" not in caplog.text
 
 
-def test_the_module_decides_what_happens_in_a_step(train_local: Train) -> None:
-    class Own(Line):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-            if batch_idx % 2:
-                optimizer_closure()
-            else:
-                optimizer.step(closure=optimizer_closure)
-            self.seen.append((isinstance(optimizer, torch.optim.SGD), optimizer.param_groups[0]["lr"]))
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.seen.append(self.line.weight.clone())
-
-    trainer, module = train_local(Own)
-    result = trainer.train()
-    before_steps = [each for each in module.seen if isinstance(each, torch.Tensor)]
-    assert len(before_steps) == 3
-    assert module.seen[1] == (True, LR)
-    assert not torch.equal(before_steps[0], before_steps[1])
-    assert result["num_samples"] == 18
-
-
-def test_gradients_are_clipped_as_the_module_says(train_local: Train) -> None:
-    class Clipped(Line):
-        def configure_gradient_clipping(self, optimizer: Any, *given: Any) -> None:
-            self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
-            self.seen.append((given, torch.cat([each.grad.reshape(-1) for each in self.parameters()]).norm()))
-
-    trainer, module = train_local(Clipped)
-    trainer.train()
-    assert [given for given, _ in module.seen] == [(None, None)] * NUM_BATCHES
-    assert all(float(norm) <= 1e-3 for _, norm in module.seen)
-
-
 def test_mixed_precision_that_is_off_on_a_cpu_changes_nothing(train_local: Train) -> None:
-    plain, module = train_local(Recording)
-    mixed, other = train_local(Recording, use_fp16=True)
+    plain, module = train_local()
+    mixed, other = train_local(use_fp16=True)
     assert mixed.train() == plain.train()
     assert weights(other) == weights(module)
 
@@ -808,17 +602,6 @@ def test_gradients_are_at_their_true_size_when_the_module_looks_at_them(module_c
     for expected, found in zip(plain.get_model().seen, mixed.get_model().seen, strict=True):
         assert found == pytest.approx(expected, abs=0.02)
     assert weights(mixed.get_model()) == pytest.approx(weights(plain.get_model()), abs=0.01)
-
-
-def test_gradients_are_clipped_as_the_trainer_says(train_local: Train) -> None:
-    class Clipped(Line):
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            gradients = [each.grad.reshape(-1) for each in self.parameters() if each.grad is not None]
-            self.seen.append(float(torch.cat(gradients).norm()) if gradients else 0.0)
-
-    trainer, module = train_local(Clipped, clip_grad_norm=1e-3)
-    trainer.train()
-    assert all(norm <= 1.001e-3 for norm in module.seen)
 
 
 def test_several_batches_make_a_step(train_local: Train) -> None:
@@ -891,17 +674,6 @@ class Adversaries(Line):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen.append(self.optimizers(use_pl_optimizer=False).index(optimizer))
-
-
-def test_a_module_may_optimize_by_itself(train_local: Train) -> None:
-    trainer, module = train_local(Adversaries)
-    before = copy.deepcopy(module)
-    result = trainer.train()
-    assert set(result) >= {"judge", "line"}
-    assert not torch.equal(before.judge.weight, module.judge.weight)
-    assert not torch.equal(before.line.weight, module.line.weight)
-    assert module.seen == [1, 0] * NUM_BATCHES
-    assert module.lr_schedulers().last_epoch == 1, "and so the library steps no scheduler"
 
 
 def test_manual_backward_with_options_reaches_the_loss(train_local: Train) -> None:
@@ -1017,20 +789,6 @@ def test_a_scheduler_may_be_stepped_every_few_batches_across_calls(train_local: 
     assert module.seen == ["step", "step", None, "step", "step", None]
 
 
-def test_a_scheduler_of_epochs_is_stepped_at_their_ends(train_local: Train) -> None:
-    trainer, module = train_local(scheduled(frequency=2))
-    for _ in range(4):
-        trainer.train()
-    assert module.seen == (["step"] * NUM_BATCHES * 2 + [None]) * 2
-    assert module.lr_schedulers().get_last_lr() == pytest.approx([LR * 0.01])
-
-
-def test_a_plateau_is_looked_for_in_the_metrics_of_the_epoch(train_local: Train) -> None:
-    trainer, module = train_local(scheduled(make=ReduceLROnPlateau, monitor="train_loss"))
-    result = trainer.train()
-    assert module.seen == [*["step"] * NUM_BATCHES, round(result["train_loss"], 4)]
-
-
 def test_a_plateau_may_be_looked_for_in_every_batch(train_local: Train) -> None:
     trainer, module = train_local(scheduled(make=ReduceLROnPlateau, monitor="train_loss", interval="step"))
     result = trainer.train(num_steps=1)
@@ -1115,63 +873,6 @@ def test_a_step_without_a_loss_is_told_so(output: Any, error: type[Exception], w
 
 
 # ---------------------------------------------------------------------------------------- logging
-
-
-def test_what_is_logged_in_steps_is_averaged_over_samples(train_local: Train) -> None:
-    class Logging(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("index", batch_idx, prog_bar=True, on_step=True, on_epoch=True, sync_dist=True)
-            value = torch.tensor(1.0)
-            self.log_dict({"one": value, "index_twice": 2.0 * batch_idx})
-            value += 5
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("index", batch_idx, batch_size=1)
-            self.log("size", len(batch[0]))
-
-    trainer, _ = train_local(Logging)
-    result = trainer.train()
-    expected = (4 * (1 + 2 + 3) + 2 * 4) / 18
-    assert (result["index"], result["index_twice"]) == pytest.approx((expected, 2 * expected))
-    assert (result["last_index"], result["one"]) == (4, 1.0)
-    result = trainer.validate()
-    assert (result["index"], result["num_samples"]) == (1.5, 13), "weighted as the module asked for"
-    assert result["size"] == pytest.approx((3 * 4 * 4 + 1) / 13), "the others are not"
-
-
-def test_what_is_logged_besides_counts_once(train_local: Train) -> None:
-    class Logging(Line):
-        def on_train_epoch_start(self) -> None:
-            self.log("started", 1)
-
-        def on_train_epoch_end(self) -> None:
-            self.log("ended", torch.tensor(2.0))
-
-        def on_validation_epoch_end(self) -> None:
-            self.log("val_ended", 3)
-
-    trainer, _ = train_local(Logging)
-    result = trainer.train()
-    assert (result["started"], result["ended"]) == (1.0, 2.0)
-    assert (result["batch_count"], result["num_samples"]) == (NUM_BATCHES, 18)
-    assert "last_ended" not in result
-    assert trainer.validate()["val_ended"] == 3.0
-
-
-def test_other_ways_to_put_values_together_are_known(train_local: Train) -> None:
-    class Logging(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("lowest", 10 - batch_idx, reduce_fx="min")
-            self.log("highest", torch.tensor(float(batch_idx)), reduce_fx=torch.max)
-            self.log("total", batch_idx, reduce_fx=sum)
-            self.log("mean", 7, reduce_fx=torch.mean)
-            return self.loss(batch)
-
-    trainer, _ = train_local(Logging)
-    for _ in range(2):
-        result = trainer.train()
-        assert [result[name] for name in ("lowest", "highest", "total", "mean")] == [6.0, 4.0, 10.0, 7.0]
 
 
 def test_a_way_that_is_not_known_is_refused_and_leaves_the_module_as_it_was(train_local: Train) -> None:

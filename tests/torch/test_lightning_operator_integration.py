@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,40 +162,6 @@ def test_what_is_logged_is_put_together_over_workers(pair: TorchTrainer) -> None
     assert result["highest_number"] == NUM_SAMPLES - 1
     assert result["rank"] == pytest.approx(share)
     assert result["rank_at_end"] == pytest.approx(share), "and so the ends of epochs count by what they speak of"
-
-
-def test_the_model_is_handed_out_bare(pair: TorchTrainer) -> None:
-    names = pair.apply_all_operators(
-        lambda operator: [type(x).__name__ for x in (operator.model, operator.get_model())]
-    )
-    assert names == [["DistributedDataParallel", "Line"]] * 2
-    model = pair.get_model()
-    assert isinstance(model, Line)
-    assert model._trainer is None
-    assert list(model.state_dict()) == ["line.weight", "line.bias", "unused.weight", "unused.bias"]
-
-
-def die_once(operator: Any) -> None:
-    """Ends the process of rank 1, but not that of who comes in its place."""
-    mark = Path(operator.config["folder"]) / "died"
-    if operator.world_rank == 1 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_lost_worker_is_replaced_and_its_module_gets_the_state_of_another_one(tmp_path: Path) -> None:
-    operator_cls = TrainingOperator.from_ptl(Line)
-    config = {"batch_size": 4, "folder": str(tmp_path)}
-    with TorchTrainer(training_operator_cls=operator_cls, config=config, num_workers=2) as trainer:
-        trainer.train()
-        model = trainer.get_model()
-        trainer.apply_all_operators(die_once)
-        assert weights(trainer.get_model()) == weights(model)
-        loaded = trainer.apply_all_operators(lambda operator: getattr(operator.get_model(), "loaded_bias", None))
-        assert loaded == [None, model.line.bias.item()]
-        assert trainer.train()["epoch"] == 2
 
 
 class Adversaries(Line):

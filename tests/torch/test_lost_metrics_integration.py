@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "seed": 3,
     "recovery": Recovery(wait_for_workers=False, resize_interval_s=600.0),
 }
-MODES: dict[str, Any] = {"deterministic": True}, {"split_batches": True}
+MODES = [{"deterministic": True}, pytest.param({"split_batches": True}, marks=pytest.mark.soak)]
 
 
 class WithObjects(Ledger):
@@ -99,7 +99,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], is_exact: bool)
 
 
 @RunIf(modules=["torchmetrics"])
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: next(iter(mode)))
+@pytest.mark.parametrize("mode", MODES, ids=["deterministic", "global_batch"])
 def test_after_several_losses_metrics_are_those_of_the_undisturbed_run(ray_cluster: None, mode: dict[str, Any]) -> None:
     chance = random.Random(str(mode))
     first, second = sorted(chance.sample(range(1, NUM_STEPS), 2))
@@ -126,7 +126,9 @@ def test_what_was_not_told_is_named_and_the_lost_workers_samples_are_marked(
         assert own["mean_target"] == pytest.approx(in_peace["mean_target"], rel=1e-6)
 
 
-@pytest.mark.parametrize("is_large", [False, True], ids=["over the mesh", "over gloo"])
+@pytest.mark.parametrize(
+    "is_large", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["over the mesh", "over gloo"]
+)
 def test_of_a_train_batch_of_the_users_the_last_batch_of_each_lost_rank_may_be_missing(
     ray_cluster: None, is_large: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,17 +190,3 @@ def test_a_rebuild_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_clu
         assert [event.kind for event in events] == ["continued", "restored"]
         assert events[1].detail.startswith("from a snapshot inside the call, after ")
         assert_same(with_kills, in_peace, is_exact=False)
-
-
-def test_a_call_that_begins_inside_a_pass_misses_no_samples_of_the_call_before(
-    ray_cluster: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {"num_samples": NUM_SAMPLES, "batch_size": 12}
-    options = {"config": config, "split_batches": True, **OPTIONS}
-    with TorchTrainer(training_operator_cls=OwnBatch, num_workers=3, **options) as trainer:
-        trainer.train(num_steps=5)
-        testing.kill_worker(trainer, 1, at="step:6")
-        result, num_due = trainer.train(), NUM_SAMPLES - 5 * 12
-        assert losses(trainer) == ["continued"]
-        assert result["num_samples"] == num_due - 4
-        assert f"cover {num_due - 4} of {num_due} samples" in caplog.text

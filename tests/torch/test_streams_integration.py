@@ -61,7 +61,7 @@ def test_one_replica_sees_each_row_once_in_each_pass_and_in_each_evaluation(kind
     "kind",
     [
         pytest.param("plain", marks=pytest.mark.soak),
-        "shuffled",
+        pytest.param("shuffled", marks=pytest.mark.soak),
         pytest.param("filtered", marks=pytest.mark.promise("Streams")),
     ],
 )

@@ -25,12 +25,10 @@ from torchmetrics import MeanMetric, MeanSquaredError
 
 from raysgd._state.state_codec import StateEncoder, decode
 from raysgd.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
-from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TrainingOperator
-from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data.sampling import DataSignature
 from raysgd.torch.objects.metric_objects import capture
 from raysgd.torch.operator.settings import TorchSettings
@@ -77,14 +75,6 @@ def test_the_facts_tell_what_is_registered() -> None:
     assert not facts.is_synchronous
 
 
-def test_an_operator_that_registers_nothing_is_refused() -> None:
-    class Empty(TrainingOperator):
-        def setup(self, config: dict[str, Any]) -> None: ...
-
-    with pytest.raises(RuntimeError, match=r"`Empty.setup` never called `register`"):
-        TorchRunner(TorchSettings(Empty, {}), ALONE).setup()
-
-
 # ------------------------------------------------------------------------------------------------ epochs
 
 
@@ -98,19 +88,6 @@ class InfoOperator(LinearOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         self.told = info
         return {"num_batches": len(list(val_iterator))}
-
-
-def test_the_operator_is_told_the_facts_of_the_call_and_what_the_user_passed() -> None:
-    runner = TorchRunner(TorchSettings(InfoOperator, {}, scheduler_step_freq="manual"), ALONE)
-    runner.setup()
-    train(runner, num_steps=7, info={"num_epochs": 3, "epoch_idx": 99})
-    assert runner.operator.told == {  # type: ignore[attr-defined]
-        "num_epochs": 3,
-        NUM_STEPS: 7,
-        USE_FP16: False,
-        "epoch_idx": 0,
-        SCHEDULER_STEP: "manual",
-    }
 
 
 def test_the_epoch_index_is_that_of_the_pass_being_trained() -> None:
@@ -129,23 +106,6 @@ def test_the_epoch_index_counts_passes_over_datasets_too() -> None:
         answer = train(runner, shard=shard)
         found.append((runner.operator.told["epoch_idx"], values(answer)["epoch"]))  # type: ignore[attr-defined]
     assert found == [(0, 1), (1, 2), (2, 3)]
-
-
-def test_validation_is_told_what_the_user_passed_and_never_none() -> None:
-    runner = make_runner(InfoOperator)
-    given = {"mine": 1}
-    runner.validate(EpochRequest(None, given, False, seed=0))
-    assert runner.operator.told == {"mine": 1}  # type: ignore[attr-defined]
-    assert runner.operator.told is not given  # type: ignore[attr-defined]
-    runner.validate(EpochRequest(None, {}, False, seed=0))
-    assert runner.operator.told == {}  # type: ignore[attr-defined]
-
-
-def test_the_answer_begins_with_the_epoch_and_counts_the_steps() -> None:
-    answer = train(make_runner(), num_steps=3)
-    assert list(values(answer)) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
-    assert answer.num_steps == 3
-    assert (values(answer)["batch_count"], values(answer)["num_samples"]) == (3, 12)
 
 
 def test_a_profile_is_added_only_when_asked_for() -> None:
@@ -187,15 +147,6 @@ def test_an_epoch_of_the_users_own_says_how_many_samples_it_had(kind: Any) -> No
     assert heartbeat.num_samples == 20, "for the throughput"
 
 
-def test_what_is_no_dict_is_returned_as_it_is() -> None:
-    class Odd(LinearOperator):
-        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
-            return [1, 2]
-
-    answer = train(make_runner(Odd))
-    assert (answer.metrics, answer.returned) == (None, [1, 2])
-
-
 def test_tensors_leave_as_numbers_or_on_the_cpu() -> None:
     class Tensors(LinearOperator):
         def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
@@ -227,17 +178,6 @@ def test_a_missing_loader_does_not_matter_to_an_operator_that_never_draws() -> N
             return {"done": 1}
 
     assert values(train(make_runner(NoDataNeeded)))["done"] == 1
-
-
-def test_a_shard_is_trained_on_instead_of_the_loader_for_one_call() -> None:
-    runner = make_runner()
-    train(runner, num_steps=2)
-    data = [(torch.zeros(2, 3), torch.tensor([100, 101]), torch.zeros(2, 1))]
-    answer = train(runner, shard=data)
-    assert runner.operator.seen[2:] == [[100, 101]]  # type: ignore[attr-defined]
-    assert (values(answer)["epoch"], answer.num_steps) == (2, 1)
-    train(runner, num_steps=1)
-    assert runner.operator.seen[-1] == [8, 9, 10, 11]  # type: ignore[attr-defined]
 
 
 def test_a_shard_that_is_known_already_goes_on_until_the_state_is_another_one() -> None:
@@ -345,21 +285,6 @@ def snapshot(runner: TorchRunner) -> tuple[Any, Any]:
     capture = runner.capture(None)
     state = capture.shared_state if capture.token is None else runner.fetch(capture.token)
     return state, capture.rank_state
-
-
-def test_the_state_has_its_keys_in_their_order() -> None:
-    assert list(make_runner().state()) == ["epoch", "operator", "models", "optimizers", RESUME]
-    runner = TorchRunner(TorchSettings(StatefulOperator, {}, use_fp16=True, scheduler_step_freq="batch"), ALONE)
-    runner.setup()
-    assert list(runner.state()) == [
-        "epoch",
-        "operator",
-        "models",
-        "optimizers",
-        "schedulers",
-        "amp_native",
-        RESUME,
-    ]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -591,31 +516,6 @@ def test_a_loader_that_is_not_divided_starts_over() -> None:
     second.restore(*snapshot(first))
     train(second, num_steps=1)
     assert second.operator.seen == [[0, 1, 2, 3]]  # type: ignore[attr-defined]
-
-
-# ------------------------------------------------------------------------------------------------ the rest
-
-
-def test_models_are_live_or_copied_as_asked() -> None:
-    runner = make_runner()
-    [live] = runner.models(copied=False)
-    [copied] = runner.models(copied=True)
-    assert live is runner.operator.model
-    assert copied is not live
-    assert equal(copied.state_dict(), live.state_dict())
-
-
-def test_stepping_schedulers_without_any_is_an_error() -> None:
-    with pytest.raises(NotRegisteredError, match="registered no scheduler"):
-        make_runner().update_schedulers(0.5)
-
-
-def test_the_operator_stays_usable_after_the_end() -> None:
-    runner = make_runner()
-    train(runner, num_steps=2)
-    operator = runner.operator
-    runner.shutdown()
-    assert operator.train_batch(next(iter(operator.train_loader)), {})["num_samples"] == 4  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------ apex

@@ -37,7 +37,6 @@ from tests.helpers.doors import controller_of
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import (
     BatchNormOperator,
-    DropoutOperator,
     LinearOperator,
     OwnBatchOperator,
     OwnEpochOperator,
@@ -502,13 +501,6 @@ def test_one_worker_is_reduced_too_unless_asked_not_to(make_local: MakeTrainer) 
     assert equal(reduced, single)
     [trained] = trainer.train(reduce_results=False)
     assert list(trained) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
-
-
-def test_a_profile_measures_the_last_call_only(make_local: MakeTrainer) -> None:
-    trainer = make_local()
-    trainer.train(profile=True)
-    assert "profile" not in trainer.train()
-    assert {*trainer.validate(profile=True)["profile"]} == {"mean_validation_s", "mean_eval_fwd_s"}
 
 
 class Tells(LinearOperator):
@@ -1076,12 +1068,6 @@ def test_the_number_of_threads_of_this_process_is_left_alone(make_local: MakeTra
     before = torch.get_num_threads()
     make_local(num_cpus_per_worker=before + 1)
     assert torch.get_num_threads() == before
-
-
-def test_two_trainers_live_side_by_side(make_local: MakeTrainer) -> None:
-    first, second = make_local(), make_local(DropoutOperator)
-    first.train(), second.train()
-    assert (first.train()["epoch"], second.train()["epoch"]) == (2, 2)
 
 
 @pytest.mark.parametrize("operator_cls", [LinearOperator, BatchNormOperator])

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from ray.util import placement_group_table
 from torch.nn.utils.parametrizations import weight_norm
 
-from raysgd.exceptions import ReservationTimeoutError, UnpicklableError
-from raysgd.torch import TorchTrainer, TrainingOperator, constants
+from raysgd.exceptions import UnpicklableError
+from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.forked import SWITCH
-from tests.helpers.hygiene import RaySurroundings
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, samples_seen
 
 pytestmark = pytest.mark.integration
@@ -123,11 +122,6 @@ def test_the_hook_runs_in_each_worker_before_torch_is_loaded(pair: TorchTrainer)
     assert found == [(str(pid), loaded) for pid in pair.apply_all_workers(os.getpid)]
 
 
-def test_the_hook_runs_for_a_single_worker_too(single: TorchTrainer) -> None:
-    [(pid, noted)] = single.apply_all_workers(lambda: (os.getpid(), os.environ["THE_HOOK_RAN_IN"]))
-    assert noted == str(pid)
-
-
 def test_setup_runs_inside_the_process_group(pair: TorchTrainer) -> None:
     assert pair.apply_all_operators(lambda operator: operator.ranks_in_setup) == [[0, 1]] * 2  # type: ignore[attr-defined]
 
@@ -155,17 +149,6 @@ def test_a_batch_size_of_the_group_is_divided_and_lowered(pair: TorchTrainer) ->
     assert pair.config == {BATCH_SIZE: 8, "batch_size": "untouched", "num_samples": 21}
     for config in pair.apply_all_operators(lambda operator: operator.config):
         assert config == {BATCH_SIZE: 4, "batch_size": "untouched", "num_samples": 21}
-
-
-def test_more_workers_than_there_is_room_for_end_in_a_timeout_with_a_table(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "SGD_PLACEMENT_GROUP_TIMEOUT_S", 0.5)
-    before = RaySurroundings.now()
-    with pytest.raises(TimeoutError, match=r"(?s)50 workers within 0\.5 s.*requested:  50 x .*free") as caught:
-        TorchTrainer(training_operator_cls=LinearOperator, num_workers=50)
-    assert isinstance(caught.value, ReservationTimeoutError)
-    assert before.leaks() == []
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -233,11 +216,6 @@ def test_a_parametrized_model_from_elsewhere_computes_what_it_computes_there(sin
     model.load_state_dict(single.state_dict()["models"][0])
 
 
-def test_the_state_names_no_wrapper(pair: TorchTrainer) -> None:
-    [model] = pair.state_dict()["models"]
-    assert list(model) == ["weight", "bias"]
-
-
 def test_random_numbers_that_a_validation_drew_are_in_the_file(pair: TorchTrainer, tmp_path: Path) -> None:
     def draw() -> float:
         return torch.rand(()).item()
@@ -296,11 +274,6 @@ def test_a_dataset_is_divided_over_the_workers(pair: TorchTrainer) -> None:
         result = pair.train(dataset=Shards())
         assert (result["num_samples"], result["epoch"]) == (12, epoch + 1 + call)
     assert pair.train()["num_samples"] == 21
-
-
-def test_two_trainers_take_turns(pair: TorchTrainer, single: TorchTrainer) -> None:
-    assert (pair.train()["num_samples"], single.train()["num_samples"]) == (21, 20)
-    assert (single.validate()["num_samples"], pair.validate()["num_samples"]) == (13, 13)
 
 
 def test_functions_of_a_script_may_set_options_of_torch(pair: TorchTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,18 +174,6 @@ def test_an_empty_iterator_is_counted_as_nothing() -> None:
     assert operator.validate([]) == {"batch_count": 0, "num_samples": 0}
 
 
-@pytest.mark.parametrize(
-    ("scheduler_step_freq", "lr"), [("batch", 0.1 * 0.5**6), ("epoch", 0.1 * 0.5**2), ("manual", 0.1)]
-)
-def test_the_scheduler_steps_when_the_user_says(scheduler_step_freq: str, lr: float) -> None:
-    operator = make(LinearOperator, scheduler_step_freq=scheduler_step_freq)
-    operator.optimizer = torch.optim.SGD(operator.model.parameters(), lr=0.1)
-    operator.scheduler = torch.optim.lr_scheduler.StepLR(operator.optimizer, step_size=1, gamma=0.5)
-    for _ in range(2):
-        operator.train_epoch(dataset_batches())
-    assert operator.scheduler.get_last_lr() == [pytest.approx(lr)]
-
-
 class Scripted(LinearOperator):
     """Reports metrics from a list."""
 

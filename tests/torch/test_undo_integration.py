@@ -30,7 +30,11 @@ with suppress(ImportError):  # it leaves environment variables, for which no tes
     import_module("lightning.pytorch")
 LIGHTNING = RunIf(modules=["lightning"])
 ALL = [pytest.param(each, marks=LIGHTNING) if each.startswith("lightning") else each for each in PROGRAMS]
-SOME = ["gan", "sharpness-aware", pytest.param("lightning by hand", marks=LIGHTNING)]
+SOME = [
+    "gan",
+    pytest.param("sharpness-aware", marks=pytest.mark.soak),
+    pytest.param("lightning by hand", marks=LIGHTNING),
+]
 
 
 @pytest.mark.parametrize("program", SOME)
@@ -81,15 +85,6 @@ def test_a_step_in_a_loop_that_one_worker_leaves_out_is_an_error(ray_cluster: No
         pytest.raises(UnevenStepsError, match="optimizer 1 stepped"),
     ):
         trainer.train()
-
-
-def test_statistics_of_batch_norms_count_a_batch_that_is_repeated_once(ray_cluster: None, tmp_path: Path) -> None:
-    with trainer_of("batch norm", tmp_path, 2, **OPTIONS) as trainer:
-        (tmp_path / f"3 {IN_EXCHANGE} 1").touch()
-        trainer.train()
-        assert not list(tmp_path.glob("[0-9]*"))
-        assert controller_of(trainer).history.count("continued") == 1
-        assert trainer.state_dict()["models"][0]["0.num_batches_tracked"].item() == NUM_STEPS
 
 
 @pytest.mark.soak

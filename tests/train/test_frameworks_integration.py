@@ -8,13 +8,43 @@ from typing import Any
 
 import pytest
 
-from raysgd.train import Trainer
+from raysgd.train import Trainer, TrainingCallback
 from tests.train import learners
-from tests.train.test_elastic_integration import Release, hold
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_EPOCHS, ROOM_AT, DIES_AT = 7, 1, 5
+
+
+def hold(num_cpus: int) -> Any:
+    """Takes CPUs away from everybody else; `ray.kill` gives them back."""
+    import ray
+
+    class Holder:
+        def is_there(self) -> bool:
+            return True
+
+    holder = ray.remote(num_cpus=num_cpus)(Holder).remote()
+    assert ray.get(holder.is_there.remote())
+    return holder
+
+
+class Release(TrainingCallback):
+    """Gives CPUs back at a step."""
+
+    def __init__(self, holder: Any, at: int) -> None:
+        self.holder, self.at = holder, at
+        self.sizes: list[int] = []
+        self.numbers: list[int] = []
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        self.sizes.append(len(results))
+        self.numbers.append(results[0]["number"])
+        if results[0]["number"] == self.at and self.holder is not None:
+            import ray
+
+            ray.kill(self.holder)
+            self.holder = None
 
 
 @pytest.mark.parametrize(

@@ -212,14 +212,6 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error_and_no_hang(
     check_weights(tmp_path, has_two=True)
 
 
-def test_with_too_few_left_the_function_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
-    config = config_of(tmp_path, dying(2, "backward", 5), dying(0, "backward", 7), saves=True)
-    returned, _, kinds = run(tmp_path, config, (2, 3))
-    assert kinds == ["started", "continued", "restored"]
-    assert [answer["first"] for answer in returned] == [1, 1, 1]
-    check_weights(tmp_path)
-
-
 def test_a_function_whose_own_exchange_breaks_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
     config = config_of(tmp_path, dying(1, "backward", 9), saves=True, exchanges=True)
     returned, _, kinds = run(tmp_path, config)

@@ -282,23 +282,21 @@ def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     assert len(list(tmp_path.glob("process_*"))) == 6  # the hook ran in those that came for the lost ones, too
 
 
-def test_each_checkpoint_may_renew_the_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for renews, outcome in (("0", None), ("1", [3])):
-        folder = tmp_path / renews
-        folder.mkdir()
-        config = {"num_steps": 3, "folder": folder}
-        monkeypatch.setenv("TRAIN_RENEW_RETRIES", renews)
-        trainer = Trainer(BackendConfig(), logdir=folder, max_retries=2)
-        trainer.start()
-        try:
-            if outcome is None:
-                with pytest.raises(WorkersLostError, match="max_retries=2"):
-                    trainer.run(lab.die_behind_each_checkpoint, config)
-            else:
-                assert trainer.run(lab.die_behind_each_checkpoint, config) == outcome
-                assert trainer._executor._get_num_failures() == 1, "since the last checkpoint"
-        finally:
-            trainer.shutdown()
+@pytest.mark.parametrize("renews", [pytest.param(False, marks=pytest.mark.soak), True])
+def test_each_checkpoint_may_renew_the_retries(renews: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"num_steps": 2, "folder": tmp_path}
+    monkeypatch.setenv("TRAIN_RENEW_RETRIES", str(int(renews)))
+    trainer = Trainer(BackendConfig(), logdir=tmp_path, max_retries=2 if renews else 1)
+    trainer.start()
+    try:
+        if renews:
+            assert trainer.run(lab.die_behind_each_checkpoint, config) == [2]
+            assert trainer._executor._get_num_failures() == 1, "since the last checkpoint"
+        else:
+            with pytest.raises(WorkersLostError, match="max_retries=1"):
+                trainer.run(lab.die_behind_each_checkpoint, config)
+    finally:
+        trainer.shutdown()
 
 
 def test_a_function_that_exits_takes_its_worker_along(tmp_path: Path) -> None:
@@ -425,27 +423,6 @@ def test_a_divided_model_learns_as_a_whole_one_and_goes_on_from_its_checkpoint(s
     assert shared.run(lab.fit_divided, config, checkpoint=halfway) == [pytest.approx(expected, rel=1e-5)] * 2
     assert halfway["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
     assert shared.run(lab.fit_divided, {**config, "strategy": None}, checkpoint=whole)[0] == pytest.approx(expected)
-
-
-def test_a_part_of_a_model_is_no_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
-    """Rank 1 waits until its checkpoint is wanted, so the workers are ended, and others start for the next run."""
-
-    def function() -> None:
-        import torch
-
-        from raysgd.train.torch import prepare_model
-
-        model = prepare_model(torch.nn.Linear(2, 2), wrap_ddp="fsdp")
-        train.report({"epoch": 0}, checkpoint=model.state_dict())
-
-    made = Trainer("torch", num_workers=2, logdir=tmp_path, resources_per_worker={"CPU": 0.5})
-    made.start()
-    try:
-        with pytest.raises(ValueError, match="gather_state"):
-            made.run(function)
-        assert made.run(lambda: "goes on") == ["goes on"] * 2
-    finally:
-        made.shutdown()
 
 
 def test_two_models_train_against_each_other(shared: Trainer) -> None:

@@ -118,7 +118,7 @@ def hand_over_and_die(replica: CountingReplica, lost: int) -> None:
             handover.receive(1, TAKERS, CPU)
 
 
-@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("lost", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_the_death_of_the_giver_or_of_a_taker_is_a_loss_that_all_others_notice(ray_cluster: None, lost: int) -> None:
     spec = GroupSpec(TorchConnection(timeout_s=600), CountingReplica, Resources(num_cpus=0.5), regroups=True)
     group = WorkerGroup(spec, 3)

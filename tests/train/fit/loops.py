@@ -30,14 +30,12 @@ def first_epoch() -> int:
 
 
 def count_epochs(config: dict[str, Any]) -> int:
-    """Reports epochs from where it was left, with a checkpoint each; fails as it is told."""
+    """Reports epochs from where it was left, with a checkpoint each; fails on rank 0 where it is told to."""
     context = train.get_context()
     rank = context.get_world_rank()
     for epoch in range(first_epoch(), config["num_epochs"]):
-        if rank == config.get("failing_rank", 0) and epoch == config.get("fails_at") and claim(config["flag"]):
+        if rank == 0 and epoch == config.get("fails_at") and claim(config["flag"]):
             raise KeyError(f"bad sample in epoch {epoch}")
-        if rank == 1 and epoch == config.get("dies_at") and claim(config["flag"]):
-            os.kill(os.getpid(), signal.SIGKILL)
         metrics = {
             "epoch": epoch,
             "loss": config.get("losses", [1.0] * 99)[epoch],
@@ -133,10 +131,7 @@ def _node() -> str:
 
 def save(config: dict[str, Any], metrics: dict[str, Any], rank: int, epoch: int) -> None:
     """Reports, with a checkpoint of the kind that is asked for."""
-    kind = config.get("kind", "dict")
-    if kind == "none" or rank not in config.get("saving_ranks", (0, 1)) or epoch % config.get("save_every", 1):
-        train.report(metrics)
-    elif kind == "dict":
+    if config.get("kind", "dict") == "dict":
         train.report(metrics, checkpoint=Checkpoint.from_dict({"epoch": epoch, "payload": config.get("payload")}))
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -163,21 +158,6 @@ def _die_while_saving(folder: str, flag: Path) -> None:
     sys.addaudithook(watch)
 
 
-def die_behind_each_checkpoint(config: dict[str, Any]) -> None:
-    """Rank 1 dies once behind each checkpoint of rank 0, as soon as that is stored."""
-    session: Any = train.get_context()
-    trial = Path(session.get_trial_dir())
-    for epoch in range(first_epoch(), config["num_epochs"]):
-        if session.get_world_rank() == 0:
-            train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
-            continue
-        train.report({"epoch": epoch})
-        while not (trial / f"checkpoint_{epoch:06d}").exists():
-            time.sleep(0.01)
-        if claim(Path(f"{config['flag']}-{epoch}")):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def report_and_note(config: dict[str, Any]) -> None:
     """Reports numbers, and makes a file behind each report."""
     for number in range(config["num_reports"]):
@@ -194,13 +174,6 @@ def report_flat_out(config: dict[str, Any]) -> None:
         raise KeyError("behind all reports")
 
 
-def report_unequally() -> None:
-    """Rank 0 reports once more than the others."""
-    train.report({"a": 1})
-    if train.get_context().get_world_rank() == 0:
-        train.report({"a": 2})
-
-
 def average_with_torch() -> None:
     """A collective of all ranks."""
     import torch
@@ -209,13 +182,6 @@ def average_with_torch() -> None:
     total = torch.tensor(float(rank + 1))
     torch.distributed.all_reduce(total)
     train.report({"total": total.item(), "cwd": os.getcwd()})
-
-
-def fail_on_rank_1_while_0_hangs() -> None:
-    """Rank 1 raises, and rank 0 is asleep."""
-    if train.get_context().get_world_rank() == 1:
-        raise ZeroDivisionError("on rank 1")
-    time.sleep(600)
 
 
 def log_with_mlflow(config: dict[str, Any]) -> None:
