@@ -17,7 +17,7 @@ from tests.docs.test_docs import PAGES, ROOT, blocks, name_of, program, python_b
 FIRST_PAGE = "README.md"
 PAGES_WITH_RAY = {
     FIRST_PAGE,
-    *(f"docs/{name}.md" for name in ("data", "lightning", "train", "training-runs", "tune", "tutorial")),
+    *(f"docs/{name}.md" for name in ("data", "train", "tune", "tutorial")),
 }
 
 
@@ -67,6 +67,7 @@ def test_the_first_page_prints_what_it_shows(tmp_path: Path) -> None:
     assert_prints_what_it_shows(result.stdout)
 
 
+@pytest.mark.soak
 @pytest.mark.integration
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_the_first_page_prints_the_same_with_another_number_of_workers(
@@ -127,7 +128,7 @@ def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_
 def test_the_programs_of_a_page_run_on_two_workers_too(
     name: str, num_alone: int, more: list[tuple[str, str, int]], runner: PageRunner, ray_cluster: None, tmp_path: Path
 ) -> None:
-    script = script_of(name, tmp_path)
+    script = script_of(name, tmp_path, "python", "python soak")
     text = script.read_text(encoding="utf-8")
     for alone, together, number in (("use_local=True", "num_workers=2", num_alone), *more):
         assert text.count(alone) == number
