@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,25 +15,16 @@ PREDICTION = "prediction"
 _BLOCK_BYTES = 2**20
 
 
-class Container(Protocol):
-    """Makes of the outputs of batches what `predict` returns."""
-
-    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """The results of each batch, one after the other."""
-
-    def collect(self, outputs: Iterable[Any]) -> Any:
-        """The results of all batches in one."""
-
-
 class ArrayContainer:
     """The outputs as arrays.
 
     Args:
         leaf: Makes of each array what the user gets.
+        is_dict: Whether they are in a dict, in which a single output gets a name.
     """
 
-    def __init__(self, leaf: Callable[[Any], Any] = trees.own) -> None:
-        self._leaf = leaf
+    def __init__(self, leaf: Callable[[Any], Any] = trees.own, is_dict: bool = False) -> None:
+        self._leaf, self._is_dict = leaf, is_dict
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
         """Arrays for each batch."""
@@ -42,23 +33,14 @@ class ArrayContainer:
     def collect(self, outputs: Iterable[Any]) -> Any:
         """Arrays with a row for each row of the data."""
         found = list(outputs)
-        return self._shown(trees.joined(found) if found else self._nothing())
+        if not found:
+            return {} if self._is_dict else self._leaf(np.zeros(0, np.float32))
+        return self._shown(trees.joined(found))
 
     def _shown(self, output: Any) -> Any:
+        if self._is_dict and not isinstance(output, Mapping):
+            output = {PREDICTION: output}
         return trees.mapped(output, lambda leaf: leaf if isinstance(leaf, list) else self._leaf(leaf))
-
-    def _nothing(self) -> Any:
-        return np.zeros(0, np.float32)
-
-
-class DictContainer(ArrayContainer):
-    """The outputs as a dict of arrays; a single output gets a name."""
-
-    def _shown(self, output: Any) -> Any:
-        return super()._shown(output if isinstance(output, Mapping) else {PREDICTION: output})
-
-    def _nothing(self) -> Any:
-        return {}
 
 
 class DataFrameContainer:
@@ -106,6 +88,10 @@ class RayDataContainer:
 
         blocks: list[Any] = [ray.put(_as_frame(trees.joined(group))) for group in _groups(outputs)]
         return ray.data.from_pandas_refs(blocks) if blocks else ray.data.from_items([])
+
+
+Container: TypeAlias = ArrayContainer | DataFrameContainer | RayDataContainer
+"""Makes of the outputs of batches what `predict` returns."""
 
 
 def named(output: Any) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from raysgd._arguments import check_count
@@ -59,7 +60,7 @@ class Dataset:
         if download_func is not None:
             items = items.for_each(download_func, max_concurrency=max_concurrency)
         if transform is not None:
-            items = items.for_each(_OnInput(transform))
+            items = items.for_each(partial(_on_input, transform))
         self.iter = items.batch(self.batch_size)
 
     def set_num_shards(self, num_shards: int) -> None:
@@ -79,15 +80,9 @@ class Dataset:
         return self.iter.get_shard(i)
 
 
-class _OnInput:
-    """A function of the input in a pair of input and label."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-
-    def __call__(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, *rest = sample
-        return (self._function(first), *rest)
+def _on_input(function: Callable[[Any], Any], sample: tuple[Any, ...]) -> tuple[Any, ...]:
+    first, *rest = sample
+    return (function(first), *rest)
 
 
 def _in_one_shard(data: Any) -> ParallelIterator:

@@ -68,24 +68,22 @@ def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
 
-class RoundSize:
-    """The number of batches of a worker in a round: enough that few rounds are needed, and no more than fit in memory.
+def next_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
+    """Return how many batches of a worker the next round has: few rounds are needed, and each fits in memory.
 
-    Attributes:
-        num_batches: For each worker, in the next round.
+    Args:
+        size: How many this one was to have.
+        seconds: How long it took.
+        num_bytes: How many bytes came and went in it.
+        num_batches: How many batches it had, of all workers.
+        num_workers: How many workers there were.
     """
-
-    def __init__(self) -> None:
-        self.num_batches = 1
-
-    def note(self, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> None:
-        """Learns from a round: how long it took, and how many bytes came and went in how many batches."""
-        if seconds < _SHORT_S:
-            self.num_batches *= 2
-        elif seconds > _LONG_S:
-            self.num_batches //= 2
-        fitting = _MOST_BYTES * num_batches // (max(1, num_bytes) * num_workers)
-        self.num_batches = max(1, min(self.num_batches, fitting, _MOST_BATCHES))
+    if seconds < _SHORT_S:
+        size *= 2
+    elif seconds > _LONG_S:
+        size //= 2
+    fitting = _MOST_BYTES * num_batches // (max(1, num_bytes) * num_workers)
+    return max(1, min(size, fitting, _MOST_BATCHES))
 
 
 class PredictionRounds:
@@ -112,14 +110,14 @@ class PredictionRounds:
         self._controller, self._predict, self._source = controller, predict, source
         self._asked, self._place, self._listeners = asked, place, listeners
         self._key = uuid.uuid4().hex
-        self._pace = RoundSize()
+        self._size = 1  # batches of a worker in the next round
         self._num_done = 0
         self._worlds: Sequence[World] = ()
 
     def outputs(self) -> Iterator[Any]:
         """The output for each batch, in order."""
         try:
-            while pieces := self._source.draw(self._pace.num_batches * self._controller.num_workers):
+            while pieces := self._source.draw(self._size * self._controller.num_workers):
                 yield from self._round(pieces)
             self._tell(self._num_done, is_done=True)
         finally:
@@ -131,7 +129,7 @@ class PredictionRounds:
         answers = self._controller.run(call, max_retries=self._asked.max_retries)
         outputs = [output for answer in answers for output in answer]
         num_bytes = sum(map(self._source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
-        self._pace.note(time.monotonic() - began_at, num_bytes, len(pieces), len(answers))
+        self._size = next_size(self._size, time.monotonic() - began_at, num_bytes, len(pieces), len(answers))
         self._num_done += len(pieces)
         self._tell(self._source.num_batches)
         return outputs

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.arrays.ray_batches import RayBatches, RayShare, ray_batches
+from raysgd.arrays.data_kinds import CallData, DataPosition, Kind, call_data_of
+from raysgd.arrays.ray_batches import RayBatches
 from raysgd.arrays.ray_data import are_cpus_free
-from raysgd.arrays.whole_data import DataPosition, WholeShare, is_creator
 from raysgd.engine.shared.types import World
 from raysgd.engine.worker import identity, packed_bytes
 from raysgd.messages.batching import config_for_worker
@@ -25,33 +25,33 @@ def for_each_rank(request: EpochRequest, num_workers: int, redraw: Callable[[], 
     return requests if redraw is None else [(replace(request, redraw=redraw),), *requests[1:]]
 
 
-@dataclass(frozen=True)
-class SharePlacement:
-    """Puts shares where their ranks can take them from. Ray knows who holds one only if it travels by itself.
+def placed(use_local: bool, rank: int, share: Any) -> Any:
+    """Put a share where its rank can take it from. Ray knows who holds one only if it travels by itself.
 
-    Attributes:
+    Args:
         use_local: Whether rank 0 is in the driver, where its share stays.
+        rank: Whose it is.
+        share: The share.
+
+    Returns:
+        What to send to the rank.
     """
+    if use_local and rank == 0:
+        return share
+    import ray
 
-    use_local: bool
-
-    def __call__(self, rank: int, share: Any) -> Any:
-        """Return what to send to the rank."""
-        if self.use_local and rank == 0:
-            return share
-        import ray
-
-        try:
-            return ray.put(share)
-        except TypeError:
-            packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
-            raise
+    try:
+        return ray.put(share)
+    except TypeError:
+        packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
+        raise
 
 
 @dataclass(frozen=True)
 class _Division:
     data: Any
     worlds: Sequence[World]
+    kind: Kind
     key: str
 
 
@@ -64,21 +64,20 @@ class DataSharing:
     Args:
         config: That of all workers together.
         place: Puts the share of a rank where the rank can take it from.
-        whole: Makes of data of a call, and the config of one worker, what all workers are given alike; None for data of
-            another kind.
-        config_for: Makes of that config the one of a worker, one of so many.
+        call_data_of: Says of data of a call, with the config of one worker, who divides them.
+        config_for: Makes of the config of all workers the one of a worker, one of so many.
     """
 
     def __init__(
         self,
         config: Mapping[str, Any],
         place: Callable[[int, Any], Any],
-        whole: Callable[[Any, Mapping[str, Any]], Any] = lambda data, config: None,
+        call_data_of: Callable[[Any, Mapping[str, Any]], CallData | None] = call_data_of,
         config_for: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = config_for_worker,
     ) -> None:
         self._config = config
         self._place = place
-        self._whole = whole
+        self._call_data_of = call_data_of
         self._config_for = config_for
         self._places: dict[str, tuple[Any, DataPosition | None]] = {}
         self._divisions: dict[str, _Division] = {}
@@ -97,7 +96,7 @@ class DataSharing:
         """
         if batches is None:
             return requests
-        _, shares = self._shares(name, batches, worlds, lambda: self._dealt(batches, worlds))
+        _, shares = self._shares(name, batches, CallData("ray", batches), worlds)
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
@@ -106,12 +105,16 @@ class DataSharing:
         Args:
             requests: By rank.
             name: "train" or "validation".
-            dataset: Of Ray Data, with `set_num_shards(n)` and `get_shard(i)`, or of a kind that `whole` knows.
+            dataset: What the call was given, of a kind that `call_data_of` knows.
             worlds: The group.
         """
-        if ray_batches(dataset) is None and not getattr(dataset, "keeps_position", False) and not is_creator(dataset):
-            self._divisions.pop(_of_call(name), None)  # what it gives may be something else each time
-        key, shares = self._shares(_of_call(name), dataset, worlds, lambda: self._divided(name, dataset, worlds))
+        data, of_call = self._call_data_of(dataset, self._config_for(self._config, len(worlds))), f"{name} of a call"
+        assert data is not None, "the call has checked it"
+        if not data.keeps_position:
+            self._divisions.pop(of_call, None)
+        known, place = self._places.get(name, (None, None))
+        begun = replace(data, place=place) if known is identity(dataset) else data
+        key, shares = self._shares(of_call, dataset, begun, worlds)
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
@@ -121,44 +124,29 @@ class DataSharing:
     def follow(self, config: Mapping[str, Any]) -> None:
         """Makes new shares of what functions make of the config, which is another one from now on."""
         self._config = config
-        self._divisions = {name: each for name, each in self._divisions.items() if not is_creator(each.data)}
+        self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
     def forget(self) -> None:
         """Makes new shares in the next call."""
         self._divisions.clear()
 
-    def _with_shares(self, requests: Requests, shares: Sequence[Any]) -> Requests:
+    def _with_shares(self, requests: Requests, shares: Sequence[CallData]) -> Requests:
         if not shares:
             return requests
         if all(share is shares[0] for share in shares):
             return [(*each, share) for each, share in zip(requests, placed_once(self._place, shares), strict=True)]
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
-    def _shares(
-        self, name: str, data: Any, worlds: Sequence[World], divide: Callable[[], Sequence[Any]]
-    ) -> tuple[str, Sequence[Any]]:
+    def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
         """A name for what workers have, and what each is given; nothing if they have it."""
         known = self._divisions.get(name)
-        if known is not None and known.data is identity(data) and known.worlds is worlds:
+        if known is not None and known.data is identity(given) and known.worlds is worlds:
             return known.key, ()
-        shares = divide()
-        self._divisions[name] = _Division(identity(data), worlds, uuid.uuid4().hex)
+        if data.kind == "ray":
+            self._has_warned = self._has_warned or not are_cpus_free()
+        shares = data.shares(len(worlds))
+        self._divisions[name] = _Division(identity(given), worlds, data.kind, uuid.uuid4().hex)
         return self._divisions[name].key, shares
-
-    def _divided(self, name: str, dataset: Any, worlds: Sequence[World]) -> Sequence[Any]:
-        batches, config = ray_batches(dataset), self._config_for(self._config, len(worlds))
-        if batches is not None:
-            return self._dealt(batches.sized(config), worlds)
-        if not hasattr(dataset, "set_num_shards"):
-            known, place = self._places.get(name, (None, None))
-            whole = WholeShare(self._whole(dataset, config), place if known is identity(dataset) else None)
-            return [whole] * len(worlds)
-        dataset.set_num_shards(len(worlds))
-        return [dataset.get_shard(world.rank) for world in worlds]
-
-    def _dealt(self, batches: RayBatches, worlds: Sequence[World]) -> Sequence[RayShare]:
-        self._has_warned = self._has_warned or not are_cpus_free()
-        return batches.shares(len(worlds))
 
 
 def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
@@ -167,7 +155,3 @@ def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list
     first = place(0, share)
     is_local = first is share  # and the others are elsewhere
     return [first, *[place(1, share) if is_local and num_others else first] * num_others]
-
-
-def _of_call(name: str) -> str:
-    return f"{name} of a call"

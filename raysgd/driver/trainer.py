@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic
 from weakref import finalize
@@ -14,13 +15,14 @@ from raysgd import _arguments as checks
 from raysgd._text.cards import card
 from raysgd._text.log_lines import Once
 from raysgd.arrays.containers import Container
+from raysgd.arrays.data_kinds import CallData
 from raysgd.driver.calls import EpochCalls
 from raysgd.driver.controlling import make_controller
 from raysgd.driver.fit_methods import FitMethods
 from raysgd.driver.keeping import FileSaves
 from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
 from raysgd.driver.progress_listeners import ProgressListeners
-from raysgd.driver.sharing import DataSharing, SharePlacement
+from raysgd.driver.sharing import DataSharing, placed
 from raysgd.driver.throughput import Throughput
 from raysgd.driver.trainer_views import ReadOnlyConfig, in_words, show_options
 from raysgd.engine.background_calls import BackgroundCalls
@@ -75,7 +77,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
-        self._place = SharePlacement(group.use_local)
+        self._place = partial(placed, group.use_local)
         show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
@@ -91,11 +93,11 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     @property
     def _new_sharing(self) -> Callable[[], DataSharing]:
         """What divides data, by the settings of the time. It does not hold the trainer, which could not be freed."""
-        replicas, place, whole = self._replicas, self._place, self._whole_data
+        replicas, place, call_data_of = self._replicas, self._place, self._call_data_of
 
         def new_sharing() -> DataSharing:
             settings = replicas.settings
-            return DataSharing(settings.config, place, whole, settings.batch_options.config_for)
+            return DataSharing(settings.config, place, call_data_of, settings.batch_options.config_for)
 
         return new_sharing
 
@@ -168,8 +170,8 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
 
     @property
     @abstractmethod
-    def _whole_data(self) -> Callable[[Any, Mapping[str, Any]], Any]:
-        """A function of the data of a call and a config: what all workers get alike; None for other data."""
+    def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
+        """A function of the data of a call and the config of one worker, which says who divides them."""
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:

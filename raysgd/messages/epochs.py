@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd._numbers import results
 from raysgd._numbers.results import WorkerMetrics
-from raysgd.arrays.whole_data import DataPosition
+from raysgd.arrays.data_kinds import DataPosition
 from raysgd.engine.shared.types import Heartbeat
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.weight_sums import WeightSums

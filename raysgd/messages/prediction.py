@@ -11,6 +11,9 @@ from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import BatchForm
 from raysgd.messages.epochs import bind_batch_info
 
+AsBatch = Callable[[Any, BatchForm], Any]
+"""Makes a batch of the framework from arrays."""
+
 HAS_TARGET = "has_target"
 """In `batch_info` of `predict_batch`: whether the last part of a batch that is a tuple is a target."""
 
@@ -54,12 +57,12 @@ class RowSlice:
     sizes: Sequence[int]
     form: BatchForm
 
-    def batches(self) -> Iterator[tuple[Any, int]]:
-        """The arrays of each batch, and its rows."""
+    def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
+        """The batches, and the rows of each."""
         start = 0
         for size in self.sizes:
             stop = start + size
-            yield trees.mapped(self.arrays, itemgetter(slice(start, stop))), size
+            yield as_batch(trees.mapped(self.arrays, itemgetter(slice(start, stop))), self.form), size
             start = stop
 
 
@@ -75,6 +78,12 @@ class Batches:
     batches: Sequence[Any]
     form: BatchForm | None = None
 
+    def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
+        """The batches, and the rows of each."""
+        for given in self.batches:
+            batch = given if self.form is None else as_batch(given, self.form)
+            yield batch, num_rows_of(batch)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -86,33 +95,22 @@ class Rows:
 Work = RowSlice | Batches | Rows
 
 
-@dataclass(frozen=True)
-class PredictionBatch:
-    """A batch as `predict_batch` is given it."""
-
-    batch: Any
-    num_rows: int
-    has_target: bool
-
-
-class _NoSteps:
-    """It is not known how many batches there are."""
-
-    def num_steps(self) -> int | None:
-        return None
-
-
 class PredictionPlace:
     """The place of a replica in a prediction, which says how far it is; stands in the place of a stream.
 
     Attributes:
+        source: What knows the number of batches: the place itself.
         num_steps_taken: Batches done by all workers, as far as this one can tell.
     """
 
     def __init__(self, request: PredictRequest) -> None:
-        self.source = _NoSteps()
+        self.source = self
         self._request = request
         self.num_steps_taken = request.num_done
+
+    def num_steps(self) -> int | None:
+        """It is not known how many batches there are, but by the request."""
+        return None
 
     def note(self, num_own: int) -> None:
         """Notes that this worker has done so many batches of the round; the others are about as far."""
@@ -120,15 +118,9 @@ class PredictionPlace:
         self.num_steps_taken = done if total is None else min(done, total)
 
 
-def coming(request: PredictRequest, batch: Any, num_rows: int) -> PredictionBatch:
-    """A batch, where it is known whether it ends with a target."""
-    has_several = isinstance(batch, tuple | list) and len(batch) > 1
-    return PredictionBatch(batch, num_rows, has_several if request.has_target is None else request.has_target)
-
-
 def outputs_of(
     operator: Any,
-    batches: Iterable[PredictionBatch],
+    batches: Iterable[tuple[Any, int]],
     request: PredictRequest,
     place: PredictionPlace,
     plain: Callable[..., Any],
@@ -137,7 +129,7 @@ def outputs_of(
 
     Args:
         operator: The operator.
-        batches: This worker's.
+        batches: This worker's, and the rows of each.
         request: The round.
         place: Is told about each batch.
         plain: Makes an array of a tensor.
@@ -146,11 +138,12 @@ def outputs_of(
         ValueError: An output has other rows than its batch.
     """
     predict_batch, found = bind_batch_info(operator.predict_batch), []
-    for number, coming in enumerate(batches):
-        where = {"batch_idx": request.first_batch + number, HAS_TARGET: coming.has_target}
-        returned = predict_batch(coming.batch, {**request.info, **where})
-        output = as_arrays(returned, plain)
-        check_rows(output, coming.num_rows, type(operator).__name__)
+    for number, (batch, num_rows) in enumerate(batches):
+        has_several = isinstance(batch, tuple | list) and len(batch) > 1
+        has_target = has_several if request.has_target is None else request.has_target
+        where = {"batch_idx": request.first_batch + number, HAS_TARGET: has_target}
+        output = as_arrays(predict_batch(batch, {**request.info, **where}), plain)
+        check_rows(output, num_rows, type(operator).__name__)
         found.append(output)
         place.note(number + 1)
     return found

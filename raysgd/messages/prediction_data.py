@@ -4,82 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from raysgd._arguments import did_you_mean, is_integer
 from raysgd.arrays import trees
-from raysgd.arrays.arrays import Arrays, as_arrays, check_columns, is_frame, is_of_arrays
-from raysgd.arrays.containers import ArrayContainer, Container, DataFrameContainer, DictContainer, RayDataContainer
-from raysgd.arrays.ray_batches import PLAIN_FORM, BatchForm, Columns, RayBatches, ray_batches
+from raysgd.arrays.arrays import Arrays, as_arrays, check_columns, is_frame
+from raysgd.arrays.containers import ArrayContainer, Container, DataFrameContainer, RayDataContainer
+from raysgd.arrays.data_kinds import kind_of
+from raysgd.arrays.ray_batches import PLAIN_FORM, BatchForm, Columns, ray_batches
 from raysgd.messages.prediction import Batches, Rows, RowSlice, Work
 
 DEFAULT_BATCH_SIZE = 32
 
 
-class PredictionSource(Protocol):
-    """Hands out the batches of a prediction as pieces, which mean something to itself.
+@dataclass
+class PredictionSource:
+    """Hands out the batches of a prediction as pieces, one for each.
 
     Attributes:
+        pieces: In the order of their rows.
+        work: Makes of consecutive pieces something that a worker can be sent.
+        nbytes: Says how many bytes travel for a piece.
         num_batches: How many there are, if that is known.
         share: What every worker needs once; None if nothing.
         has_target: Whether batches that are tuples end with a target; None: if they have several parts.
     """
 
+    pieces: Iterator[Any]
+    work: Callable[[Sequence[Any]], Work]
+    nbytes: Callable[[Any], int]
     num_batches: int | None
-    share: Any
-    has_target: bool | None
+    share: Any = None
+    has_target: bool | None = None
 
     def draw(self, number: int) -> Sequence[Any]:
-        """The next batches, at most so many; none at the end."""
-
-    def work(self, pieces: Sequence[Any]) -> Work:
-        """Consecutive pieces as something that a worker can be sent."""
-
-    def nbytes(self, piece: Any) -> int:
-        """Return how many bytes travel for a piece."""
+        """The next pieces, at most so many; none at the end."""
+        return list(islice(self.pieces, number))
 
     def close(self) -> None:
-        """Lets go of what is open."""
+        """Ends a generator."""
+        if hasattr(self.pieces, "close"):
+            self.pieces.close()
 
 
-class RowRanges:
-    """Rows that are known by their numbers.
-
-    Args:
-        num_rows: How many there are.
-        batch_size: How many make a batch.
-        share: What every worker needs once.
-    """
-
-    def __init__(self, num_rows: int, batch_size: int, share: Any = None) -> None:
-        self._ranges = [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
-        self._num_drawn = 0
-        self.num_batches: int | None = len(self._ranges)
-        self.share = share
-        self.has_target: bool | None = None
-
-    def draw(self, number: int) -> Sequence[range]:
-        """The next batches, at most so many."""
-        start, self._num_drawn = self._num_drawn, min(self._num_drawn + number, len(self._ranges))
-        return self._ranges[start : self._num_drawn]
-
-    def work(self, pieces: Sequence[range]) -> Work:
-        """The numbers of the rows."""
-        return Rows(pieces)
-
-    def nbytes(self, piece: range) -> int:
-        """Hardly any."""
-        return 0
-
-    def close(self) -> None:
-        """Nothing is open."""
+def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSource:
+    """Return a source of rows that are known by their numbers, of something that every worker is given."""
+    ranges = _ranges(num_rows, batch_size)
+    return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
 
 
-class ArraySource(RowRanges):
-    """Rows of arrays.
+def source_of_arrays(arrays: Any, batch_size: int, form: BatchForm, has_target: bool) -> PredictionSource:
+    """Return a source of the rows of arrays.
 
     Args:
         arrays: An array, or a tuple or dict of arrays.
@@ -90,25 +69,40 @@ class ArraySource(RowRanges):
     Raises:
         ValueError: The arrays differ in their number of rows.
     """
+    num_rows = num_rows_of(arrays)
+    ranges = _ranges(num_rows, batch_size) or [range(0)]  # the operator alone knows what its predictions look like
+    row_bytes = trees.nbytes(arrays) / num_rows if num_rows else 0
 
-    def __init__(self, arrays: Any, batch_size: int, form: BatchForm = PLAIN_FORM, has_target: bool = False) -> None:
-        self._arrays, self._form = arrays, form
-        num_rows = num_rows_of(arrays)
-        super().__init__(num_rows, batch_size)
-        if not num_rows:  # the operator alone knows what its predictions look like
-            self._ranges, self.num_batches = [range(0)], 1
-        self.has_target = has_target
-        self._row_bytes = trees.nbytes(arrays) / num_rows if num_rows else 0
-
-    def work(self, pieces: Sequence[range]) -> Work:
-        """The rows of these batches."""
+    def work(pieces: Sequence[range]) -> Work:
         start, stop = (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
-        rows = trees.mapped(self._arrays, lambda array: _rows(array, start, stop))
-        return RowSlice(rows, [len(piece) for piece in pieces], self._form)
+        rows = trees.mapped(arrays, lambda array: _rows(array, start, stop))
+        return RowSlice(rows, [len(piece) for piece in pieces], form)
 
-    def nbytes(self, piece: range) -> int:
-        """Of the rows of a batch."""
-        return int(len(piece) * self._row_bytes)
+    def nbytes(piece: range) -> int:
+        return int(len(piece) * row_bytes)
+
+    return PredictionSource(iter(ranges), work, nbytes, len(ranges), has_target=has_target)
+
+
+def source_of_batches(
+    batches: Iterable[Any], num_batches: int | None = None, form: BatchForm | None = None
+) -> PredictionSource:
+    """Return a source of batches as an iterator gives them.
+
+    Args:
+        batches: The batches, in the order of their rows.
+        num_batches: How many there are, if that is known.
+        form: For dicts of columns; None for batches that are ready.
+    """
+    return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
+
+
+def _ranges(num_rows: int, batch_size: int) -> list[range]:
+    return [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
+
+
+def _bytes_of_batch(batch: Any) -> int:
+    return trees.nbytes(tuple(batch) if isinstance(batch, list) else batch)
 
 
 def _rows(array: Any, start: int, stop: int) -> Any:
@@ -127,41 +121,6 @@ def num_rows_of(arrays: Any) -> int:
         sizes = ", ".join(f"{name or 'it'}: {rows}" for name, rows in found.items())
         raise ValueError(f"The arrays have different numbers of rows, or none ({sizes}): pass arrays of one length.")
     return next(rows for rows in found.values() if rows is not None)
-
-
-class BatchSource:
-    """Batches as an iterator gives them.
-
-    Args:
-        batches: The batches, in the order of their rows.
-        num_batches: How many there are, if that is known.
-        form: For dicts of columns; None for batches that are ready.
-    """
-
-    share = None
-    has_target: bool | None = None
-
-    def __init__(self, batches: Iterable[Any], num_batches: int | None = None, form: BatchForm | None = None) -> None:
-        self._batches = iter(batches)
-        self.num_batches = num_batches
-        self._form = form
-
-    def draw(self, number: int) -> Sequence[Any]:
-        """The next batches, at most so many."""
-        return list(islice(self._batches, number))
-
-    def work(self, pieces: Sequence[Any]) -> Batches:
-        """The batches themselves."""
-        return Batches(pieces, self._form)
-
-    def nbytes(self, piece: Any) -> int:
-        """Of the arrays in a batch."""
-        return trees.nbytes(tuple(piece) if isinstance(piece, list) else piece)
-
-    def close(self) -> None:
-        """Ends a generator."""
-        if isinstance(self._batches, Iterator) and hasattr(self._batches, "close"):
-            self._batches.close()
 
 
 @dataclass(frozen=True)
@@ -200,29 +159,27 @@ def source_of(data: Any, asked: BatchRequest) -> Found | None:
     Raises:
         TypeError, ValueError: The columns cannot be, or the data have none.
     """
-    batches = ray_batches(data)
-    if batches is None:
-        check_columns(asked.feature_columns, data.data if isinstance(data, Arrays) else data)
-    if isinstance(data, Arrays):
-        has_target = isinstance(data.data, tuple) and len(data.data) > 1
-        return _of_arrays(data.data, asked, asked.size(data.batch_size), asked.form(data.form), has_target)
-    if is_frame(data) or is_of_arrays(data):
-        return _of_arrays(data, asked, asked.batch_size, asked.form(), has_target=False)
-    if batches is None:
-        return None
-    form = asked.form(batches.form)
-    return BatchSource(_batches_of_ray(batches, asked.size(batches.batch_size)), form=form), RayDataContainer()
+    kind = kind_of(data)
+    if kind == "ray":
+        batches = ray_batches(data)
+        assert batches is not None, "it is of Ray Data"
+        [share] = replace(batches, batch_size=asked.size(batches.batch_size)).shares(1)
+        return source_of_batches(share.arrays(), form=asked.form(batches.form)), RayDataContainer()
+    check_columns(asked.feature_columns, data.data if isinstance(data, Arrays) else data)
+    return _of_arrays(data, asked) if kind == "rows" else None
 
 
-def _of_arrays(data: Any, asked: BatchRequest, batch_size: int, form: BatchForm, has_target: bool) -> Found:
-    container: Container = DictContainer(asked.leaf) if isinstance(data, Mapping) else ArrayContainer(asked.leaf)
+def _of_arrays(given: Any, asked: BatchRequest) -> Found:
+    arrays = given if isinstance(given, Arrays) else Arrays(given)
+    data, form = arrays.data, asked.form(arrays.form)
+    has_target = arrays is given and isinstance(data, tuple) and len(data) > 1
+    container: Container = ArrayContainer(asked.leaf, is_dict=isinstance(data, Mapping))
     if is_frame(data):
-        container, data = (
-            DataFrameContainer(data.index),
-            data if form.columns is None else _columns_of(data, form.columns),
-        )
-    arrays = as_arrays(data, in_columns=form.columns is not None)
-    return ArraySource(arrays, batch_size, form, has_target or form.label_column is not None), container
+        container = DataFrameContainer(data.index)
+        data = data if form.columns is None else _columns_of(data, form.columns)
+    rows = as_arrays(data, in_columns=form.columns is not None)
+    size = asked.size(arrays.batch_size)
+    return source_of_arrays(rows, size, form, has_target or form.label_column is not None), container
 
 
 def _columns_of(frame: Any, columns: Sequence[str]) -> Any:
@@ -234,12 +191,6 @@ def _columns_of(frame: Any, columns: Sequence[str]) -> Any:
                 f"{', '.join(known)}."
             )
     return frame[columns]
-
-
-def _batches_of_ray(batches: RayBatches, batch_size: int) -> Iterator[Any]:
-    yield from batches.shares(1)[0].iterator.iter_batches(
-        batch_size=batch_size, batch_format="numpy", prefetch_batches=batches.prefetch_batches
-    )
 
 
 def refuse(data: Any, kinds: str) -> TypeError:

@@ -227,17 +227,14 @@ def _plain(value: Any) -> Any:
 
 def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None]) -> Any:
     """Return a callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
-    callback_cls: Any = registration.keras_of(model).callbacks.Callback
 
-    class Tracker(callback_cls):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            stream.begin_epoch(epoch, steps_per_epoch)
+    def end_epoch(epoch: int, logs: Any = None) -> None:
+        stream.end_epoch(logs or {}, steps_per_epoch)
+        agree()
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            stream.end_epoch(logs or {}, steps_per_epoch)
-            agree()
-
-    return Tracker()
+    return registration.keras_of(model).callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs=None: stream.begin_epoch(epoch, steps_per_epoch), on_epoch_end=end_epoch
+    )
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
@@ -246,42 +243,37 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
     At the end of an epoch these are the test steps of the validation, which are inside `evaluating`, and the callbacks
     of the user, which may evaluate by themselves.
     """
-    callback_cls: Any = registration.keras_of(model).callbacks.Callback
+    inside, is_merged = ExitStack(), False
 
-    class Merger(callback_cls):
+    def merge_once() -> None:
+        nonlocal is_merged
+        if not is_merged:
+            merge()
+        is_merged = True
+
+    def begin_epoch(epoch: int, logs: Any = None) -> None:
+        nonlocal is_merged
         is_merged = False
-        inside = ExitStack()
 
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.is_merged = False
+    def begin_test(logs: Any = None) -> None:
+        merge_once()
+        inside.enter_context(evaluating())
 
-        def on_test_begin(self, logs: Any = None) -> None:
-            self.merge_once()
-            self.inside.enter_context(evaluating())
-
-        def on_test_end(self, logs: Any = None) -> None:
-            self.inside.close()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.merge_once()
-
-        def merge_once(self) -> None:
-            if not self.is_merged:
-                merge()
-            self.is_merged = True
-
-    return Merger()
+    return registration.keras_of(model).callbacks.LambdaCallback(
+        on_epoch_begin=begin_epoch,
+        on_epoch_end=lambda epoch, logs=None: merge_once(),
+        on_test_begin=begin_test,
+        on_test_end=lambda logs=None: inside.close(),
+    )
 
 
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
     """Return a callback for the last place: after each step it stops all ranks if one of them is to stop."""
-    callback_cls: Any = registration.keras_of(model).callbacks.Callback
 
-    class Stopper(callback_cls):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.model.stop_training = is_anyone(bool(self.model.stop_training))
+    def end_batch(batch: int, logs: Any = None) -> None:
+        model.stop_training = is_anyone(bool(model.stop_training))
 
-    return Stopper()
+    return registration.keras_of(model).callbacks.LambdaCallback(on_train_batch_end=end_batch)
 
 
 def acts_on_steps(model: Any, callback: Any) -> bool:

@@ -18,6 +18,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from raysgd import _arguments as checks
+from raysgd.arrays.data_kinds import CallData
 from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.detached.cluster import start
@@ -246,8 +247,8 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             )
 
     @property
-    def _whole_data(self) -> Callable[[Any, Mapping[str, Any]], Any]:
-        return partial(call_data.whole, seed=self.seed, travels=not self._group_settings.is_driver_only)
+    def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
+        return partial(call_data.call_data_of, seed=self.seed, travels=not self._group_settings.is_driver_only)
 
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return call_data.source_to_predict(data, asked)

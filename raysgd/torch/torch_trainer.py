@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from raysgd import _arguments as checks
+from raysgd.arrays.data_kinds import CallData, is_whole
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
@@ -39,7 +40,7 @@ from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.torch import constants
 from raysgd.torch.checkpoints import checkpoint_file, shared_state
-from raysgd.torch.data import call_data, predicting
+from raysgd.torch.data import call_data
 from raysgd.torch.driver import arguments, epoch_checks, partial_loading, saving
 from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress_bar import epoch_bar
@@ -300,7 +301,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_dataset(dataset, name, steps_apart=steps_apart, global_option=global_option)
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        return dataset is None or call_data.is_known(dataset)
+        return dataset is None or is_whole(call_data.kind_of(dataset))
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
@@ -320,11 +321,11 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
 
     @property
-    def _whole_data(self) -> Callable[[Any, Mapping[str, Any]], Any]:
-        return call_data.whole
+    def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
+        return call_data.call_data_of
 
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
-        return predicting.source_of(data, asked)
+        return call_data.source_to_predict(data, asked)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""

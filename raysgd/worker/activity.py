@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd._numbers.meters import is_weight
 from raysgd._numbers.results import CallProgress, ProgressKind, as_number
@@ -18,26 +18,19 @@ from raysgd.worker.state.copies import MidCallSnapshots
 _PHASES = {"train": "training", "validation": "validating", "test": "testing", "predict": "predicting"}
 
 
-class BatchCounter(Protocol):
-    """Something that counts batches, such as a stream of them."""
-
-    num_steps_taken: int
-    source: Any
-
-
 @dataclass(frozen=True)
 class RunningCall:
     """The call that a replica is in.
 
     Attributes:
-        stream: Where its batches come from.
+        stream: Where its batches come from; counts them as `num_steps_taken`.
         began_at: Batches that the stream had given out before.
         num_steps: How many to take; None for all.
         info: What the operator is told.
         kind: What the call does.
     """
 
-    stream: BatchCounter
+    stream: Any
     began_at: int
     num_steps: int | None
     info: Mapping[str, Any]

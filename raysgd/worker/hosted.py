@@ -14,6 +14,7 @@ from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.shared.types import World
+from raysgd.exceptions import OnFailure
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums
@@ -169,13 +170,14 @@ class Hosted(ABC):
         before, own = dict(operator.config), self.settings
         self.settings = replace(own, config=settings.config, config_changes=settings.config_changes)
         operator.config.update((name, settings.config[name]) for name in changed)
-        try:
-            operator.config_changed(operator.config, changed)
-        except BaseException:
+
+        def put_back() -> None:
             self.settings = own
             operator.config.clear()
             operator.config.update(before)
-            raise
+
+        with OnFailure(put_back):
+            operator.config_changed(operator.config, changed)
         return []
 
     @abstractmethod

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from raysgd.engine.shared.time_spent import (
     AGAIN,
@@ -35,6 +35,7 @@ from raysgd.engine.shared.time_spent import (
     USEFUL,
     TimeSpent,
 )
+from raysgd.exceptions import OnFailure
 
 STEP, IN_EXCHANGE, IN_WAIT = "(step)", "(exchange)", "(wait)"
 """Of the step that is not complete yet."""
@@ -46,14 +47,6 @@ _COUNTS_AS = ((STEP, USEFUL), (IN_EXCHANGE, EXCHANGE), (IN_WAIT, SLOWER_RANK))
 _UNDONE_AS = {STEP: AGAIN, IN_EXCHANGE: DETECT, IN_WAIT: DETECT}  # an exchange that broke waited for a lost rank
 
 ItemT = TypeVar("ItemT")
-
-
-class ExchangeWaits(Protocol):
-    """Something that knows how long it waited for other ranks."""
-
-    @property
-    def waited_s(self) -> float:
-        """The seconds waited since it exists."""
 
 
 class Ledger:
@@ -118,12 +111,8 @@ class Ledger:
     def call(self, first: str = OTHER) -> Iterator[None]:
         """Inside is a training call, or a part of one."""
         self.enter(first)
-        try:
+        with OnFailure(self._break_off):
             yield
-        except BaseException:
-            self.enter(BROKEN)
-            self._undo()
-            raise
         self.commit()
         self.enter(OTHER)
 
@@ -150,13 +139,14 @@ class Ledger:
                 seconds[shown] += seconds[name]
                 seconds[name] = 0.0
 
-    def _undo(self) -> None:
+    def _break_off(self) -> None:
         """The step broke off, and will be done again."""
+        self.enter(BROKEN)
         for name, target in _UNDONE_AS.items():
             self._move(name, target)
 
-    def exchanging(self, group: ExchangeWaits) -> AbstractContextManager[None]:
-        """Inside, a step exchanges something with the other ranks, through `group`."""
+    def exchanging(self, group: Any) -> AbstractContextManager[None]:
+        """Inside, a step exchanges something with the other ranks, through `group`, which counts its `waited_s`."""
         return _Exchange(self, group)
 
     def begin_exchange(self) -> bool:
@@ -259,7 +249,7 @@ class _Exchange(AbstractContextManager[None]):
 
     __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
 
-    def __init__(self, ledger: Ledger, group: ExchangeWaits) -> None:
+    def __init__(self, ledger: Ledger, group: Any) -> None:
         self._ledger, self._group = ledger, group
 
     def __enter__(self) -> None:

@@ -6,27 +6,36 @@ state, and `activity` signs of life. Why: ADR 115.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from raysgd._numbers.results import CallProgress
+from raysgd._numbers.results import CallProgress, as_number
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.messages.range_test import Loss
+from raysgd.utils import NUM_SAMPLES
 from raysgd.worker.activity import Activity
-from raysgd.worker.changeable import OperatorChanges
+from raysgd.worker.data.around_batch import AroundBatch
 from raysgd.worker.data.epoch_run import RunState
+from raysgd.worker.data.loop import Loop
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.replica_state import StateCopies
+from raysgd.worker.state.state_checks import check_parts
 from raysgd.worker.training import CallAnswers, Evaluation, Training
 
+logger = logging.getLogger(__name__)
 
-class ClassRunner(OperatorChanges):
+
+class ClassRunner(ABC):
     """Hosts one operator at a time; a `RegroupingReplica`.
 
     Args:
@@ -35,6 +44,7 @@ class ClassRunner(OperatorChanges):
     """
 
     _hosted: Hosted
+    _candidate: Hosted | None
 
     def __init__(self, settings: Any, world: World) -> None:
         self._ledger = Ledger()
@@ -51,6 +61,10 @@ class ClassRunner(OperatorChanges):
         self._activity = Activity(hosted, self._ledger, self._copies.inside)
         self._training = Training(hosted, self._activity, answering, self._copies, self._ledger)
         self._evaluation = Evaluation(hosted, self._activity, answering, self._ledger)
+
+    @abstractmethod
+    def _make_hosted(self, settings: Any, world: World) -> Hosted:
+        """The hosted operator that these settings make in this framework; its `build` was not called yet."""
 
     def setup(self) -> Any:
         """Builds the operator, which runs the user's `setup`, and tells it what changed later. Returns its facts.
@@ -84,7 +98,10 @@ class ClassRunner(OperatorChanges):
     def warm_up(self) -> None:
         """Takes a step in advance, before this replica has a place among others."""
         self._ledger.stand_by()
-        self._hosted.warm_up()
+        try:
+            self._hosted.warm_up()
+        except Exception as error:  # in a real step the user gets it
+            logger.warning("warm-up of a standby worker failed: %r", error)
 
     @property
     def epoch(self) -> int:
@@ -102,6 +119,71 @@ class ClassRunner(OperatorChanges):
     def change_config(self, settings: Any) -> list[str]:
         """Changes entries of the config in the operator; see `Hosted.change_config`."""
         return self._hosted.change_config(settings)
+
+    # What follows changes a live replica without a new process. ADR 72 says why a class is edited in two steps.
+
+    def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
+        """Makes an operator of another class with the state of this one, which goes on until `finish_reload`.
+
+        Returns:
+            Its facts, and the hyperparameters that its `setup` chooses differently.
+
+        Raises:
+            ValueError: The state does not fit.
+        """
+        hosted = self._hosted
+        self._candidate, own = None, hosted.state.own()
+        with hosted.giving_back_random_numbers():
+            candidate = self._make_hosted(settings, hosted.world)
+            facts: RunnerFacts = candidate.build()
+            state = hosted.state.read()
+            check_parts(state, facts.counts)
+            candidate.restore(state, own)
+        candidate.has_trained = hosted.has_trained
+        self._candidate = candidate
+        return facts, hosted.edited_by(candidate)
+
+    def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
+        """Goes on with the operator that `prepare_reload` made; None where there is none."""
+        if self._hosted.settings.revision != revision:  # else it was made with the new class
+            candidate = self._candidate
+            if candidate is None or candidate.settings.revision != revision:
+                return None
+            self._hosted.feed.close()
+            self._take(candidate)
+        self._hosted.take_edited(edited)
+        facts: RunnerFacts = self._hosted.facts()
+        return facts
+
+    def drop_reload(self) -> None:
+        """Forgets what `prepare_reload` made."""
+        self._candidate = None
+
+    def follow_config(self) -> None:
+        """Gives the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
+        self._hosted.follow_config()
+
+    def take_steps(self, rates: Sequence[float], metric: str, request: EpochRequest, *share: Any) -> list[Loss]:
+        """Takes a step with each of these learning rates, or as many as the pass has left; returns the losses."""
+        losses: list[Loss] = []
+        internals, loop = self._hosted.operator._raysgd, self._hosted.loop
+        with internals.setting_rates() as set_rate:
+
+            def before() -> None:
+                set_rate(rates[min(len(losses), len(rates) - 1)])
+
+            def after(metrics: Any, batch: Any) -> Any:
+                losses.append(_loss(metrics, metric, loop))
+                return metrics
+
+            internals.around_batch.append(AroundBatch(after, before))
+            try:
+                self.train_epoch(request, *share)
+            finally:
+                internals.around_batch.clear()
+        return losses
+
+    # ------------------------------------------------------------------------------------------------ the state
 
     def state(self) -> dict[str, Any]:
         """The state; copy before anything else runs."""
@@ -240,3 +322,11 @@ class ClassRunner(OperatorChanges):
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
         """Takes part in a round of a prediction; see `Evaluation.predict`."""
         return self._evaluation.predict(request, work, share)
+
+
+def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:
+    loss = as_number(loop.plain(metrics.get(metric))) if isinstance(metrics, Mapping) else None
+    if loss is None:
+        found = ", ".join(f"`{name}`" for name in metrics) if isinstance(metrics, Mapping) else "no dict"
+        raise ValueError(f'`find_lr(metric="{metric}")`: `train_batch` reports no such number. It reports {found}.')
+    return float(loss), float(as_number(metrics[NUM_SAMPLES]))

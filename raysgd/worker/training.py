@@ -15,11 +15,11 @@ from raysgd._numbers.results import WorkerMetrics
 from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
-from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, coming, outputs_of
+from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
 from raysgd.worker.activity import Activity, RunningCall
 from raysgd.worker.data.around_batch import AroundBatch, around_batches, completing, forget, take_outside
-from raysgd.worker.data.batch_streams import BatchSupply, WatchedBatches, redrawing
-from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.worker.data.batch_streams import WatchedBatches, redrawing
+from raysgd.worker.data.epoch_run import BatchSupply, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.hosted import Hosted
@@ -172,7 +172,7 @@ class Training:
         except HeldAtBoundary:
             run.gate = Gate()
             return HeldAtStep(run.num_completed, self._snapshot(run))
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: the next call begins at a boundary
             is_alone = not hosted.world.is_distributed
             if loop.can_return and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
@@ -405,7 +405,7 @@ class Evaluation:
             operator._raysgd.latest_metrics = {}
             try:
                 with hosted.predicting():
-                    batches = (coming(request, *each) for each in hosted.to_predict(request, work, share))
+                    batches = hosted.to_predict(request, work, share)
                     return outputs_of(operator, batches, request, place, hosted.as_array)
             finally:
                 self._activity.running = None

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
+from raysgd.arrays.data_kinds import CallData, DataPosition
 from raysgd.arrays.ray_batches import RayBatches
-from raysgd.arrays.whole_data import DataPosition, OwnData, creator_of
 from raysgd.driver.sharing import DataSharing
 from raysgd.engine.shared.types import World
 from raysgd.engine.worker import SentData
@@ -41,7 +41,7 @@ def sharing_with(**config: Any) -> DataSharing:
 
 def shares_of(sharing: DataSharing, batches: RayBatches, worlds: Sequence[World], name: str = "train") -> list[Any]:
     made = sharing.with_registered(requests(len(worlds)), name, batches, worlds)
-    return [share[rank].iterator.rows for rank, (_, *shares) in enumerate(made) for share in shares]
+    return [share[rank].data.iterator.rows for rank, (_, *shares) in enumerate(made) for share in shares]
 
 
 def test_what_is_not_of_ray_data_needs_nothing() -> None:
@@ -85,20 +85,20 @@ def given(sharing: DataSharing, dataset: Any, worlds: Sequence[World]) -> tuple[
 def test_ray_data_of_a_call_has_the_batch_size_of_the_config() -> None:
     sharing, rows = sharing_with(**{BATCH_SIZE: 4}), Rows([1, 2, 3, 4, 5])
     keys, shares = given(sharing, rows, TWO)
-    assert [share.iterator.rows for share in shares] == [[1, 2, 5], [3, 4]]
+    assert [share.data.iterator.rows for share in shares] == [[1, 2, 5], [3, 4]]
     assert given(sharing, rows, TWO) == (keys, [])
     _, [whole] = given(sharing, rows, ONE)
-    assert whole.form.batch_size == 4
+    assert whole.data.form.batch_size == 4
 
 
 def test_functions_that_make_data_are_given_the_config_of_now() -> None:
-    sharing = DataSharing({"a": 1}, lambda rank, share: {rank: share}, creator_of)
+    sharing = DataSharing({"a": 1}, lambda rank, share: {rank: share})
 
     def make(config: Any, batch_size: Any) -> None:
         raise AssertionError("it is called in workers")
 
     def configs() -> list[Any]:
-        return [share.data.config for share in given(sharing, make, ONE)[1]]
+        return [share.data.args[0] for share in given(sharing, make, ONE)[1]]
 
     assert (configs(), configs()) == ([{"a": 1}], [])
     sharing.follow({"a": 2})
@@ -122,12 +122,12 @@ class Endless(Dealt):
 def test_a_dataset_of_ones_own_is_divided_in_each_call_unless_it_keeps_its_position() -> None:
     sharing, dataset, endless = sharing_with(), Dealt(), Endless()
     first, again = given(sharing, dataset, TWO), given(sharing, dataset, TWO)
-    assert first[1] == again[1] == ["0 of 2", "1 of 2"]
+    assert [share.data for share in first[1]] == [share.data for share in again[1]] == ["0 of 2", "1 of 2"]
     assert first[0] != again[0]
     keys, shares = given(sharing, endless, TWO)
-    assert shares == ["0 of 2", "1 of 2"]
+    assert [share.data for share in shares] == ["0 of 2", "1 of 2"]
     assert given(sharing, endless, TWO) == (keys, [])
-    assert given(sharing, endless, ONE)[1] == ["0 of 1"]
+    assert [share.data for share in given(sharing, endless, ONE)[1]] == ["0 of 1"]
 
 
 def test_a_copy_of_what_a_program_sends_again_stands_for_the_same_data() -> None:
@@ -137,7 +137,7 @@ def test_a_copy_of_what_a_program_sends_again_stands_for_the_same_data() -> None
         return place
 
     first, other = SentData("dataset", [1]), SentData("dataset", [1])
-    sharing = DataSharing({}, lambda rank, share: {rank: share}, lambda data, config: OwnData(data))
+    sharing = DataSharing({}, lambda rank, share: {rank: share}, lambda data, config: CallData("batches", data))
     begun = pickle.loads(pickle.dumps(first))
     assert place_of(begun, sharing) is None
     sharing.note_place("train", begun, DataPosition(0, 3))

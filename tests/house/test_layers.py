@@ -140,7 +140,7 @@ INSIDE = {
         "data ledger memory",
         "state worker_callbacks",
         "hosted operator",
-        "activity changeable",
+        "activity",
         "training",
         "runner",
     ),

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from raysgd._state.state_codec import StateEncoder, decode
+from raysgd.arrays.data_kinds import CallData
 from raysgd.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
@@ -54,7 +55,7 @@ def train(runner: TorchRunner, num_steps: int | None = None, shard: Any = None, 
     request = EpochRequest(
         num_steps, options.pop("info", {}), options.pop("profile", False), seed=0, shard_key=key, **options
     )
-    return runner.train_epoch(request, shard)
+    return runner.train_epoch(request, None if shard is None else CallData("shards", shard))
 
 
 def values(answer: EpochAnswer) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def test_a_shard_that_is_known_already_goes_on_until_the_state_is_another_one() 
     runner = make_runner()
     data = [(torch.zeros(1, 3), torch.tensor([number]), torch.zeros(1, 1)) for number in range(3)]
     request = EpochRequest(1, {}, False, 0, shard_key="mine")
-    runner.train_epoch(request, data)
+    runner.train_epoch(request, CallData("shards", data))
     state = runner.state()
     for _ in range(3):
         runner.train_epoch(request)

@@ -171,7 +171,7 @@ class OwnSource:
     weight 0 until all have.
 
     Args:
-        dataset: This rank's batches.
+        dataset: This rank's batches, a `tf.data.Dataset` or any iterable.
         votes: How ranks that step together agree; None for those that do not.
     """
 
@@ -204,34 +204,12 @@ class OwnSource:
             yield StreamItem(batch, int(datasets.num_samples(batch)), 0)
 
     def num_steps(self) -> int | None:
-        number = int(self._dataset.cardinality())
+        number = int(self._dataset.cardinality()) if hasattr(self._dataset, "cardinality") else -1
         return number if self._votes is None and number >= 0 else None
 
 
 TFSource: TypeAlias = TFDividedSource | OwnSource | StreamSource
 """The source of the batches of a pass."""
-
-
-class TFOncePerCall:
-    """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
-
-    is_divided = False
-
-    def __init__(self, source: TFSource) -> None:
-        self._source = source
-        self._is_used = False
-
-    def join(self, ranks: Any) -> None:
-        """Do nothing: each rank goes through it by itself."""
-
-    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        if self._is_used:
-            return iter(())
-        self._is_used = True
-        return self._source.open(pass_index, consumed)
-
-    def num_steps(self) -> int | None:
-        return self._source.num_steps()
 
 
 def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:

@@ -4,53 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from raysgd.arrays import trees
-from raysgd.arrays.arrays import Arrays, as_arrays, is_frame, is_of_arrays
+from raysgd.arrays import data_kinds, trees
+from raysgd.arrays.arrays import Arrays, as_arrays
 from raysgd.arrays.containers import ArrayContainer
-from raysgd.arrays.ray_batches import RayShare, ray_batches
-from raysgd.arrays.whole_data import Creator, OwnData, creator_of, is_creator, size_of
+from raysgd.arrays.data_kinds import CallData, Kind, RepeatedBatches, is_whole, size_of
 from raysgd.messages import prediction_data
-from raysgd.messages.prediction import Rows, RowSlice, Work
-from raysgd.messages.prediction_data import BatchRequest, BatchSource, Found, num_rows_of, refuse
+from raysgd.messages.prediction import Rows, Work
+from raysgd.messages.prediction_data import (
+    BatchRequest,
+    Found,
+    PredictionSource,
+    num_rows_of,
+    refuse,
+    source_of_batches,
+)
 from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import array_collate, as_batch
 from raysgd.tf.objects import datasets
 
 _ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each worker"
-
-
-@dataclass(frozen=True)
-class ArrayDataset:
-    """A dataset that is made of arrays.
-
-    Attributes:
-        batches: In the form of batches already, but for all rows.
-        batch_size: Of one worker.
-        shuffle: Whether each pass has a different order.
-        drop_last: Whether to leave out a last batch that is not full.
-        seed: What the order comes from.
-    """
-
-    batches: Any
-    batch_size: int
-    shuffle: bool
-    drop_last: bool
-    seed: int
-
-    def make(self) -> Any:
-        """Return the dataset."""
-        import tensorflow as tf
-
-        rows = tf.data.Dataset.from_tensor_slices(self.batches)
-        if self.shuffle:
-            rows = rows.shuffle(num_rows_of(self.batches), seed=self.seed)
-        return rows.batch(self.batch_size, drop_remainder=self.drop_last)
 
 
 def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
@@ -73,12 +52,8 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
             "`train(dataset=...)` with creators cannot work: `fit` trains on what `data_creator` returns. Pass "
             "`training_operator_cls`, or return the dataset from `data_creator`."
         )
-    if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
-        return
-    if _is_dataset(dataset) or is_creator(dataset) or (isinstance(dataset, Stream) and not with_fit):
-        return
-    has_shards = hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")
-    if not with_fit and (ray_batches(dataset) is not None or has_shards):
+    kind = kind_of(dataset)
+    if kind is not None and (not with_fit or (is_whole(kind) and not isinstance(dataset, Stream))):
         return
     raise TypeError(
         f"`{name}=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
@@ -87,15 +62,19 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
     )
 
 
+def kind_of(dataset: Any) -> Kind | None:
+    """Return the kind of data for a call; None for what none can use."""
+    kind = data_kinds.kind_of(dataset)
+    return "batches" if kind is None and (_is_dataset(dataset) or isinstance(dataset, Stream)) else kind
+
+
 def _is_dataset(dataset: Any) -> bool:
     tensorflow = sys.modules.get("tensorflow")
     return tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset)
 
 
-def whole(
-    dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool
-) -> ArrayDataset | OwnData | datasets.PackedDataset | Creator | None:
-    """Return what every worker makes its dataset of; None for data of another kind.
+def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool) -> CallData | None:
+    """Return the data of a call, ready for workers; None for what none can use.
 
     Args:
         dataset: What the call was given.
@@ -106,17 +85,19 @@ def whole(
     Raises:
         ValueError: It cannot be divided over the workers, or there is no batch size.
     """
+    kind = kind_of(dataset)
+    if kind == "rows":
+        data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
+        return CallData(kind, _dataset_maker(data, config, seed))
+    if kind != "batches":
+        return data_kinds.call_data_of(dataset, config)
     if isinstance(dataset, Stream):
-        return OwnData(dataset)
-    if _is_dataset(dataset):
-        datasets.check_dataset("dataset", dataset)
-        return datasets.packed("dataset", dataset, _ADVICE) if travels else OwnData(dataset)
-    if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
-        return _of_arrays(dataset if isinstance(dataset, Arrays) else Arrays(dataset), config, seed)
-    return creator_of(dataset, config)
+        return CallData(kind, dataset)
+    datasets.check_dataset("dataset", dataset)
+    return CallData(kind, datasets.packed("dataset", dataset, _ADVICE) if travels else dataset)
 
 
-def _of_arrays(data: Arrays, config: Mapping[str, Any], seed: int) -> ArrayDataset:
+def _dataset_maker(data: Arrays, config: Mapping[str, Any], seed: int) -> Callable[[], Any]:
     if data.transform is not None:
         raise ValueError(
             "`Arrays(transform=...)` with a `TFTrainer` cannot work: `tf.data` transforms in graphs. Pass a "
@@ -124,48 +105,44 @@ def _of_arrays(data: Arrays, config: Mapping[str, Any], seed: int) -> ArrayDatas
         )
     size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
     rows = as_arrays(plain(data.data), in_columns=data.feature_columns is not None)
-    num_rows_of(rows)
-    return ArrayDataset(as_batch(rows, data.form), size, data.shuffle, data.drop_last, seed)
+    num_rows = num_rows_of(rows)
+    return partial(
+        _dataset_over, as_batch(rows, data.form), size, num_rows if data.shuffle else 0, data.drop_last, seed
+    )
 
 
-def made(data: Any, is_distributed: bool) -> Any:
-    """Return the dataset of batches that such data make.
+def _dataset_over(batch: Any, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
+    """Return the rows of one large batch in batches of such a size, shuffled again in each pass if any are."""
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices(batch)
+    rows = rows.shuffle(num_shuffled, seed=seed) if num_shuffled else rows
+    return rows.batch(size, drop_remainder=drop_last)
+
+
+def batches_of(share: CallData, is_distributed: bool) -> Any:
+    """Return the batches of a worker's share; those of whole data are not divided yet.
 
     Raises:
         TypeError, ValueError: A creator returned something else.
         ValueError: A shuffled dataset would come in another order on each worker.
     """
-    dataset = data.make()
+    if share.kind == "ray":
+        return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
+    if share.kind == "shards":
+        return RepeatedBatches(lambda: map(_in_arrays, share.data))
+    if share.kind == "rows":
+        return share.data()
+    dataset = share.data() if share.kind == "creator" else datasets.unpacked(share.data)
     if isinstance(dataset, Stream):
         return dataset
     datasets.check_dataset("what the creator in `dataset=` returned", dataset)
-    is_own_order = not isinstance(data, ArrayDataset) and datasets.is_shuffled(dataset)
-    if is_distributed and is_own_order and datasets.is_divided(dataset):
+    if is_distributed and datasets.is_shuffled(dataset) and datasets.is_divided(dataset):
         raise ValueError(
             "`dataset=` got a shuffled `tf.data.Dataset`, whose order each worker would draw by itself. Pass "
             "`raysgd.data.Arrays(data, shuffle=True)`, or register the dataset in `setup`."
         )
     return dataset
-
-
-class PlainBatches:
-    """Batches of a share that are no `tf.data`: of Ray Data, or of an object with `get_shard`.
-
-    Args:
-        share: The share.
-    """
-
-    def __init__(self, share: Any) -> None:
-        self._share = share
-
-    def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._share, RayShare):
-            return (as_batch(arrays, self._share.form) for arrays in self._share.arrays())
-        return map(_in_arrays, self._share)
-
-    def cardinality(self) -> int:
-        """Return -2, which says to `tf.data` that it is unknown."""
-        return -2
 
 
 def _in_arrays(batch: Any) -> Any:
@@ -200,16 +177,16 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
         return found
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, array_collate())
-        return BatchSource(batches, batches.num_batches), ArrayContainer()
+        return source_of_batches(batches, batches.num_batches), ArrayContainer()
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         return _of_dataset(data), ArrayContainer()
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
-    return BatchSource(map(_as_given, data)), ArrayContainer()
+    return source_of_batches(map(_as_given, data)), ArrayContainer()
 
 
-def _of_dataset(dataset: Any) -> BatchSource:
+def _of_dataset(dataset: Any) -> PredictionSource:
     datasets.check_dataset("data", dataset)
     if datasets.is_shuffled(dataset):
         raise ValueError(
@@ -217,7 +194,7 @@ def _of_dataset(dataset: Any) -> BatchSource:
             "dataset without `shuffle`."
         )
     number = int(dataset.cardinality())
-    return BatchSource(dataset.as_numpy_iterator(), number if number >= 0 else None)
+    return source_of_batches(dataset.as_numpy_iterator(), number if number >= 0 else None)
 
 
 def _as_given(batch: Any) -> Any:
@@ -228,13 +205,7 @@ def _as_given(batch: Any) -> Any:
 def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
     """Yield the batches of a round, and the rows of each."""
     assert not isinstance(work, Rows), "datasets of PyTorch only"
-    if isinstance(work, RowSlice):
-        yield from ((as_batch(arrays, work.form), size) for arrays, size in work.batches())
-        return
-    for given in work.batches:
-        batch = given if work.form is None else as_batch(given, work.form)
-        leaf = next(iter(trees.leaves(batch)))[1]
-        yield batch, trees.rows_of(leaf) or 0
+    return work.made(as_batch, lambda batch: trees.rows_of(next(iter(trees.leaves(batch)))[1]) or 0)
 
 
 def plain(data: Any) -> Any:

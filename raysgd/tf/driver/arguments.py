@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from raysgd._arguments import check_num_workers, check_operator_class
 from raysgd._imports import require_installed
-from raysgd.arrays.ray_batches import ray_batches
+from raysgd.arrays.data_kinds import kind_of
 from raysgd.messages.batching import check_global_size, split_batch_size
 from raysgd.messages.settings import GroupSettings
 from raysgd.tf.creator_operator import make_operator
@@ -90,8 +90,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
     Raises:
         ValueError: They cannot.
     """
-    is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
-    if dataset is not None and settings.batch_options.split_batches and is_dealt:
+    if settings.batch_options.split_batches and kind_of(dataset) in ("ray", "shards"):
         raise ValueError(
             f"`train(dataset=...)` got `{type(dataset).__name__}`, which `split_batches=True` cannot divide by "
             "samples: pass arrays or a `tf.data.Dataset`."

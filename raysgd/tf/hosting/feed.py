@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from raysgd.arrays.data_kinds import RepeatedBatches
 from raysgd.arrays.ray_batches import RayLoader
-from raysgd.arrays.whole_data import WholeShare
 from raysgd.connections import tensorflow as connections
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.exceptions import IncompatibleModelError, NoDataError
@@ -21,7 +22,6 @@ from raysgd.tf.data.batch_streams import (
     Passes,
     TFBatchStream,
     TFDividedSource,
-    TFOncePerCall,
     TFRanks,
     TFSource,
     data_of,
@@ -102,16 +102,13 @@ class TFFeed(feed.Feed):
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> TFSource:
         share, world = self.data_of_call[name], self._world
         votes = connections.votes() if training and world.is_distributed else None
-        if not isinstance(share, WholeShare):
-            return OwnSource(call_data.PlainBatches(share), votes)
         dataset = self.made_of_call(name, request)
         if isinstance(dataset, Stream):
             return source_of(data_of(dataset, name, world), self._ranks, self._seed)
-        if not datasets.is_divided(dataset):
+        if not share.is_whole or not datasets.is_divided(dataset):
             return OwnSource(dataset, votes)
-        is_ours = isinstance(share.data, call_data.ArrayDataset)
         internals = self._operator_of()._raysgd
-        is_of_worker = is_ours and not internals.context.settings.batch_options.split_batches
+        is_of_worker = share.kind == "rows" and not internals.context.settings.batch_options.split_batches
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
         source = TFDividedSource(Passes(dataset), sharding, world, pads=training)
         if training and share.place is None:
@@ -119,21 +116,18 @@ class TFFeed(feed.Feed):
         return source
 
     def _make(self, name: str) -> Any:
-        return call_data.made(self.data_of_call[name].data, self._world.is_distributed)
+        return call_data.batches_of(self.data_of_call[name], self._world.is_distributed)
 
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
 
     def _open_validation(self, request: EpochRequest) -> TFBatchStream:
         is_of_call = request.shard_key is not None
-        source: Any = (
-            self._source_of_call("validation", request, training=False)
-            if is_of_call
-            else self._source("validation", request, training=False)
-        )
-        if is_of_call or self.ray_loader("validation") is not None:
-            source = TFOncePerCall(source)
-        return TFBatchStream(source, self._synchronizer.validation_step, lambda: 0)
+        find = self._source_of_call if is_of_call else self._source
+        source = find("validation", request, training=False)
+        stream = TFBatchStream(source, self._synchronizer.validation_step, lambda: 0)
+        stream.has_one_pass = is_of_call or self.ray_loader("validation") is not None
+        return stream
 
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> TFSource:
         operator, world = self._operator_of(), self._world
@@ -141,7 +135,7 @@ class TFFeed(feed.Feed):
         if stream is not None:
             return source_of(stream, self._ranks, self._seed)
         if dataset is None:
-            return _MissingDataset(f"{name}_dataset")
+            return OwnSource(RepeatedBatches(partial(_refuse_missing, f"{name}_dataset")), None)
         if datasets.is_divided(dataset):
             passes, num_global = self._passes_of(name), self._num_global or world.size
             sharding = operator._raysgd.data.sharding
@@ -188,14 +182,6 @@ class TFFeed(feed.Feed):
         return ledger
 
 
-class _MissingDataset(OwnSource):
-    """Stands for a dataset that was not registered; an error only where a batch is drawn."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def open(self, pass_index: int, consumed: int) -> Any:
-        raise NoDataError(f"`{self._name}` was not registered: pass it to `register_data` in `setup`.")
-
-    def num_steps(self) -> int | None:
-        return None
+def _refuse_missing(name: str) -> Iterator[Any]:
+    """Stand for a dataset that was not registered: an error only where a batch is drawn."""
+    raise NoDataError(f"`{name}` was not registered: pass it to `register_data` in `setup`.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,11 +185,8 @@ class TFHosted(hosted.Hosted):
         if not operator.warms_up_standby or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
         self.synchronizer.regroup(World(0, 1))  # no other rank is here yet
-        try:
-            with self.synchronizer.exchanges.surfacing_errors():
-                operator.warm_up()
-        except Exception as error:  # in a real step the user would get the exception
-            logger.warning("warm-up of a standby worker failed: %r", error)
+        with self.synchronizer.exchanges.surfacing_errors():
+            operator.warm_up()
 
     def take_place(self, world: World) -> None:
         self.feed.take_place(world)
@@ -300,7 +297,7 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, may_trace: bool,
     with operator._raysgd.scope():
         for model in operator._models:
             if dataset is not None:
-                _try_to_build(model, dataset.element_spec)
+                _works_ahead("build a model", registration.build_model, model, dataset.element_spec)
         if uses_fit and may_trace and _has_traced_train_step(operator, synchronizer):
             return
         if not uses_fit and len(operator._models) != len(operator._optimizers):
@@ -326,11 +323,20 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
         )
 
 
-def _try_to_build(model: Any, element_spec: Any) -> None:
+def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
+    """Return whether something can be done ahead of the first step, which does it in any case.
+
+    Raises:
+        IncompatibleModelError: The model cannot be used at all.
+    """
     try:
-        registration.build_model(model, element_spec)
-    except Exception as error:  # it builds itself in the first step, as it would without us
-        logger.debug("a model could not be built ahead of its first step: %s", error)
+        function(*args)
+    except IncompatibleModelError:
+        raise
+    except Exception as error:  # of user code, which raises it again in the first step if it is no matter of time
+        logger.debug("could not %s ahead of the first step: %s", what, error)
+        return False
+    return True
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
@@ -339,15 +345,12 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
     if model.run_eagerly or not registration.has_own_train_step(model):
         return False
     synchronizer.watch_model(model)
-    try:
+
+    def trace() -> None:
         with synchronizer.exchanges.surfacing_errors():
             registration.trace_train_step(model, operator.train_dataset.element_spec)
-    except IncompatibleModelError:
-        raise
-    except Exception as error:  # it says so itself in the first step, if it is no matter of tracing it this early
-        logger.debug("a `train_step` could not be traced ahead of the first step: %s", error)
-        return False
-    return True
+
+    return _works_ahead("trace a `train_step`", trace)
 
 
 class OperatorLoop(Loop):

@@ -91,11 +91,12 @@ def unused_copy(dataset: Any) -> Any:
     A shuffle draws the order of each pass from a generator, which lies apart from the dataset under a name. In the copy
     the name is another one. Arrays in the dataset are copied, too.
     """
+    import tensorflow as tf
+
     try:
-        graph = _graph_of(dataset)
-        _rename_generators(graph)
-        return _dataset_of(graph.SerializeToString(), dataset.element_spec).with_options(dataset.options())
-    except Exception as error:  # too large for a message, for instance
+        text = _packed_graph(dataset, _rename_generators)
+        return _dataset_of(text, dataset.element_spec).with_options(dataset.options())
+    except (ValueError, tf.errors.OpError) as error:
         logger.info("the order of a shuffled dataset cannot be repeated here: %s", error)
         return None
 
@@ -108,12 +109,27 @@ def in_first_order(dataset: Any) -> Any:
     return dataset if copy is None else copy
 
 
-def _graph_of(dataset: Any) -> Any:
+def _packed_graph(dataset: Any, change: Callable[[Any], None]) -> bytes:
+    """Return a dataset as bytes.
+
+    Args:
+        dataset: The dataset.
+        change: Is given its graph before it is packed.
+
+    Raises:
+        ValueError: It cannot be packed, because it is too large for a message, for instance; or `change` refuses it.
+    """
     import tensorflow as tf
 
-    variant = tf.data.experimental.to_variant(dataset)
-    text = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=_IGNORE).numpy()
-    return tf.compat.v1.GraphDef.FromString(text)
+    try:
+        variant = tf.data.experimental.to_variant(dataset)
+        text = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=_IGNORE).numpy()
+        graph = tf.compat.v1.GraphDef.FromString(text)
+        change(graph)
+        packed: bytes = graph.SerializeToString()
+    except Exception as error:  # of any class: TensorFlow and protobuf raise various ones
+        raise ValueError(str(error)) from error
+    return packed
 
 
 def _dataset_of(graph: bytes, element_spec: Any) -> Any:
@@ -150,15 +166,22 @@ def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
     advice = f"`{name}`: " + (
         advice or "make this dataset in `data_creator` instead, with `config['fit_config']['validation_data'] = ...`"
     )
+
+    def refuse_functions(graph: Any) -> None:
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        if any("PyFunc" in node.op for node in nodes):
+            raise ValueError("it calls Python functions, such as a generator, which only this process has")
+
     try:
-        graph = _graph_of(dataset)
-        text = graph.SerializeToString()
-    except Exception as error:  # of any class: TensorFlow raises various ones
+        text = _packed_graph(dataset, refuse_functions)
+    except ValueError as error:
         raise ValueError(f"{advice}. It cannot be sent to the workers: {error}") from error
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    if any("PyFunc" in node.op for node in nodes):
-        raise ValueError(f"{advice}. It calls Python functions, such as a generator, which only this process has.")
     return PackedDataset(text, dataset.element_spec, is_divided(dataset))
+
+
+def unpacked(dataset: Any) -> Any:
+    """Return the dataset, as if no pass over it had been begun if it has traveled; anything else as it is."""
+    return dataset.make() if isinstance(dataset, PackedDataset) else dataset
 
 
 def check_can_be_divided(name: str, data: Any) -> None:
@@ -203,8 +226,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
     """
     import tensorflow as tf
 
-    if isinstance(data, PackedDataset):
-        data = data.make()
+    data = unpacked(data)
     if isinstance(data, tf.data.Dataset):
         check_dataset(name, data)
         return data

@@ -19,6 +19,9 @@ from raysgd.worker.ledger import Ledger
 _EQUAL_WEIGHTS = 1e-6
 """The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
 
+REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
+"""What the library raises in a step that is traced."""
+
 _ALIGNMENT = 64
 """Bytes to whose multiple every gradient starts in the buffer: TensorFlow then uses it where it lies."""
 
@@ -84,7 +87,7 @@ class ExchangeRecord:
         self._error = None
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # TensorFlow makes errors of many classes of one
             cause, self._error = self._error, None
             if cause is None:
                 raise
@@ -95,11 +98,11 @@ class ExchangeRecord:
         self._error = self._error or error
 
     @contextmanager
-    def noting_refusals(self) -> Iterator[None]:
-        """Remember what is refused inside: TensorFlow turns an error in a step that is traced into another one."""
+    def noting(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """Remember what of these kinds is raised inside: TensorFlow turns it into another error."""
         try:
             yield
-        except (IncompatibleModelError, InvalidRegistrationError) as error:
+        except kinds as error:
             self.note_error(error)
             raise
 
@@ -195,15 +198,12 @@ class GradientAverager:
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
         """Run whenever the graph does, in one of TensorFlow's threads."""
-        try:
+        with self._exchanges.noting(BaseException):
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
             num_samples = self._num_samples_of(int(count), repeat)
             with self._exchanges.exchanging(num_samples):
                 return self._averaged(num_samples, gradients[:num_dense], gradients[num_dense:])
-        except BaseException as error:
-            self._exchanges.note_error(error)
-            raise
 
     def _averaged(self, num_samples: float, gradients: Sequence[Array], sparse: Sequence[Array]) -> list[Array]:
         group = self._exchanges.group

@@ -25,7 +25,7 @@ from raysgd._numbers.meters import as_weight
 from raysgd.connections.group import Array
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
-from raysgd.tf.parallel.averaging import ExchangeRecord
+from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord
 from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
 
 SUM = "sum"
@@ -66,7 +66,7 @@ class GlobalLosses:
         def compute_loss(
             x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, *more: Any, **named: Any
         ) -> Any:
-            with self._exchanges.noting_refusals():
+            with self._exchanges.noting(*REFUSALS):
                 weights, by_weights = self._scaled_weights(model, y, y_pred, sample_weight)
             with _as_sums(by_weights):
                 return inner(x, y, y_pred, weights, *more, **named)
@@ -122,7 +122,7 @@ class GlobalLosses:
         import tensorflow as tf
 
         value, reduction = loss(target, output) if weight is None else loss(target, output, weight), _reduction_of(loss)
-        with self._exchanges.noting_refusals():
+        with self._exchanges.noting(*REFUSALS):
             if reduction is None:
                 _refuse_rank_0(loss, value)
                 return tf.reduce_mean(value)
@@ -158,15 +158,12 @@ class GlobalLosses:
         """Run whenever the graph does. What a rank without samples computes does not count."""
         if is_test and not self.evaluates_together:
             return _ONE
-        try:
+        with self._exchanges.noting(BaseException):
             own = None if is_sum else as_weight("weight", float(divisor))
             if self._validation_step.use() is not None:
                 return np.float64(self._validation_step.factor(own))
             repeat = partial(self._compared, is_sum, 0.0)
             return np.float64(self._factor_over_ranks(self.num_samples_of(int(count), repeat), own))
-        except BaseException as error:
-            self._exchanges.note_error(error)
-            raise
 
     def _factor_over_ranks(self, num_samples: float, divisor: float | None) -> float:
         own = np.array([num_samples, divisor or 0.0]) if num_samples else np.zeros(2)

@@ -24,10 +24,10 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import num_samples
-from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager
+from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord, GradientAverager
 from raysgd.tf.parallel.global_losses import GlobalLosses, refuse_by_name
 from raysgd.tf.parallel.global_metrics import GlobalMetrics, check_aggregation
-from raysgd.tf.parallel.step import AppliedOptimizer, TFStep, TracedStep, UsualStep
+from raysgd.tf.parallel.step import AppliedOptimizer, TFStep, TracedStep, repeat_with_zeros
 
 
 class Synchronizer:
@@ -101,7 +101,7 @@ class Synchronizer:
         """
         if not self.watches or registration.is_replaced(optimizer, _name_of_apply(optimizer)):
             return
-        with self.exchanges.noting_refusals():
+        with self.exchanges.noting(*REFUSALS):
             raise InvalidRegistrationError(
                 f"`self.optimizer` is a `{type(optimizer).__name__}` that was not registered, so each worker would "
                 "train a separate model. Call `register` with it, also when you replace an optimizer later, and use "
@@ -152,7 +152,7 @@ class Synchronizer:
         self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
     ) -> list[Any]:
         """Return the gradients of all ranks. What is applied is noted of the step that is traced."""
-        with self.exchanges.noting_refusals():
+        with self.exchanges.noting(*REFUSALS):
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
                 refuse_by_name(gradients)
@@ -196,7 +196,7 @@ class Synchronizer:
         def train_step(data: Any) -> Any:
             result = inner(data)
             if not self._traced.num_applied and _has_variables_to_train(model):
-                with self.exchanges.noting_refusals():
+                with self.exchanges.noting(*REFUSALS):
                     raise IncompatibleModelError(
                         f"`{type(model).__name__}.train_step` uses no optimizer that the library knows of, so each "
                         "worker would train a separate model. Keep the optimizers as attributes of the model, like "
@@ -208,7 +208,7 @@ class Synchronizer:
 
     def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
         """Return a step of a model with the number of samples noted, and with nothing to learn where there are none."""
-        usual_step = UsualStep()
+        usual_step: tuple[Sequence[Any], Any] = (), None  # its exchanges, and what it returned
         is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
 
         def inner(data: Any) -> Any:
@@ -229,13 +229,14 @@ class Synchronizer:
                     return inner(data)
 
                 def usual() -> Any:
+                    nonlocal usual_step
                     result = inner(data)
-                    usual_step.remember(self._traced.exchanges, result)
+                    usual_step = tuple(self._traced.exchanges), result
                     return tf.nest.map_structure(tf.convert_to_tensor, result)
 
                 if tf.executing_eagerly():
-                    return usual() if count > 0 else usual_step.repeat_with_zeros()
-                return tf.cond(count > 0, usual, lambda: usual_step.repeat_with_zeros())
+                    return usual() if count > 0 else repeat_with_zeros(*usual_step)
+                return tf.cond(count > 0, usual, lambda: repeat_with_zeros(*usual_step))
 
         return step
 

@@ -151,28 +151,25 @@ class TracedStep:
         return tf.constant(-1, tf.int64) if self.num_samples is None else tf.cast(self.num_samples, tf.int64)
 
 
-class UsualStep:
-    """The usual step of a model, for steps in which this rank has no samples."""
+def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
+    """Return a step without samples: as many exchanges and updates as the usual one, with gradients of zero.
 
-    def __init__(self) -> None:
-        self._exchanges: Sequence[Exchange] = ()
-        self._result: Any = None
+    Args:
+        exchanges: Those of the usual step.
+        result: What that returned; None if there was none.
 
-    def remember(self, exchanges: Sequence[Exchange], result: Any) -> None:
-        """Remember the exchanges of the step, and what it returned."""
-        self._exchanges, self._result = tuple(exchanges), result
+    Raises:
+        IncompatibleModelError: There was none.
+    """
+    import tensorflow as tf
 
-    def repeat_with_zeros(self) -> Any:
-        """Return a step without samples: as many exchanges and updates as the usual one, with gradients of zero."""
-        import tensorflow as tf
-
-        if self._result is None:
-            raise IncompatibleModelError(
-                "With `run_eagerly=True` the first batch must have a sample for each worker: make the batches larger."
-            )
-        for exchange in self._exchanges:
-            exchange()
-        return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), self._result)
+    if result is None:
+        raise IncompatibleModelError(
+            "With `run_eagerly=True` the first batch must have a sample for each worker: make the batches larger."
+        )
+    for exchange in exchanges:
+        exchange()
+    return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), result)
 
 
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:

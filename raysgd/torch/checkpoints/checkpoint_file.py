@@ -163,7 +163,7 @@ def mapped_again(identity: FileIdentity, *, weights_only: bool = True) -> Iterat
             raise OtherFileError(f"`{identity.path}` cannot be opened here: {error}") from error
         if FileIdentity.of(file, identity.path) != identity:
             raise OtherFileError(f"`{identity.path}` is another file here, or was replaced since it was checked.")
-        yield _Source(file, identity, identity.path, weights_only).state(maps=True)
+        yield OpenedFile(file, identity, identity.path, weights_only).read_state(maps=True)
 
 
 class OtherFileError(OSError):
@@ -187,46 +187,19 @@ class FileIdentity:
         return cls(path, facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
-@dataclass(frozen=True)
-class OpenedFile:
-    """A checkpoint that is being read.
-
-    Attributes:
-        state: What it holds.
-        identity: Which file it is.
-        is_mapped: Whether the tensors of `state` lie in it.
-    """
-
-    state: dict[str, Any]
-    identity: FileIdentity
-    is_mapped: bool
-    file: IO[bytes]
-
-    def check_unchanged(self) -> None:
-        """Makes sure that no one has written to it since it was opened.
-
-        Raises:
-            CheckpointCorruptedError: It was written to.
-        """
-        if FileIdentity.of(self.file, self.identity.path) != self.identity:
-            raise corrupted(self.identity.path, "it was written to while it was read")
-
-
 @contextlib.contextmanager
 def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = None) -> Iterator[OpenedFile]:
     """Check the file, and give out its state."""
     with open(path, "rb", buffering=0) as file:
-        identity = FileIdentity.of(file, os.path.realpath(path))
-        source = _Source(file, identity, name or path, weights_only)
-        source.check()
-        maps = maps and source.can_be_mapped()
-        opened = OpenedFile(source.state(maps), identity, maps, file)
+        opened = OpenedFile(file, FileIdentity.of(file, os.path.realpath(path)), name or path, weights_only)
+        opened.check()
+        opened.read_state(maps and opened.can_be_mapped())
         yield opened
         opened.check_unchanged()
 
 
-class _Source:
-    """A file on its way to become a state.
+class OpenedFile:
+    """A checkpoint that is being read.
 
     Args:
         file: The file, at its beginning.
@@ -234,13 +207,21 @@ class _Source:
         name: What errors call it.
         weights_only: Whether to refuse what could run code.
 
+    Attributes:
+        identity: The same.
+        state: What it holds, once that was read.
+        is_mapped: Whether the tensors of `state` lie in it.
+
     Raises:
         CheckpointCorruptedError: It is of no known kind, or its end is missing.
     """
 
+    state: dict[str, Any]
+    is_mapped: bool
+
     def __init__(self, file: IO[bytes], identity: FileIdentity, name: str, weights_only: bool) -> None:
-        self._file, self._identity, self._name, self._weights_only = file, identity, name, weights_only
-        self._kind = _kind_of(file, identity.num_bytes, name)
+        self._file, self.identity, self._name, self._weights_only = file, identity, name, weights_only
+        self._seal, self._is_archive = _seal_of(file, identity.num_bytes, name)
 
     def check(self) -> None:
         """Compare the checksum.
@@ -248,12 +229,21 @@ class _Source:
         Raises:
             CheckpointCorruptedError: The content has another one.
         """
-        if self._kind.seal is not None and not self._kind.seal.fits(self._file, self._identity.num_bytes):
+        if self._seal is not None and not self._seal.fits(self._file, self.identity.num_bytes):
             raise corrupted(self._name, "its checksum does not match its content")
+
+    def check_unchanged(self) -> None:
+        """Makes sure that no one has written to it since it was opened.
+
+        Raises:
+            CheckpointCorruptedError: It was written to.
+        """
+        if FileIdentity.of(self._file, self.identity.path) != self.identity:
+            raise corrupted(self.identity.path, "it was written to while it was read")
 
     def can_be_mapped(self) -> bool:
         """Return whether it has a checksum, and lies where files can be mapped into memory."""
-        if self._kind.seal is None:
+        if self._seal is None:
             return False
         try:
             mmap.mmap(self._file.fileno(), 1, access=mmap.ACCESS_READ).close()
@@ -261,8 +251,8 @@ class _Source:
             return False
         return True
 
-    def state(self, maps: bool) -> dict[str, Any]:
-        """Return what the file holds, if it is a training state.
+    def read_state(self, maps: bool) -> dict[str, Any]:
+        """Return what the file holds, if it is a training state; with `maps`, tensors stay where they are.
 
         Raises:
             CheckpointCorruptedError, UnsafeCheckpointError, ValueError: As in `read`.
@@ -270,33 +260,34 @@ class _Source:
         loaded = self._strictly(maps) if self._weights_only else self._trusted(maps)
         version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
         check_format(self._name, version, FORMAT_VERSION)
-        return checked_state(loaded, self._name, REQUIRED_KEYS)
+        self.state, self.is_mapped = checked_state(loaded, self._name, REQUIRED_KEYS), maps
+        return self.state
 
     def _strictly(self, maps: bool) -> Any:
         with refusals_of(self._name, _IF_TRUSTED):
-            if self._kind.is_archive:
-                _check_archive(self._place, self._identity.num_bytes)
-            with contextlib.nullcontext() if self._kind.seal is not None else _former_functions():
+            if self._is_archive:
+                _check_archive(self._place, self.identity.num_bytes)
+            with contextlib.nullcontext() if self._seal is not None else _former_functions():
                 loaded = _load_strictly(self._place, maps)
-            return unpacked(loaded, self._identity.num_bytes)
+            return unpacked(loaded, self.identity.num_bytes)
 
     def _trusted(self, maps: bool) -> Any:
         """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
         try:
             loaded = torch.load(self._place, map_location="cpu", weights_only=False, mmap=maps)
-        except Exception as error:
+        except Exception as error:  # damaged bytes and user code may say anything
             may_come_of_user_code = isinstance(error, OSError | AttributeError | ImportError | MemoryError)
-            if self._kind.seal is not None or may_come_of_user_code:
+            if self._seal is not None or may_come_of_user_code:
                 raise
             raise corrupted(self._name, f"torch cannot read it ({in_short(error)})") from error
         with refusals_of(self._name):
-            return unpacked(loaded, self._identity.num_bytes)
+            return unpacked(loaded, self.identity.num_bytes)
 
     @property
     def _place(self) -> str:
         """A name that stays that of the open file: another file may take its own at any moment."""
         by_descriptor = f"/dev/fd/{self._file.fileno()}"
-        return by_descriptor if os.path.exists(by_descriptor) else self._identity.path
+        return by_descriptor if os.path.exists(by_descriptor) else self.identity.path
 
 
 def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
@@ -342,19 +333,6 @@ def _former_functions() -> Iterator[None]:
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
         yield
-
-
-@dataclass(frozen=True)
-class _FileKind:
-    """A kind of checkpoint file.
-
-    Attributes:
-        seal: Its checksum; None if `torch.save` itself wrote it.
-        is_archive: Whether it is a zip archive, as since torch 1.6.
-    """
-
-    seal: Seal | None
-    is_archive: bool
 
 
 @dataclass(frozen=True)
@@ -428,7 +406,7 @@ class _ChecksummedStream:
         """
         try:
             torch.save(content, self)  # type: ignore[arg-type]
-        except Exception:
+        except RuntimeError:
             if self._failure is None:
                 raise
             raise self._failure from None
@@ -437,7 +415,7 @@ class _ChecksummedStream:
         """Write bytes; called by torch."""
         try:
             num_written = self._file.write(content)
-        except BaseException as error:
+        except (OSError, ValueError, KeyboardInterrupt) as error:
             self._failure = error
             raise
         self.checksum.update(content)
@@ -453,16 +431,19 @@ def _is_zip_end(tail: bytes) -> bool:
     return tail.startswith(_ZIP_END) and tail.endswith(bytes(_LENGTH_BYTES))
 
 
-def _kind_of(file: IO[bytes], size: int, name: str) -> _FileKind:
-    """Tell what kind of file this is by its first and last bytes."""
+def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[Seal | None, bool]:
+    """Return the checksum of a file, None if `torch.save` itself wrote it, and whether it is a zip archive.
+
+    Its first and last bytes tell. Archives came with torch 1.6.
+    """
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _MAX_SEAL_BYTES))
     tail = file.read()
     found = Seal.at_end_of(tail)
     if found is not None or start == _OLD_TORCH_START:
-        return _FileKind(found, is_archive=found is not None)
+        return found, found is not None
     if not start.startswith(_ZIP_START):
         raise corrupted(name, "it does not begin like a checkpoint" if start else "it is empty")
     if _is_zip_end(tail[-_ZIP_END_BYTES:]):
-        return _FileKind(None, is_archive=True)
+        return None, True
     raise corrupted(name, "its end is missing or altered, or a newer version of raysgd wrote it")

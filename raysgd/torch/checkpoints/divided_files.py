@@ -267,7 +267,7 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
     found: Exception | None = None
     try:
         read()
-    except Exception as error:
+    except Exception as error:  # of any class: raised below, on all ranks
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)

@@ -113,7 +113,7 @@ class _Packing:
             torch.save(sample, stream)
             stream.seek(0)
             torch.load(stream, weights_only=True)
-        except Exception as error:
+        except Exception as error:  # objects of users raise what they like
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
                 "cannot give back without running code. Allowed are tensors, arrays of numbers, numbers, strings, "

@@ -9,59 +9,45 @@ Why measured times decide, and when shares change: ADR 98.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from raysgd.torch.parallel.strategy import Summation
 
+EVERY = 4
+"""After how many steps speeds are corrected, at the earliest."""
+TOLERANCE = 0.1
+"""By which part times may differ before anything is changed: they are never quite the same."""
+NEWEST = 0.5
+"""What the newest measurement counts for, against all before."""
+MOST_RATIO = 8.0
+"""The fastest worker counts as at most so many times as fast as the slowest one."""
+CHANCE = 0.3
+"""Up to this part, times may differ by chance: it takes two measurements with the same slowest worker."""
 
-@dataclass(frozen=True)
-class SpeedRule:
-    """The rule that says when and how far speeds are corrected.
 
-    Attributes:
-        every: After how many steps at the earliest.
-        tolerance: By which part times may differ before anything is changed: they are never quite the same.
-        newest: What the newest measurement counts for, against all before.
-        most_ratio: The fastest worker counts as at most so many times as fast as the slowest one.
-        chance: Up to this part, times may differ by chance: it takes two measurements with the same slowest worker.
+def corrected(speeds: Sequence[float], samples: Sequence[float], seconds: Sequence[float]) -> tuple[float, ...] | None:
+    """New speeds, with 1 for the fastest worker; None where the present ones stay.
+
+    Args:
+        speeds: Those before; empty for even shares.
+        samples: How many each worker took.
+        seconds: How long it took for them.
+
+    Examples:
+        >>> corrected((), samples=[32, 32], seconds=[1.0, 2.0])
+        (1.0, 0.5)
+        >>> corrected((), samples=[32, 32], seconds=[1.0, 1.05]) is None
+        True
     """
-
-    every: int = 4
-    tolerance: float = 0.1
-    newest: float = 0.5
-    most_ratio: float = 8.0
-    chance: float = 0.3
-
-    def may_be_chance(self, seconds: Sequence[float]) -> bool:
-        """Tells whether times differ by so little that the next ones may be alike."""
-        return max(seconds) <= min(seconds) * (1 + self.chance)
-
-    def corrected(
-        self, speeds: Sequence[float], samples: Sequence[float], seconds: Sequence[float]
-    ) -> tuple[float, ...] | None:
-        """New speeds, with 1 for the fastest worker; None where the present ones stay.
-
-        Args:
-            speeds: Those before; empty for even shares.
-            samples: How many each worker took.
-            seconds: How long it took for them.
-
-        Examples:
-            >>> SpeedRule().corrected((), samples=[32, 32], seconds=[1.0, 2.0])
-            (1.0, 0.5)
-            >>> SpeedRule().corrected((), samples=[32, 32], seconds=[1.0, 1.05]) is None
-            True
-        """
-        if min(seconds) <= 0 or min(samples) <= 0 or max(seconds) <= min(seconds) * (1 + self.tolerance):
-            return None
-        found = _with_fastest_1([number / time for number, time in zip(samples, seconds, strict=True)])
-        if speeds:
-            before = _with_fastest_1(speeds)
-            found = [self.newest * new + (1 - self.newest) * old for new, old in zip(found, before, strict=True)]
-        return tuple(max(speed, 1 / self.most_ratio) for speed in _with_fastest_1(found))
+    if min(seconds) <= 0 or min(samples) <= 0 or max(seconds) <= min(seconds) * (1 + TOLERANCE):
+        return None
+    found = _with_fastest_1([number / time for number, time in zip(samples, seconds, strict=True)])
+    if speeds:
+        before = _with_fastest_1(speeds)
+        found = [NEWEST * new + (1 - NEWEST) * old for new, old in zip(found, before, strict=True)]
+    return tuple(max(speed, 1 / MOST_RATIO) for speed in _with_fastest_1(found))
 
 
 def _with_fastest_1(speeds: Sequence[float]) -> list[float]:
@@ -114,7 +100,6 @@ class Balancing:
         world_size: Its size.
         own_s: Says for how long this rank has trained so far, without waiting for others.
         start_sum: How the ranks add up.
-        rule: When shares change.
 
     Attributes:
         num_ahead: How many steps the loader may be ahead of the training.
@@ -126,10 +111,8 @@ class Balancing:
         world_size: int,
         own_s: Callable[[], float],
         start_sum: Summation,
-        rule: SpeedRule | None = None,
     ) -> None:
         self._rank, self._world_size, self._own_s = rank, world_size, own_s
-        self._rule = rule or SpeedRule()
         self._plan = SpeedPlan()
         self._start_sum = start_sum
         self.num_ahead = 0
@@ -169,7 +152,7 @@ class Balancing:
             self._forget()  # measured with other shares, or in the first step
         if self._waiting is not None:
             self._hear(position, global_size)
-        if self._num_steps >= self._rule.every and not self._plan.is_changing:
+        if self._num_steps >= EVERY and not self._plan.is_changing:
             self._tell()
 
     def _tell(self) -> None:
@@ -185,9 +168,9 @@ class Balancing:
         (wait, numbers), self._waiting = self._waiting, None
         wait()
         samples, seconds, ahead = numbers.tolist()
-        speeds = self._rule.corrected(self._plan.now, samples, seconds)
+        speeds = corrected(self._plan.now, samples, seconds)
         before, self._slowest = self._slowest, None if speeds is None else seconds.index(max(seconds))
-        if speeds is not None and (before == self._slowest or not self._rule.may_be_chance(seconds)):
+        if speeds is not None and (before == self._slowest or max(seconds) > min(seconds) * (1 + CHANCE)):
             self._plan.change(position + int(max(ahead)) * global_size, speeds)
             self._plan.reach(position)
             self._forget()

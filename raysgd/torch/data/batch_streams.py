@@ -76,7 +76,7 @@ class DividedLoaderSource:
         check_plan: Called whenever a pass is opened or resumed, with the plan for the rest of it.
         balancing: What the shares follow; None where they are even.
         has_own_collator: Whether a batch may have other samples than were drawn for it.
-        agreement: How ranks tell each other what collators of the user made of the samples; None where they do not.
+        agreement: How ranks add up what collators of the user made of the samples; None where they do not.
     """
 
     left_out, row_bytes = 0, None
@@ -95,7 +95,7 @@ class DividedLoaderSource:
         self._check_order: Callable[[bool], None] | None = None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.balancing: Balancing | None = None
-        self.agreement: Agreement | None = None
+        self.agreement: Summation | None = None
         self.seed = seed
         self.order = sharded.sampler.order
 
@@ -109,7 +109,7 @@ class DividedLoaderSource:
         if not ranks.is_global or self.num_shards:
             return
         if not ranks.balance:
-            self.agreement = Agreement(ranks.start_sum) if self.has_own_collator else None
+            self.agreement = ranks.start_sum if self.has_own_collator else None
         elif self._sharded.sampler.rule is not None:
             self.follow(Balancing(ranks.rank, ranks.world_size, ranks.own_s, ranks.start_sum))
 
@@ -203,12 +203,12 @@ class DividedLoaderSource:
         Gradients count by these in the first pass, and later if any differed from those that were drawn.
         """
         agreement, world_size = self.agreement, self._sharded.sampler.world_size
-        is_weighted = agreement is not None and agreement.ask(self._may_differ or is_resumed)()[1] > 0
+        is_weighted = agreement is not None and ask(agreement, self._may_differ or is_resumed)()[1] > 0
         self._may_differ = False
         items = (self._counted(item, is_weighted or world_size == 1) for item in items)
         if is_weighted:
             assert agreement is not None
-            items = agreement.weighted(items, world_size)
+            items = _weighted(items, agreement, world_size)
         yield from items
 
     def _counted(self, item: DrawnItem, counts_in_gradients: bool) -> DrawnItem:
@@ -320,7 +320,13 @@ def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
 
 
 class PlainSource:
-    """Any iterable, as it is: a single replica, an evaluation, or replicas that do not step together.
+    """Any iterable, as it is: a single replica, an evaluation, or replicas that step together in lockstep.
+
+    In lockstep, a rank that has run out repeats its last batch with weight 0 until all have run out, so no rank hangs.
+
+    Args:
+        loader: This rank's batches.
+        is_in_lockstep: Whether ranks step together, however many batches each of them has.
 
     Attributes:
         is_divided: Whether it is a `raysgd.worker.data.feed.DividedSource`.
@@ -333,18 +339,21 @@ class PlainSource:
     is_divided, left_out, row_bytes = False, 0, None
     most_batches = 1
     num_shards = 0
+    _ranks: Ranks
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, is_in_lockstep: bool = False) -> None:
+        self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: Ranks) -> None:
-        """Called ahead of a call, with the group that it is in. Each rank goes through it by itself."""
+        """Called ahead of a call, with the group that it is in."""
+        self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         """Starts a pass after `consumed` samples."""
         tell_epoch(self._loader, pass_index)
-        for batch in self._loader:
-            yield DrawnItem(batch, 1.0, None, None)
+        if self._is_in_lockstep:
+            return _in_lockstep(iter(self._loader), self._ranks.start_sum, self._ranks.world_size)
+        return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
 
     def num_steps(self) -> int | None:
         """Steps of the pass that was opened last, if known."""
@@ -355,90 +364,62 @@ class PlainSource:
         return 0
 
 
-class LoaderOncePerCall(PlainSource):
-    """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self._is_used = False
-
-    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        if self._is_used:
-            return iter(())
-        self._is_used = True
-        return super().open(pass_index, consumed)
-
-
-class LockstepSource(PlainSource):
-    """Any iterable on ranks that step together, however many batches each of them has.
-
-    A rank that has run out repeats its last batch with weight 0 until all have run out, so no rank hangs.
-
-    Args:
-        loader: This rank's batches.
-    """
-
-    _agreement: Agreement
-    _world_size: int
-
-    def join(self, ranks: Ranks) -> None:
-        self._agreement, self._world_size = Agreement(ranks.start_sum), ranks.world_size
-
-    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        tell_epoch(self._loader, pass_index)
-        batches = iter(self._loader)
-        coming = next(batches, _END)
-        hear = self._agreement.ask(_samples_in(coming))
-        last = _END
-        while True:
-            num_ranks, num_samples = hear()
-            if not num_ranks:
-                return
-            has_own, last = coming is not _END, last if coming is _END else coming
-            if last is _END:
-                raise ValueError(
-                    "The train loader of this rank is empty while other ranks have data, so it has no batch to "
-                    "step with. Give every rank at least one batch."
-                )
-            own = count_samples(last) if has_own else 0
-            coming = next(batches, _END) if has_own else _END
-            hear = self._agreement.ask(_samples_in(coming))  # answered while this step is computed
-            yield DrawnItem(last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples)
+def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) -> Iterator[DrawnItem]:
+    coming = next(batches, _END)
+    hear = ask(start_sum, _samples_in(coming))
+    last = _END
+    while True:
+        num_ranks, num_samples = hear()
+        if not num_ranks:
+            return
+        has_own, last = coming is not _END, last if coming is _END else coming
+        if last is _END:
+            raise ValueError(
+                "The train loader of this rank is empty while other ranks have data, so it has no batch to step with. "
+                "Give every rank at least one batch."
+            )
+        own = count_samples(last) if has_own else 0
+        coming = next(batches, _END) if has_own else _END
+        hear = ask(start_sum, _samples_in(coming))  # answered while this step is computed
+        yield DrawnItem(last, own * world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 
 LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
 """The source of the batches of a pass."""
 
 
-class Agreement:
-    """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together."""
+def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int, int]]:
+    """Ask, ahead of a step, how many ranks have a batch and how many samples these hold together.
 
-    def __init__(self, start_sum: Summation) -> None:
-        self._start_sum = start_sum
+    Args:
+        start_sum: How the ranks add up.
+        num_samples: The samples of this rank's batch; None without one.
 
-    def ask(self, num_samples: int | None) -> Callable[[], tuple[int, int]]:
-        """Asks with the samples of this rank's batch, None without one; returns what waits for the answer."""
-        counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
-        wait = self._start_sum(counts)
+    Returns:
+        What waits for the answer.
+    """
+    counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
+    wait = start_sum(counts)
 
-        def hear() -> tuple[int, int]:
-            wait()
-            num_ranks, num_samples_of_all = counts.tolist()
-            return num_ranks, num_samples_of_all
+    def hear() -> tuple[int, int]:
+        wait()
+        num_ranks, num_samples_of_all = counts.tolist()
+        return num_ranks, num_samples_of_all
 
-        return hear
+    return hear
 
-    def weighted(self, items: Iterator[DrawnItem], world_size: int) -> Iterator[DrawnItem]:
-        """The items, weighted by their samples. Every rank has as many items."""
+
+def _weighted(items: Iterator[DrawnItem], start_sum: Summation, world_size: int) -> Iterator[DrawnItem]:
+    """The items, weighted by their samples. Every rank has as many items."""
+    coming = next(items, None)
+    hear = ask(start_sum, 0 if coming is None else coming.num_samples)
+    while coming is not None:
+        item, (_, total) = coming, hear()
         coming = next(items, None)
-        hear = self.ask(0 if coming is None else coming.num_samples)
-        while coming is not None:
-            item, (_, total) = coming, hear()
-            coming = next(items, None)
-            if coming is not None:
-                hear = self.ask(coming.num_samples)  # answered while this step is computed
-            own = item.num_samples or 0
-            yield item._replace(weight=own * world_size / total if total else 0.0, total=total)
+        if coming is not None:
+            hear = ask(start_sum, coming.num_samples)  # answered while this step is computed
+        own = item.num_samples or 0
+        yield item._replace(weight=own * world_size / total if total else 0.0, total=total)
 
 
 def _samples_in(batch: Any) -> int | None:

@@ -1,25 +1,90 @@
-"""Data of PyTorch for one call: loaders over arrays, datasets and loaders of the user, made in each worker."""
+"""Data of PyTorch for one call: to train and validate on, made and divided in each worker, and to predict."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from raysgd.arrays import trees
-from raysgd.arrays.arrays import Arrays, as_arrays, is_frame, is_of_arrays
+from raysgd.arrays import data_kinds, trees
+from raysgd.arrays.arrays import Arrays, as_arrays
+from raysgd.arrays.containers import ArrayContainer
+from raysgd.arrays.data_kinds import CallData, Kind, RepeatedBatches, every_nth, size_of
 from raysgd.arrays.ray_batches import BatchForm
-from raysgd.arrays.whole_data import Creator, DealtBatches, OwnData, creator_of, is_creator, size_of
-from raysgd.engine.shared.types import World
-from raysgd.messages.prediction_data import num_rows_of
+from raysgd.messages import prediction_data
+from raysgd.messages.prediction import PredictRequest, Rows, Work
+from raysgd.messages.prediction_data import (
+    BatchRequest,
+    Found,
+    PredictionSource,
+    num_rows_of,
+    refuse,
+    source_of_batches,
+    source_of_rows,
+)
+from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
+from raysgd.torch.data.batch_streams import length_of
+from raysgd.torch.data.batches import TensorCollate, count_samples
 from raysgd.torch.data.ray_tensors import as_batch
-from raysgd.torch.data.sampling import ShardedLoader, shard_loader
+from raysgd.torch.data.sampling import ShardedLoader, ending_with_parent, kept_options, shard_loader
+
+
+def kind_of(dataset: Any) -> Kind | None:
+    """Return the kind of data for a call; None for what none can use."""
+    kind = data_kinds.kind_of(dataset)
+    if kind is None and isinstance(dataset, DataLoader | Stream):
+        return "batches"
+    if kind is None and (isinstance(dataset, Dataset) or has_samples(dataset)):
+        return "rows"
+    return kind
+
+
+def has_samples(dataset: Any) -> bool:
+    """Return whether it gives samples by their numbers: a map-style dataset, something like one, or a list of dicts."""
+    if isinstance(dataset, list):
+        return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
+    has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return has_rows and not isinstance(dataset, Sequence | Mapping)
+
+
+def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
+    """Return the data of a call, ready for workers; None for what none can use.
+
+    Args:
+        dataset: What the call was given.
+        config: That of one worker.
+
+    Raises:
+        ValueError: There is no batch size, or arrays differ in their number of rows.
+    """
+    kind = kind_of(dataset)
+    if kind == "batches":
+        return CallData(kind, dataset)
+    if kind != "rows":
+        return data_kinds.call_data_of(dataset, config)
+    if data_kinds.kind_of(dataset) != "rows":  # but samples by their numbers
+        size = size_of(f"a `{type(dataset).__name__}`", None, config)
+        return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
+    data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
+    size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
+    rows = ArrayRows(as_arrays(data.data, in_columns=data.feature_columns is not None), data.form)
+    options = {"batch_size": size, "shuffle": data.shuffle, "drop_last": data.drop_last, "collate_fn": _unchanged}
+    return CallData(kind, partial(_loader_over, rows, options))
+
+
+def _loader_over(dataset: Any, options: Mapping[str, Any], collate_fn: Any) -> DataLoader[Any]:
+    """A loader; `collate_fn` makes its batches, unless the options say what does."""
+    return DataLoader(dataset, **{"collate_fn": collate_fn, **options})
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 class ArrayRows(Dataset[Any]):
@@ -49,75 +114,50 @@ def _taken(array: Any, indices: list[int]) -> Any:
     return array[torch.tensor(indices) if isinstance(array, torch.Tensor) else np.asarray(indices)]
 
 
-def _as_it_is(batch: Any) -> Any:
+def batches_of(share: CallData, collate_fn: Any) -> Any:
+    """The batches of a worker's share; those of whole data are not divided yet.
+
+    Args:
+        share: What this worker was given.
+        collate_fn: Makes batches of samples, where the data do not say what does.
+
+    Raises:
+        TypeError: A creator returned no iterable of batches.
+    """
+    match share.kind:
+        case "ray":
+            return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
+        case "shards":
+            return RepeatedBatches(lambda: map(_in_tensors, share.data))
+        case "rows":
+            return share.data(collate_fn)
+        case "batches":
+            return share.data
+    made = share.data()
+    if not hasattr(made, "__iter__") and not isinstance(made, Stream):
+        raise TypeError(
+            f"The creator in `dataset=` returned a `{type(made).__name__}`: return a `DataLoader`, or another "
+            "iterable of batches that can be iterated over again and again."
+        )
+    return made
+
+
+def _in_tensors(batch: Any) -> Any:
+    """A list of tuples of tensors as one tensor for each place."""
+    if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
+        return tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
     return batch
 
 
-@dataclass(frozen=True)
-class DatasetLoader:
-    """A loader that is made over a dataset.
-
-    Attributes:
-        dataset: Map-style or iterable.
-        batch_size: Of one worker.
-        options: For the loader.
-    """
-
-    dataset: Any
-    batch_size: int
-    options: Mapping[str, Any]
-
-    def make(self, collate_fn: Any = None) -> DataLoader[Any]:
-        """The loader; `collate_fn` makes its batches, unless the options say what does."""
-        return DataLoader(self.dataset, self.batch_size, **{"collate_fn": collate_fn, **self.options})
-
-
-def is_known(dataset: Any) -> bool:
-    """Return whether it is data that every worker can be given whole."""
-    if isinstance(dataset, Arrays | DataLoader | Dataset | Stream) or is_frame(dataset) or is_of_arrays(dataset):
-        return True
-    return has_samples(dataset) or is_creator(dataset)
-
-
-def has_samples(dataset: Any) -> bool:
-    """Return whether it gives samples by their numbers: a map-style dataset, something like one, or a list of dicts."""
-    if isinstance(dataset, list):
-        return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
-    has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return has_rows and not isinstance(dataset, Sequence | Mapping)
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    tensors = [torch.as_tensor(part) for part in parts]
+    return torch.stack(tensors) if tensors[0].ndim == 0 else torch.cat(tensors)
 
 
 def collate_fn_of(loaders: Iterable[Any]) -> Any:
     """Returns the `collate_fn` of the first of these loaders that makes batches of samples; None where none does."""
     found = (each for each in loaders if isinstance(each, DataLoader) and each.batch_sampler is not None)
     return next((loader.collate_fn for loader in found), None)
-
-
-def whole(dataset: Any, config: Mapping[str, Any]) -> DatasetLoader | OwnData | Creator | None:
-    """Return what every worker makes its loader of; None for data of another kind.
-
-    Args:
-        dataset: What the call was given.
-        config: That of one worker.
-
-    Raises:
-        ValueError: There is no batch size, or arrays differ in their number of rows.
-    """
-    if isinstance(dataset, DataLoader | Stream):
-        return OwnData(dataset)
-    if isinstance(dataset, Arrays):
-        return _of_arrays(dataset, config)
-    if is_frame(dataset) or is_of_arrays(dataset):
-        return _of_arrays(Arrays(dataset), config)
-    if isinstance(dataset, Dataset) or has_samples(dataset):
-        return DatasetLoader(dataset, size_of(f"a `{type(dataset).__name__}`", None, config), {})
-    return creator_of(dataset, config)
-
-
-def _of_arrays(data: Arrays, config: Mapping[str, Any]) -> DatasetLoader:
-    size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
-    rows = ArrayRows(as_arrays(data.data, in_columns=data.feature_columns is not None), data.form)
-    return DatasetLoader(rows, size, {"shuffle": data.shuffle, "drop_last": data.drop_last, "collate_fn": _as_it_is})
 
 
 def seed_of(loader: Any, seed: int) -> int:
@@ -127,25 +167,171 @@ def seed_of(loader: Any, seed: int) -> int:
     return seed if own is None else own.initial_seed()
 
 
-def divided(loader: Any, world: World, training: bool, rule: GlobalBatchRule | None = None) -> ShardedLoader | Any:
+def divided(
+    loader: Any, rank: int, world_size: int, training: bool, rule: GlobalBatchRule | None = None
+) -> ShardedLoader | Any:
     """The loader as this worker uses it: divided by samples, or else dealt by batches.
 
     Raises:
-        TypeError: It is no iterable of batches.
         ValueError: It is to be divided by global batches, and cannot be.
     """
-    if not hasattr(loader, "__iter__"):
-        raise TypeError(
-            f"The creator in `dataset=` returned a `{type(loader).__name__}`: return a `DataLoader`, or another "
-            "iterable of batches that can be iterated over again and again."
-        )
-    sharded = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, rule=rule)
+    sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training, rule=rule)
     if rule is not None and training and not isinstance(sharded, ShardedLoader):
         raise ValueError(
             "`train(dataset=...)` with `split_batches=True` or `deterministic=True` needs data that the library "
             f"divides by samples, and these are not divided ({sharded.reason}): pass arrays, a map-style dataset, or a "
             "`DataLoader` over one."
         )
-    if isinstance(sharded, ShardedLoader) or sharded.divides_data or not world.is_distributed:
-        return sharded if isinstance(sharded, ShardedLoader) else loader
-    return DealtBatches(loader, world)
+    if isinstance(sharded, ShardedLoader):
+        return sharded
+    return loader if sharded.divides_data or world_size == 1 else every_nth(loader, rank, world_size)
+
+
+KINDS = (
+    "an array or tensor, a tuple or dict of them, a data frame, a dataset or `DataLoader` of PyTorch, a list of "
+    "dicts (the samples), a dataset of Ray Data, a stream, or an iterator over batches"
+)
+
+
+def source_to_predict(data: Any, asked: BatchRequest) -> Found:
+    """Return where the batches come from, and what the results are returned in.
+
+    Raises:
+        TypeError: It is of an unknown kind.
+        ValueError: The order of its rows cannot be kept.
+    """
+    leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
+    found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
+    if found is not None:
+        return found
+    if isinstance(data, Stream):
+        batches = BatchesInOrder(data, asked.size, TensorCollate())
+        return source_of_batches(batches, batches.num_batches), ArrayContainer(as_tensor)
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=asked.batch_size)
+    if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
+        return _of_loader(data, asked), ArrayContainer(as_tensor)
+    if isinstance(data, DataLoader):
+        _check_iterable(data)
+        return source_of_batches(_apart(data), length_of(data)), ArrayContainer(as_tensor)
+    if kind_of(data) == "rows":
+        make_loader = partial(_loader_to_predict, data, {})
+        return source_of_rows(len(data), asked.batch_size, make_loader), ArrayContainer(as_tensor)
+    if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
+        raise refuse(data, KINDS)
+    return source_of_batches(data, length_of(data)), ArrayContainer(as_tensor)
+
+
+def _is_of_tensors(data: Any) -> bool:
+    is_tree = isinstance(data, torch.Tensor | tuple | Mapping)
+    return is_tree and any(isinstance(leaf, torch.Tensor) for _, leaf in trees.leaves(data))
+
+
+def as_tensor(array: Any) -> Any:
+    """An array as a separate tensor; text stays an array."""
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
+        return array
+    return torch.from_numpy(np.ascontiguousarray(trees.own(array)))
+
+
+def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
+    """A map-style loader: every worker loads its own rows. `drop_last` has no effect, so that no row is lost."""
+    batches = loader.batch_sampler
+    if batches is None:
+        raise ValueError(
+            "`predict` got a `DataLoader` with `batch_size=None`, which forms no batches: pass its dataset, or a "
+            "loader with a batch size."
+        )
+    if type(batches) is not BatchSampler:
+        raise _unordered(f"the batch sampler `{type(batches).__name__}`")
+    sampler = batches.sampler
+    if isinstance(sampler, RandomSampler):
+        raise _unordered("`shuffle=True`")
+    if type(sampler) is not SequentialSampler:
+        raise _unordered(f"the sampler `{type(sampler).__name__}`")
+    make_loader = partial(_loader_to_predict, loader.dataset, kept_options(loader))
+    return source_of_rows(len(cast(Sized, loader.dataset)), asked.size(batches.batch_size), make_loader)
+
+
+def _unordered(what: str) -> ValueError:
+    return ValueError(
+        f"`predict` got a `DataLoader` with {what}, so its rows come in an order of their own, and no result could be "
+        "told from another. Pass `DataLoader(dataset, batch_size=...)` without it, or the dataset. For some of the "
+        "rows pass `torch.utils.data.Subset(dataset, indices)`."
+    )
+
+
+def _check_iterable(loader: DataLoader[Any]) -> None:
+    if loader.num_workers > 1 and isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            f"`predict` got a `DataLoader` over an `IterableDataset` with `num_workers={loader.num_workers}`, whose "
+            "processes read the rows side by side, so their order cannot be kept. Pass `num_workers=1` or 0, or a "
+            "dataset with `__getitem__` and `__len__`."
+        )
+
+
+def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The batches of a loader; what it draws for its processes is not drawn from the generator that training uses."""
+    before = torch.get_rng_state()
+    batches = iter(loader)
+    torch.set_rng_state(before)
+    yield from batches
+
+
+class PredictionLoader:
+    """The batches of one worker, for one prediction after the other.
+
+    Args:
+        collate_fn: Returns what makes batches of samples, where the data do not say it.
+    """
+
+    def __init__(self, collate_fn: Callable[[], Any]) -> None:
+        self._collate_fn = collate_fn
+        self._key: str | None = None
+        self._indices: list[list[int]] = []  # a loader with processes goes on living between rounds, and looks here
+        self._loader: DataLoader[Any] | None = None
+
+    def batches(self, request: PredictRequest, work: Work, make_loader: Any) -> Iterator[tuple[Any, int]]:
+        """The batches of a round, and the rows of each.
+
+        Args:
+            request: The round.
+            work: This worker's part of it.
+            make_loader: Makes a loader over the rows of a dataset; None but for the first round over one.
+        """
+        if request.key != self._key:
+            self.close()
+        if not isinstance(work, Rows):
+            yield from work.made(as_batch, count_samples)
+        else:
+            if make_loader is not None:
+                self._key, self._loader = request.key, make_loader(self._indices, self._collate_fn())
+            assert self._loader is not None, "the first round brings the dataset"
+            self._indices[:] = map(list, work.ranges)
+            if self._indices:
+                yield from zip(self._loader, map(len, work.ranges), strict=True)
+        if request.is_last:
+            self.close()
+
+    def close(self) -> None:
+        """Lets go of the dataset, and of the processes that load it."""
+        self._key = self._loader = None
+
+
+def _loader_to_predict(
+    dataset: Any, options: Mapping[str, Any], indices: list[list[int]], collate_fn: Any
+) -> DataLoader[Any]:
+    options = {"collate_fn": collate_fn, **options}
+    if options.get("num_workers"):
+        options["worker_init_fn"] = ending_with_parent(options["worker_init_fn"])
+        options["persistent_workers"] = True
+    generator = torch.Generator()  # else it would draw from the one that training uses
+    return DataLoader(dataset, batch_sampler=indices, generator=generator, **options)
+
+
+def plain(value: Any) -> Any:
+    """A tensor as an array; other values as they are. NumPy has no bfloat16, so that becomes float32."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import torch
-
-from raysgd.arrays.ray_batches import RayLoader, RayShare
-from raysgd.arrays.whole_data import DealtBatches, WholeShare
-from raysgd.engine.shared.types import DataLedger, World
+from raysgd.arrays.data_kinds import RepeatedBatches, every_nth
+from raysgd.arrays.ray_batches import RayLoader
+from raysgd.engine.shared.types import DataLedger
 from raysgd.exceptions import NoDataError
 from raysgd.messages.epochs import EpochRequest
 from raysgd.streams.source import StreamData, StreamSource, stream_data
@@ -21,14 +20,11 @@ from raysgd.torch.data.batch_streams import (
     DividedBatchesSource,
     DividedLoaderSource,
     DrawnItem,
-    LoaderOncePerCall,
     LoaderSource,
-    LockstepSource,
     PlainSource,
     TorchBatchStream,
 )
 from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
@@ -83,23 +79,21 @@ class TorchFeed(feed.Feed):
         return TorchBatchStream(source, self._parallel.step, begin_pass, self._undo)
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
-        share, ranks = self.data_of_call[name], self._ranks
-        data: Any = _CallBatches(share)
-        if isinstance(share, WholeShare):
-            loader = self.made_of_call(name, request)
-            if isinstance(loader, Stream):
-                assert self._rule is not None, "checked in the driver"
-                made = stream_data(loader, name, self._rule.of_streams, ranks.world_size)
-                return self._stream_source(made, request.seed)
-            data = call_data.divided(loader, World(ranks.rank, ranks.world_size), training, self._rule)
-            if isinstance(data, ShardedLoader):
-                dealt = DealtBatches(loader, World(ranks.rank, ranks.world_size))
-                return _divided_source(data, call_data.seed_of(loader, request.seed), dealt)
-        return self._plain_source(data, lockstep=True) if training else LoaderOncePerCall(data)
+        loader, ranks = self.made_of_call(name, request), self._ranks
+        if isinstance(loader, Stream):
+            assert self._rule is not None, "checked in the driver"
+            made = stream_data(loader, name, self._rule.of_streams, ranks.world_size)
+            return self._stream_source(made, request.seed)
+        data = loader
+        if self.data_of_call[name].is_whole:
+            data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self._rule)
+        if isinstance(data, ShardedLoader):
+            dealt = every_nth(loader, ranks.rank, ranks.world_size)
+            return _divided_source(data, call_data.seed_of(loader, request.seed), dealt)
+        return self._plain_source(data, training)
 
     def _make(self, name: str) -> Any:
-        data = self.data_of_call[name].data
-        return data.make(self.collate_fn(name)) if isinstance(data, call_data.DatasetLoader) else data.make()
+        return call_data.batches_of(self.data_of_call[name], self.collate_fn(name))
 
     def collate_fn(self, name: str) -> Any:
         """Returns the `collate_fn` of the loader under "train" or "validation", or else of the other one."""
@@ -111,31 +105,30 @@ class TorchFeed(feed.Feed):
         return loader if isinstance(loader, RayLoader) else None
 
     def _open_validation(self, request: EpochRequest) -> TorchBatchStream:
-        return TorchBatchStream(self._validation_source(request), _EvaluationStep(self._parallel), lambda: 0)
-
-    def _validation_source(self, request: EpochRequest) -> LoaderSource:
-        if request.shard_key is not None:
-            return self._source_of_call("validation", request, training=False)
-        loader = self.ray_loader("validation")
-        return LoaderOncePerCall(loader) if loader is not None else self._source("validation", request, training=False)
+        is_of_call = request.shard_key is not None
+        find = self._source_of_call if is_of_call else self._source
+        source, step = find("validation", request, training=False), BatchStep()
+        step.awaits = self._parallel.await_others
+        stream = TorchBatchStream(source, step, lambda: 0)
+        is_dealt = is_of_call or self.ray_loader("validation") is not None
+        stream.has_one_pass = is_dealt and isinstance(source, PlainSource)
+        return stream
 
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         data = self._data_of(name)
         if data is None:
-            return PlainSource(_MissingLoader(name))
+            return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
         if isinstance(data, ShardedLoader):
             return _divided_source(data, request.seed, data.given)
         if isinstance(data, StreamData):
             return self._stream_source(data, request.seed)
-        return self._plain_source(data.loader, lockstep=training)
+        return self._plain_source(data.loader, training)
 
     def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
         return StreamSource(data, self._ranks, seed, TensorCollate(), DrawnItem, NO_BATCH)
 
-    def _plain_source(self, loader: Any, lockstep: bool) -> LoaderSource:
-        if lockstep and self._parallel.synchronizes:
-            return LockstepSource(loader)
-        return PlainSource(loader)
+    def _plain_source(self, loader: Any, training: bool) -> PlainSource:
+        return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
 
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
         """Divides the data again, for a place in a group of another size.
@@ -195,50 +188,7 @@ def _divided_source(data: ShardedLoader, seed: int, plain: Any) -> DividedLoader
     return DividedLoaderSource(data, seed)
 
 
-class _EvaluationStep(BatchStep):
-    """A step that trains nothing. Where forward passes take all ranks, the last batch is followed by those of others.
-
-    So code behind the user's loop runs on all ranks at the same time, and may talk to other ranks.
-    """
-
-    def __init__(self, parallel: NoParallel) -> None:
-        super().__init__()
-        self._parallel = parallel
-
-    def end_stream(self) -> None:
-        super().end_stream()
-        self._parallel.await_others()
-
-
-class _MissingLoader:
-    """Stands for a loader that was not registered; an error only once somebody draws from it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __iter__(self) -> Iterator[Any]:
-        way_out = ", or pass `dataset` to `train`." if self._name == "train" else " before you call `validate`."
-        raise NoDataError(f"`{self._name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")
-
-
-class _CallBatches:
-    """Batches of a dataset that a call brought along. Lists of tuples of tensors become one tensor for each place."""
-
-    def __init__(self, shard: Any) -> None:
-        self._shard = shard
-
-    def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._shard, RayShare):
-            return (as_batch(arrays, self._shard.form) for arrays in self._shard.arrays())
-        return map(_in_tensors, self._shard)
-
-
-def _in_tensors(batch: Any) -> Any:
-    if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
-        return tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
-    return batch
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    tensors = [torch.as_tensor(part) for part in parts]
-    return torch.stack(tensors) if tensors[0].ndim == 0 else torch.cat(tensors)
+def _refuse_missing(name: str) -> Iterator[Any]:
+    """Stands for a loader that was not registered: an error only once somebody draws from it."""
+    way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
+    raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

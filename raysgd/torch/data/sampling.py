@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Sampler,
 )
 
 from raysgd.streams.loaders import end_with_parent
@@ -140,11 +139,11 @@ def shard_loader(
         order = BatchesOrder(own_sampler)
     size, drop_last = (1, False) if is_of_batches else (batches.batch_size, batches.drop_last)
     size *= 1 if rule is None else rule.multiple
-    sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, rule)
+    sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, rule, is_of_batches=takes_whole)
     signature = DataSignature(order.num_samples, sampler.batch_size, sampler.drop_last, order.name)
     return ShardedLoader(
         given=loader,
-        loader=_rebuild(loader, _BatchesInOne(sampler) if takes_whole else sampler, pin_memory, sampler.num_shards),
+        loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,
         seed_hint=_seed_hint(loader, own_sampler),
         num_samples=order.num_samples,
@@ -153,10 +152,7 @@ def shard_loader(
 
 
 def _obstacle(loader: Any) -> UndividedLoader | None:
-    for rule in _RULES:
-        if rule.applies(loader):
-            return UndividedLoader(loader, rule.reason, rule.warn)
-    return None
+    return next((UndividedLoader(loader, reason, warn) for applies, reason, warn in _RULES if applies(loader)), None)
 
 
 def _obstacle_of_batches(rule: GlobalBatchRule | None, training: bool) -> str | None:
@@ -183,49 +179,27 @@ def _divides(loader: DataLoader[Any]) -> bool:
     return divides_data(sampler) or divides_data(getattr(sampler, "sampler", None))
 
 
-class _BatchesInOne(Sampler[list[Any]]):
-    """Batches made of several others."""
-
-    def __init__(self, batches: ElasticBatchSampler) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        rule: Iterator[Any] = iter(self._batches)
-        return (list(chain.from_iterable(batches)) for batches in rule)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
 _DIVIDES = "its sampler divides the data"
 
 
-@dataclass(frozen=True)
-class _Rule:
-    applies: Callable[[Any], bool]
-    reason: str
-    warn: bool
-
-
-# In this order: each rule may rely on those before it.
-_RULES = (
-    _Rule(lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", warn=False),
-    _Rule(lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", warn=False),
-    _Rule(_has_own_iteration, "its class overrides the iteration of DataLoader", warn=True),
-    _Rule(lambda loader: loader.batch_sampler is None, "it forms no batches (`batch_size=None`)", warn=True),
-    _Rule(_divides, _DIVIDES, warn=False),
-    _Rule(lambda loader: has_no_length(loader.dataset), "its dataset has no length", warn=True),
-    _Rule(lambda loader: has_no_length(_own_sampler(loader)), "its sampler has no length", warn=True),
+# What a loader is left alone for, why, and whether the user may have expected otherwise. In this order: each test may
+# rely on those before it.
+_RULES: tuple[tuple[Callable[[Any], bool], str, bool], ...] = (
+    (lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", False),
+    (lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", False),
+    (_has_own_iteration, "its class overrides the iteration of DataLoader", True),
+    (lambda loader: loader.batch_sampler is None, "it forms no batches (`batch_size=None`)", True),
+    (_divides, _DIVIDES, False),
+    (lambda loader: has_no_length(loader.dataset), "its dataset has no length", True),
+    (lambda loader: has_no_length(_own_sampler(loader)), "its sampler has no length", True),
 )
 
 
-def _rebuild(
-    loader: DataLoader[Any], sampler: Sampler[list[Any]], pin_memory: bool, num_shards: int
-) -> DataLoader[Any]:
+def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: bool) -> DataLoader[Any]:
     options = kept_options(loader, "persistent_workers")
     options["pin_memory"] = loader.pin_memory or pin_memory
     if loader.num_workers:
-        options["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
+        options["worker_init_fn"] = ending_with_parent(loader.worker_init_fn)
     device = getattr(loader, "pin_memory_device", "")
     if device and "pin_memory_device" in inspect.signature(DataLoader).parameters:
         options["pin_memory_device"] = device
@@ -234,7 +208,7 @@ def _rebuild(
             "`in_order=False` has no effect on a loader that is divided over workers: a batch that overtakes "
             "another would be counted for the wrong step."
         )
-    dataset = SeededRows(loader.dataset) if num_shards else loader.dataset
+    dataset = SeededRows(loader.dataset) if sampler.num_shards else loader.dataset
     return DataLoader(dataset, batch_sampler=sampler, **options)
 
 
@@ -261,16 +235,15 @@ def kept_options(loader: Any, *more: str) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
 
 
-@dataclass(frozen=True)
-class EndsWithParent:
-    """A `worker_init_fn` that calls the user's own."""
+def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
+    """Return a `worker_init_fn` that calls the user's own, and lets the process end with the one it loads for."""
+    return partial(_begin_process, user_function)
 
-    user_function: Callable[[int], None] | None
 
-    def __call__(self, worker_id: int) -> None:
-        end_with_parent()
-        if self.user_function is not None:
-            self.user_function(worker_id)
+def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) -> None:
+    end_with_parent()
+    if user_function is not None:
+        user_function(worker_id)
 
 
 class SeededRows(Dataset[Any]):

@@ -16,7 +16,6 @@ import torch
 from raysgd import _arguments as checks
 from raysgd._arguments import did_you_mean, is_number, refuse_text
 from raysgd._text.log_lines import Once
-from raysgd.arrays.ray_batches import ray_batches
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.engine.placement import num_gpus
 from raysgd.messages.batching import check_global_size, split_batch_size
@@ -76,20 +75,18 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
     """
     if dataset is None:
         return
-    is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
-    if global_option and is_dealt:
+    kind = call_data.kind_of(dataset)
+    if global_option and kind in ("ray", "shards"):
         raise ValueError(
             f"`train(dataset=...)` got `{type(dataset).__name__}`, which {global_option} cannot divide by "
             "samples: pass arrays, a map-style dataset, or a `DataLoader` over one."
         )
-    if ray_batches(dataset) is not None:
-        if steps_apart:
-            raise ValueError(
-                "`train(dataset=...)` got a dataset of Ray Data, which several workers share only if they step "
-                'together: omit `strategy="none"`.'
-            )
-        return
-    if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")) and not call_data.is_known(dataset):
+    if kind == "ray" and steps_apart:
+        raise ValueError(
+            "`train(dataset=...)` got a dataset of Ray Data, which several workers share only if they step together: "
+            'omit `strategy="none"`.'
+        )
+    if kind is None:
         raise TypeError(
             f"`{name}=` got `{type(dataset).__name__}`: need a `DataLoader`, a dataset of PyTorch or of Ray Data, "
             "arrays or a data frame, a list of dicts (the samples), a function `(config, batch_size)` that returns a "

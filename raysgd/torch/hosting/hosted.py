@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from raysgd.engine.shared.types import World
+from raysgd.exceptions import OnFailure
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums
 from raysgd.streams.source import StreamData
-from raysgd.torch.data import predicting
+from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_streams import DividedLoaderSource
+from raysgd.torch.data.call_data import PredictionLoader
 from raysgd.torch.data.feed import TorchFeed
-from raysgd.torch.data.predicting import PredictionLoader
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.hosting.replica_state import TorchState
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo, overrides
@@ -206,12 +207,9 @@ class TorchHosted(hosted.Hosted):
                 "config. Override `config_changed(self, config, changed)`: call `super().config_changed(config, "
                 f"changed)`, and set `group[{names[0]!r}]` in `self.optimizer.param_groups`."
             )
-        try:
-            with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
-                super().change_config(settings)
-        except BaseException:
-            internals.chosen = chosen
-            raise
+        put_back = hyperparameters.remember(internals.registered.optimizers, internals.registered.schedulers)
+        with OnFailure(put_back), OnFailure(partial(setattr, internals, "chosen", chosen)):
+            super().change_config(settings)
         return sorted(changed.keys() - ({"lr"} if internals.follows_rate else set())) if is_stock else []
 
     def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
@@ -239,8 +237,6 @@ class TorchHosted(hosted.Hosted):
                 internals = self.internals
                 info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
                 bind_batch_info(operator.train_batch)(batch[0], info)
-        except Exception as error:  # in a real step the user would get the exception
-            logger.warning("warm-up of a standby worker failed: %r", error)
         finally:
             metric_objects.reset(operator, self.internals.registered)
             self.parallel.step.close_call()
@@ -384,7 +380,7 @@ class TorchHosted(hosted.Hosted):
         return self._prediction.batches(request, work, share)
 
     def as_array(self, value: Any) -> Any:
-        return predicting.plain(value)
+        return call_data.plain(value)
 
     def close(self) -> None:
         super().close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,16 +53,11 @@ def _shares(block: torch.nn.Module, owners: Counter[int]) -> bool:
     return any(owners[identity] > count for identity, count in own.items())
 
 
-class _RecomputedForward:
-    """The forward pass of a block that keeps its inputs only; the backward pass computes it a second time."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **options)
-        return checkpoint(self.forward, *args, use_reentrant=False, **options)
+def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run the forward pass of a block that keeps its inputs only; the backward pass computes it a second time."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
+    return checkpoint(forward, *args, use_reentrant=False, **options)
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
@@ -72,7 +68,7 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
     """
     blocks = [block for block in blocks_of(model) if not any(isinstance(part, _BatchNorm) for part in block.modules())]
     for block in blocks:
-        block.forward = _RecomputedForward(block.forward)
+        block.forward = partial(_recomputed, block.forward)
     if not blocks:
         logger.warning(
             "`activation_checkpointing=True` changes nothing: `%s` has no element of a `ModuleList` or `Sequential` "
@@ -85,6 +81,6 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
 def without_checkpointing(model: torch.nn.Module) -> torch.nn.Module:
     """The same model, with its blocks as they were."""
     for part in model.modules():
-        if isinstance(vars(part).get("forward"), _RecomputedForward):
+        if getattr(vars(part).get("forward"), "func", None) is _recomputed:
             del part.forward
     return model

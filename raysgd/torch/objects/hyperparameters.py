@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Hyperparameters = Sequence[Mapping[str, Any]]
@@ -118,20 +117,19 @@ def rate_setter(optimizers: Iterable[Any], chosen: Iterable[Hyperparameters]) ->
     return set_rate
 
 
-@contextmanager
-def put_back_on_errors(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Iterator[None]:
-    """Puts all numbers back if the body fails."""
+def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[], None]:
+    """Return what puts all numbers back."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     numbers = [_plain(group) for group in groups]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
-    try:
-        yield
-    except BaseException:
+
+    def put_back() -> None:
         for group, before in zip(groups, numbers, strict=True):
             group.update(before)
         for scheduler, state in zip(schedulers, states, strict=True):
             scheduler.load_state_dict(state)
-        raise
+
+    return put_back
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

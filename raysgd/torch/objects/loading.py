@@ -218,7 +218,7 @@ def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
-    except Exception as error:
+    except Exception as error:  # what a file holds may break anything in it
         raise ValueError(
             f"The state does not fit, nothing was loaded: `{type(optimizer).__name__}` cannot load it ({error!r:.200})."
         ) from error

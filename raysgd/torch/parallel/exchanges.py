@@ -228,7 +228,7 @@ class Exchanges:
         """Note what an exchange raises in the block."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # each backend raises other classes
             self.note(error)
             raise
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -72,8 +72,9 @@ class ForwardRounds:
         self._models, self._context, self._is_open = models, context, True
         try:
             yield
-        except Exception:
-            self._try_to_help()
+        except Exception:  # of user code
+            with suppress(Exception):  # where the ranks have lost each other, that one is the better one to tell about
+                self._help(_HAS_LEFT)
             raise
         else:
             self._help(_HAS_LEFT)
@@ -92,13 +93,6 @@ class ForwardRounds:
         """Returns when all ranks have come here, or have left the evaluation."""
         if self._is_open:
             self._help(_AWAITS)
-
-    def _try_to_help(self) -> None:
-        """After an exception. Where the ranks have lost each other, that one is the better one to tell about."""
-        try:
-            self._help(_HAS_LEFT)
-        except Exception:
-            return
 
     def _help(self, said: int) -> None:
         while True:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from raysgd._state.state_codec import EncodedState, decode, lend
 from raysgd.connections.group import Array
 from raysgd.connections.mesh.mesh import Bytes
-from raysgd.connections.mesh.sums import Chain
+from raysgd.connections.mesh.sums import Chain, ChainTransfer
 from raysgd.connections.torch import board_of_group, exchanges_at_once
 
 STAGED_BYTES = 2**24
@@ -68,43 +68,44 @@ def _receive_staged(source: int, takers: Sequence[int], device: torch.device) ->
 
 
 def _staged_chain(source: int, takers: Sequence[int], device: torch.device) -> Chain:
-    return Chain(_StagingBuffers(_reachable(device), STAGED_BYTES), dist.get_rank(), source, takers, STAGED_BYTES)
+    return Chain(_moving_by_device(_reachable(device), STAGED_BYTES), dist.get_rank(), source, takers, STAGED_BYTES)
 
 
 def _topic(key: bytes) -> str:
     return f"raysgd/state/{key.hex()}"
 
 
-class _StagingBuffers:
-    """Moves bytes of the host through two buffers where the transport reaches them.
+def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
+    """Return what moves bytes of the host through two buffers where the transport reaches them.
 
     Args:
         device: Where that is.
         num_bytes: The size of a buffer, and of the largest piece.
     """
+    sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    newest: Bytes | None = None
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._sent, self._received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-        self._newest: Bytes | None = None
+    def filled(piece: Bytes) -> torch.Tensor:
+        room = sent[: len(piece)]
+        if piece is not newest:
+            room.copy_(_tensor(piece))
+        return room
 
-    def __call__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
-        if self._newest is not None:  # it is what goes out now
-            self._sent, self._received = self._received, self._sent
-        works = [dist.isend(self._filled(piece), rank) for rank, piece in outgoing.items()]
-        works += [dist.irecv(self._received[: len(piece)], rank) for rank, piece in incoming.items()]
+    def move(outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
+        nonlocal sent, received, newest
+        if newest is not None:  # it is what goes out now
+            sent, received = received, sent
+        works = [dist.isend(filled(piece), rank) for rank, piece in outgoing.items()]
+        works += [dist.irecv(received[: len(piece)], rank) for rank, piece in incoming.items()]
         for work in works:
             assert work is not None, "this rank is in the group"
             work.wait()
-        self._newest = None
+        newest = None
         for piece in incoming.values():
-            _tensor(piece).copy_(self._received[: len(piece)])
-            self._newest = piece
+            _tensor(piece).copy_(received[: len(piece)])
+            newest = piece
 
-    def _filled(self, piece: Bytes) -> torch.Tensor:
-        room = self._sent[: len(piece)]
-        if piece is not self._newest:
-            room.copy_(_tensor(piece))
-        return room
+    return move
 
 
 def _tensor(piece: Bytes) -> torch.Tensor:

@@ -21,7 +21,6 @@ from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord
-from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
 _NUM_NAMES_OF_SUMS = 8  # of one that no rank waits for any more, and of those that may follow it
@@ -46,7 +45,6 @@ class HorovodParallel(HorovodByHand):
         super().__init__()
         self.synchronizes = self.step.is_global = world_size > 1
         self.record = GlobalRecord() if self.synchronizes else None
-        self._outgoing = _OutgoingGradient(self.step)
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._averaged: set[torch.Tensor] = set()
         self._num_models = self._num_sums = 0
@@ -106,7 +104,7 @@ class HorovodParallel(HorovodByHand):
             for index, parameter in enumerate(group["params"])
         ]
         try:
-            wrapped = self._hvd.DistributedOptimizer(plain, named_parameters=names, compression=self._outgoing)
+            wrapped = self._hvd.DistributedOptimizer(plain, named_parameters=names, compression=self)
         except TypeError as error:
             raise InvalidRegistrationError(
                 f"Horovod makes `{type(plain).__name__}` again from its parameter groups alone, which failed: {error}. "
@@ -116,6 +114,16 @@ class HorovodParallel(HorovodByHand):
         _adapt_class_of(wrapped, type(plain))
         _keep_in_touch(plain, wrapped)
         return wrapped
+
+    def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Weight a gradient before it is sent: Horovod has a place for that, which it calls compression."""
+        gradient = gradient.contiguous()  # Horovod takes no other
+        weight = self.step.outgoing_weight()
+        return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
+
+    def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
+        """Return a gradient that was received."""
+        return gradient
 
     def _take_state_of_rank_0(self, wrapped: Any) -> None:
         # Not `hvd.broadcast_optimizer_state`: it takes a step to have a state that it can send.
@@ -169,27 +177,9 @@ class HorovodParallel(HorovodByHand):
     def _finish_backward(self) -> None:
         if self.record is not None:
             self.record.note("gradients were exchanged")
-        try:
+        with self.exchanges.noting():
             for _, wrapped in self._pairs:
                 wrapped.synchronize()
-        except Exception as error:
-            self.exchanges.note(error)
-            raise
-
-
-class _OutgoingGradient:
-    """A gradient's way before it is sent: Horovod has a place for it, which it calls compression."""
-
-    def __init__(self, step: BatchStep) -> None:
-        self._step = step
-
-    def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous()  # Horovod takes no other
-        weight = self._step.outgoing_weight()
-        return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
-
-    def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
-        return gradient
 
 
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,16 +26,6 @@ from raysgd.worker.worker_callbacks import InstalledCallbacks
 logger = logging.getLogger(__name__)
 
 
-class GradientBounds(Protocol):
-    """The clipping of gradients by an operator, whose methods users override."""
-
-    def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
-        """Clips the norm of all of them together."""
-
-    def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
-        """Clips each number."""
-
-
 class OwnSteps:
     """Shows gradients to callbacks and clips them right before an optimizer steps, once; notes that it has stepped.
 
@@ -48,7 +38,7 @@ class OwnSteps:
         self,
         precision: Precision,
         options: StepOptions,
-        bounds: GradientBounds,
+        bounds: Any,
         step: BatchStep,
         callbacks: InstalledCallbacks,
     ) -> None:

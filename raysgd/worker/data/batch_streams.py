@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from raysgd.messages.epochs import EpochRequest
-from raysgd.worker.data.epoch_run import Steps
 
 NO_BATCH = object()
 """Instead of a batch: this rank has no sample in a global step, which still counts."""
@@ -51,21 +50,6 @@ class PlaceInStep(Protocol):
         """Called when no batch follows in this call."""
 
 
-class BatchSupply(Steps, Protocol):
-    """Hands out batches, and remembers where it is."""
-
-    num_steps_taken: int
-    pass_index: int
-    at_boundary: Any
-    source: Any
-
-    def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yields so many batches; with None the rest of this pass, or a whole one."""
-
-    def settle(self) -> None:
-        """Says that the loop around the steps came to its end."""
-
-
 ItemT = TypeVar("ItemT")
 StepT = TypeVar("StepT", bound=PlaceInStep)
 
@@ -84,6 +68,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
     Attributes:
         at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
         prepare: Called before the first batch of a call and of a pass.
+        has_one_pass: Whether there is but one, which all ranks begin together: none may begin another one by itself.
         pass_index: Index of the pass begun last.
         num_steps_taken: Steps whose first batch was handed out.
     """
@@ -107,6 +92,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self._is_first_of_step = self._is_last_of_step = True  # of the batch drawn last
         self.at_boundary: Callable[[], None] | None = None
         self.prepare: Callable[[], None] = lambda: None
+        self.has_one_pass = self._has_begun = False
         self.pass_index = 0
         self.num_steps_taken = 0
 
@@ -206,6 +192,9 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self._step.end_stream()
 
     def _open(self) -> Iterator[ItemT]:
+        if self.has_one_pass and self._has_begun:
+            return iter(())
+        self._has_begun = True
         self.prepare()
         if self._to_resume is not None:
             (self.pass_index, consumed), self._to_resume = self._to_resume, None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, Tally
 from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
-from raysgd.arrays.whole_data import DataPosition
+from raysgd.arrays.data_kinds import DataPosition
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochAnswer
 from raysgd.worker.data.rank_rows import Part, RankRows
@@ -25,8 +25,13 @@ class HeldAtBoundary(BaseException):
     """Ends an epoch between two steps, past any `except Exception` of user code; the call will continue."""
 
 
-class Steps(Protocol):
-    """The source of the steps of a run."""
+class BatchSupply(Protocol):
+    """Hands out the batches of a run, and remembers where it is."""
+
+    num_steps_taken: int
+    pass_index: int
+    at_boundary: Any
+    source: Any
 
     @property
     def num_steps_completed(self) -> int:
@@ -35,6 +40,12 @@ class Steps(Protocol):
     @property
     def is_mid_pass(self) -> bool:
         """True if the next batch belongs to the pass that was begun last."""
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Yields so many batches; with None the rest of this pass, or a whole one."""
+
+    def settle(self) -> None:
+        """Says that the loop around the steps came to its end."""
 
 
 class Gate:
@@ -142,15 +153,15 @@ class EpochRun:
     place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
     ledger_before: DataLedger | None = None
-    _stream: Steps | None = None
+    _stream: BatchSupply | None = None
     _began_at: int = 0
 
-    def attach(self, stream: Steps) -> None:
+    def attach(self, stream: BatchSupply) -> None:
         """Takes its batches from `stream` from here on."""
         self._stream, self._began_at = stream, stream.num_steps_completed
 
     @property
-    def stream(self) -> Steps | None:
+    def stream(self) -> BatchSupply | None:
         """The source of its batches; None where that was left."""
         return self._stream
 

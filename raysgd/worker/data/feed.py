@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from raysgd.arrays.data_kinds import CallData, DataPosition
 from raysgd.arrays.ray_batches import RayLoader
-from raysgd.arrays.whole_data import DataPosition
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
 from raysgd.worker.data.batch_streams import LeftoverBatches
@@ -52,7 +52,7 @@ class Feed(ABC):
     def __init__(self) -> None:
         self.epoch = 0
         self.train_stream: Any = None
-        self.data_of_call: dict[str, Any] = {}
+        self.data_of_call: dict[str, CallData] = {}
         self.validation = LeftoverBatches(self._open_validation)
         self._to_resume: Mapping[str, Any] | None = None
         self._of_call: tuple[str | None, Any] = (None, None)
@@ -104,7 +104,7 @@ class Feed(ABC):
     def ray_loader(self, name: str) -> RayLoader | None:
         """The data registered under "train" or "validation", if they are of Ray Data."""
 
-    def take_share(self, name: str, request: EpochRequest, share: Any) -> None:
+    def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
         """Notes this worker's share of what the driver divides, if one came along.
 
         A stream over another share of the same data is of no use any more.
@@ -116,7 +116,7 @@ class Feed(ABC):
             return
         loader = self.ray_loader(name)
         assert loader is not None, "the driver divides what is registered"
-        loader.iterator = share.iterator
+        loader.iterator = share.data.iterator
         if name == "train":
             self.train_stream = None
 
@@ -147,7 +147,7 @@ class Feed(ABC):
     def _go_to_place(self, stream: Any) -> None:
         """Go on where the last call with the same data stopped, if the workers were given them again."""
         share = self.data_of_call["train"]
-        place: DataPosition | None = getattr(share, "place", None)
+        place = share.place
         if place is None or not has_divided_source(stream):
             return
         if stream.source.load_state(place.saved):
@@ -172,7 +172,7 @@ class Feed(ABC):
             if stream is not None:
                 stream.break_off()
 
-    def begin_again(self, request: EpochRequest, share: Any, place: DataPosition | None) -> None:
+    def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
         """Get ready to go on with a call in another group.
 
         Args:

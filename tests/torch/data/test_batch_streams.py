@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from raysgd.connections.torch import end_process_group
 from raysgd.torch.data.batch_streams import (
-    Agreement,
     DividedLoaderSource,
     LoaderSource,
-    LockstepSource,
     PlainSource,
     TorchBatchStream,
     length_of,
@@ -84,8 +82,8 @@ def lockstep_source(num_samples: int) -> LoaderSource:
     return in_lockstep([torch.tensor([i]) for i in range(num_samples)])
 
 
-def in_lockstep(batches: Any) -> LockstepSource:
-    source = LockstepSource(batches)
+def in_lockstep(batches: Any) -> PlainSource:
+    source = PlainSource(batches, is_in_lockstep=True)
     source.join(Ranks(DDP()))
     return source
 
@@ -294,7 +292,7 @@ class OfOtherRank:
 def test_ranks_tell_each_other_what_collators_return() -> None:
     source, step = of_a_collator(14, rank=1, world_size=2), BatchStep()
     together = OfOtherRank([[1, 0], [1, 2], [1, 2]])
-    source.agreement = Agreement(together)
+    source.agreement = together
     stream = TorchBatchStream(source, step, Passes())
     assert [(step.num_samples, step.weight) for _ in stream.take(None)] == [(3, 2 * 3 / 5), (2, 2 * 2 / 4)]
     assert together.asked == [[1, 1], [1, 3], [1, 2]]
@@ -303,7 +301,7 @@ def test_ranks_tell_each_other_what_collators_return() -> None:
 def test_after_a_pass_in_which_collators_returned_what_was_drawn_ranks_count_as_planned() -> None:
     source = of_a_collator(14, rank=1, world_size=2, collate_fn=lambda samples: default_collate(samples))
     together = OfOtherRank([[1, 1], [1, 4], [1, 3], [1, 0]])
-    source.agreement = Agreement(together)
+    source.agreement = together
     stream, _ = make_stream(source)
     list(stream.take(None)), list(stream.take(None))
     assert together.asked == [[1, 1], [1, 4], [1, 3], [1, 0]]

@@ -1,6 +1,6 @@
 """Data for one call: which kinds there are, and that they are used as registered loaders are.
 
-Covers `raysgd.arrays.whole_data` and `raysgd.arrays.arrays`.
+Covers `raysgd.arrays.data_kinds` and `raysgd.arrays.arrays`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd.data import Arrays
-from raysgd.engine.shared.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.data import call_data
 from raysgd.torch.data.sampling import ShardedLoader
@@ -68,6 +67,31 @@ KINDS = {
     "stream": DataLoader(Stream(), batch_size=4),
     "creator": make_loader,
 }
+
+
+class Shards:
+    """Data that divide themselves."""
+
+    def set_num_shards(self, number: int) -> None: ...
+
+    def get_shard(self, index: int) -> list[Any]:
+        return [index]
+
+
+def test_the_kind_of_data_says_who_divides_them() -> None:
+    kinds = {name: call_data.kind_of(data) for name, data in KINDS.items()}
+    batches = {"loader": "batches", "stream": "batches", "creator": "creator"}
+    assert kinds == {**dict.fromkeys(KINDS, "rows"), **batches}
+    whole = call_data.call_data_of(ROWS, {"batch_size": 4})
+    assert whole is not None
+    assert whole.is_whole
+    first, second = whole.shares(2)
+    assert first is second
+    shards = call_data.call_data_of(Shards(), {})
+    assert shards is not None
+    assert not shards.is_whole
+    assert [share.data for share in shards.shares(2)] == [[0], [1]]
+    assert call_data.call_data_of([1], {}) is None
 
 
 @pytest.fixture
@@ -172,7 +196,7 @@ def test_every_sample_is_used_once_by_any_number_of_workers(size: int) -> None:
     for loader in (DataLoader(ROWS, batch_size=2), DataLoader(Stream(), batch_size=2)):
         seen: list[float] = []
         for rank in range(size):
-            found = call_data.divided(loader, World(rank, size), training=False)
+            found = call_data.divided(loader, rank, size, training=False)
             if isinstance(found, ShardedLoader):
                 found.sampler.begin_pass(0, seed=0)
                 found = found.loader

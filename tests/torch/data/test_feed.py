@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from raysgd.arrays.data_kinds import CallData
 from raysgd.arrays.division import Division
 from raysgd.messages.epochs import EpochRequest
 from raysgd.streams.source import stream_data
@@ -217,7 +218,7 @@ def test_batches_follow_the_group_where_they_were_made_to(instead_of: int | None
 
 def test_a_call_over_batches_that_the_driver_deals_cannot_go_on_in_them() -> None:
     feed, request = TorchFeed(lambda name: None, NoParallel(), 1), replace(REQUEST, shard_key="of this call")
-    feed.take_share("train", request, [torch.zeros(2)])
+    feed.take_share("train", request, CallData("shards", [torch.zeros(2)]))
     stream = feed.training(request)
     assert feed.obstacle_of_call(stream) == "the data of this call are not divided by the library"
     assert not feed.is_divided(stream)

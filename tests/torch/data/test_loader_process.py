@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from raysgd.torch.data.sampling import EndsWithParent
+from raysgd.torch.data.sampling import ending_with_parent
 from tests.helpers.processes import is_alive
 
 
 def load_until_ended(said: str) -> None:
-    EndsWithParent(lambda worker_id: Path(said).write_text(f"{os.getpid()} {worker_id}"))(3)
+    ending_with_parent(lambda worker_id: Path(said).write_text(f"{os.getpid()} {worker_id}"))(3)
     time.sleep(300)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.data import RayBatches
-from raysgd.driver.predicting import RoundSize, dealt
+from raysgd.driver.predicting import dealt, next_size
 from raysgd.torch import TorchTrainer, TrainingOperator
 
 pytestmark = pytest.mark.integration
@@ -98,16 +98,13 @@ def test_three_workers_give_the_results_of_one_process_also_when_one_dies(ray_cl
 
 
 def test_rounds_are_long_enough_and_fit_in_memory() -> None:
-    pace = RoundSize()
+    size = 1
     for _ in range(20):
-        pace.note(seconds=0.01, num_bytes=1, num_batches=1, num_workers=2)
-    assert pace.num_batches == 1024
-    pace.note(seconds=0.5, num_bytes=2**20, num_batches=2, num_workers=4)
-    assert pace.num_batches == 32
-    pace.note(seconds=5.0, num_bytes=1, num_batches=1, num_workers=4)
-    assert pace.num_batches == 16
-    pace.note(seconds=5.0, num_bytes=2**40, num_batches=1, num_workers=4)
-    assert pace.num_batches == 1
+        size = next_size(size, seconds=0.01, num_bytes=1, num_batches=1, num_workers=2)
+    assert size == 1024
+    assert next_size(1024, seconds=0.5, num_bytes=2**20, num_batches=2, num_workers=4) == 32
+    assert next_size(32, seconds=5.0, num_bytes=1, num_batches=1, num_workers=4) == 16
+    assert next_size(16, seconds=5.0, num_bytes=2**40, num_batches=1, num_workers=4) == 1
 
 
 def test_runs_of_batches_are_about_as_long() -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
-from raysgd.torch.data.sampling import DataSignature, EndsWithParent, ShardedLoader, UndividedLoader, shard_loader
+from raysgd.torch.data.sampling import DataSignature, ShardedLoader, UndividedLoader, shard_loader
 from tests.torch.samplers import Epochs, as_list
 
 
@@ -229,8 +229,9 @@ def test_all_loading_options_are_kept() -> None:
     }
     user_loader = DataLoader(FOUR, multiprocessing_context="spawn", **options)
     rebuilt = shard(user_loader).loader
-    kept = {**options, "worker_init_fn": EndsWithParent(print)}
-    assert {name: getattr(rebuilt, name) for name in options} == kept
+    worker_init_fn: Any = rebuilt.worker_init_fn
+    assert worker_init_fn.args == (options.pop("worker_init_fn"),)
+    assert {name: getattr(rebuilt, name) for name in options} == options
     assert rebuilt.multiprocessing_context is user_loader.multiprocessing_context
     assert rebuilt.dataset is FOUR
 

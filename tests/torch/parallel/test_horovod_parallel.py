@@ -16,8 +16,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments
-from raysgd.torch.parallel.horovod_parallel import HorovodParallel, _OutgoingGradient
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.horovod_parallel import HorovodParallel
 from tests.helpers.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
 
@@ -227,21 +226,16 @@ def test_a_parameter_of_two_optimizers_is_refused(parallel: HorovodParallel, mod
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def test_a_gradient_is_weighted_on_its_way_out() -> None:
-    step = BatchStep()
-    outgoing = _OutgoingGradient(step)
-    gradient = torch.ones(3)
-    assert outgoing.compress(gradient)[0] is gradient
-    assert outgoing.decompress(gradient, None) is gradient
+def test_a_gradient_is_weighted_on_its_way_out(parallel: HorovodParallel) -> None:
+    gradient, step = torch.ones(3), parallel.step
+    assert parallel.compress(gradient)[0] is gradient
+    assert parallel.decompress(gradient, None) is gradient
     step.weight = 0.5
-    assert outgoing.compress(gradient)[0].tolist() == [0.5] * 3
+    assert parallel.compress(gradient)[0].tolist() == [0.5] * 3
     step.window = 2
-    assert outgoing.compress(gradient)[0] is gradient, "its loss was multiplied"
-
-
-def test_a_gradient_with_another_layout_is_sent_as_horovod_wants_it() -> None:
-    gradient = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    assert _OutgoingGradient(BatchStep()).compress(gradient)[0].is_contiguous()
+    assert parallel.compress(gradient)[0] is gradient, "its loss was multiplied"
+    strided = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert parallel.compress(strided)[0].is_contiguous(), "Horovod takes no other"
 
 
 # ------------------------------------------------------------------------------------------------ the trainer

@@ -7,27 +7,26 @@ import random
 import pytest
 
 from raysgd.arrays.division import proportional_counts
-from raysgd.torch.data.balancing import SpeedPlan, SpeedRule
+from raysgd.torch.data.balancing import SpeedPlan, corrected
 
 
 def test_times_that_hardly_differ_change_nothing() -> None:
-    assert SpeedRule().corrected((), [32, 32], [1.0, 1.09]) is None
-    assert SpeedRule().corrected((1.0, 0.5), [40, 20], [1.05, 1.0]) is None
+    assert corrected((), [32, 32], [1.0, 1.09]) is None
+    assert corrected((1.0, 0.5), [40, 20], [1.05, 1.0]) is None
 
 
 @pytest.mark.parametrize(("samples", "seconds"), [([32, 0], [1.0, 1.0]), ([32, 32], [1.0, 0.0])])
 def test_what_was_not_measured_changes_nothing(samples: list[float], seconds: list[float]) -> None:
-    assert SpeedRule().corrected((), samples, seconds) is None
+    assert corrected((), samples, seconds) is None
 
 
 def test_the_first_measurement_counts_in_full_and_later_ones_by_half() -> None:
-    rule = SpeedRule()
-    assert rule.corrected((), [32, 32], [1.0, 2.0]) == (1.0, 0.5)
-    assert rule.corrected((1.0, 0.5), [40, 20], [1.0, 4.0]) == pytest.approx((1.0, 0.3125))
+    assert corrected((), [32, 32], [1.0, 2.0]) == (1.0, 0.5)
+    assert corrected((1.0, 0.5), [40, 20], [1.0, 4.0]) == pytest.approx((1.0, 0.3125))
 
 
 def test_a_worker_never_counts_as_slower_than_the_cap() -> None:
-    assert SpeedRule(most_ratio=4.0).corrected((), [8, 8], [1.0, 1000.0]) == (1.0, 0.25)
+    assert corrected((), [8, 8], [1.0, 1000.0]) == (1.0, 0.125)
 
 
 def test_times_become_alike_whatever_the_speeds_are() -> None:
@@ -38,7 +37,7 @@ def test_times_become_alike_whatever_the_speeds_are() -> None:
         for _ in range(6):
             counts = proportional_counts(600, speeds or [1.0] * len(true_speeds))
             times = [count / speed * draw.uniform(0.98, 1.02) for count, speed in zip(counts, true_speeds, strict=True)]
-            speeds = SpeedRule().corrected(speeds, [float(count) for count in counts], times) or speeds
+            speeds = corrected(speeds, [float(count) for count in counts], times) or speeds
         times = [count / speed for count, speed in zip(counts, true_speeds, strict=True)]
         assert max(times) < 1.16 * min(times)
 
