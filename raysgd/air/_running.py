@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from raysgd._private_names import find_name
 from raysgd._text.log_lines import Once
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import UploadOptions
@@ -152,9 +153,9 @@ def tune_here() -> Any:
     """Return `ray.tune` where that runs the function itself; None elsewhere. Ray keeps this question private."""
     if _current is not None:
         return None
-    trials = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
-    is_in_trial = getattr(trials, "_in_tune_session", None)
-    return sys.modules.get("ray.tune") if is_in_trial is not None and is_in_trial() else None
+    tune = sys.modules.get("ray.tune")
+    is_in_trial = None if tune is None else find_name("ray.tune.trainable.trainable_fn_utils:_in_tune_session")
+    return tune if is_in_trial is not None and is_in_trial() else None
 
 
 def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:

@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
 from raysgd._imports import install_command
+from raysgd._private_names import TABLE, TESTED, missing_names
 from raysgd.engine.placement import init_ray
 
 Level = Literal["ok", "note", "problem"]
@@ -73,6 +74,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
     yield from packages
     yield check_gpus()
     yield check_ports()
+    yield from check_private_names()
     yield check_shared_memory()
     if "ray" not in versions:
         return
@@ -198,6 +200,22 @@ def _own_address() -> str:
     except ImportError:
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())
+
+
+def check_private_names() -> Iterator[CheckResult]:
+    """Check that the installed packages have what raysgd uses of them beside their documented names."""
+    for name in ("torch", "ray"):  # of what is compiled there is nothing to read
+        with suppress(Exception):
+            importlib.import_module(name)
+    lacking = [(row, missing) for row in TABLE if (missing := missing_names(row))]
+    for row, missing in lacking:
+        names = ", ".join(f"`{name}`" for name in missing)
+        text = f"private names: {row.package} has no {names} in `{row.owner}`: {row.without}"
+        tested = TESTED.get(row.package)
+        yield CheckResult("note", text, f'Run: pip install "{row.package}<={tested}"' if tested else "")
+    if not lacking:
+        num_names = sum(len(row.names) for row in TABLE)
+        yield CheckResult("ok", f"private names: the installed packages have all {num_names} that raysgd uses of them")
 
 
 def check_shared_memory(path: str = "/dev/shm") -> CheckResult:

@@ -43,8 +43,8 @@ def defer_compiler() -> None:
     switch = os.environ.get(SWITCH, "")
     obstacle = "" if switch in ("", "0") else f"{SWITCH}={switch}"
     spec = importlib.util.find_spec(_NAME) if not obstacle and _NAME not in sys.modules else None
-    if spec is None:
-        reason = obstacle or "it is imported already, or not there"
+    if spec is None or not hasattr(torch.__spec__, "_initializing"):
+        reason = obstacle or "it is imported already, or not there, or it cannot be seen when its import ends"
         logger.debug("the import of PyTorch's compiler is left to PyTorch %s: %s", torch.__version__, reason)
         return
     deferred = _DeferredImport(spec)
@@ -73,7 +73,7 @@ class _DeferredImport(MetaPathFinder, Loader):
             self._put(None)
             with OnFailure(functools.partial(self._put, self.stand_in)):
                 module = importlib.import_module(_NAME)
-            if getattr(module.__spec__, "_initializing", False):  # its own import asks for it
+            if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]  # its own import asks
                 return module
             self._take(module)
         assert self.module is not None

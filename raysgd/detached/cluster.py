@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raysgd._private_names import find_name
 from raysgd._text import log_lines
 from raysgd._version import __version__
 from raysgd.detached.handle import ANSWER_S, HostedTrainer, actor_name, is_answering, kill
@@ -250,5 +250,5 @@ def connect() -> None:
 
 def _ends_with_program() -> bool:
     """Return whether this process has started Ray. Ray keeps that private; without it, it has not."""
-    node = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
+    node = find_name("ray._private.worker:_global_node")
     return node is not None and bool(node.is_head())

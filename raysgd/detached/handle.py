@@ -401,7 +401,8 @@ def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
     while is_there(name) and time.monotonic() < deadline:
         time.sleep(0.01)
     end_workers(name)  # if it has not done so: its guard gives their resources back
-    journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
+    if hasattr(actor, "_actor_id"):
+        journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
 
 
 def is_answering(actor: Any) -> bool:

@@ -5,7 +5,6 @@ The only module that asks Ray what is free, and that creates and removes placeme
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import sys
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+from raysgd._private_names import find_name
 from raysgd.engine.keeper import NAMESPACE, keeper
 from raysgd.engine.policies import capacity
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
@@ -62,9 +62,10 @@ def init_ray(**options: Any) -> None:
 
 
 def _use_token() -> None:
-    with suppress(ImportError, AttributeError, TypeError):  # older versions have no tokens
-        setup = importlib.import_module("ray._private.authentication.authentication_token_setup")
-        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    setup = "ray._private.authentication.authentication_token_setup"
+    enable = find_name(f"{setup}:maybe_enable_token_auth_if_token_available")
+    with suppress(TypeError):  # older versions have no tokens, or take other arguments
+        enable(warn_if_disabled=False)
 
 
 _noted: set[tuple[str, str]] = set()
@@ -80,8 +81,7 @@ def _quiet_ray() -> None:
 
     What prints them is private: where it is missing, they are printed.
     """
-    worker: Any = importlib.import_module("ray._private.worker")
-    show = getattr(worker, "print_to_stdstream", None)
+    show = find_name("ray._private.worker:print_to_stdstream")
     if show is None or hasattr(show, "__wrapped__"):
         return
 
@@ -91,6 +91,7 @@ def _quiet_ray() -> None:
         if died is None or died.groups() not in _noted:
             show(data, *args, **options)
 
+    worker: Any = sys.modules["ray._private.worker"]
     worker.print_to_stdstream = show_others
 
 
@@ -160,12 +161,11 @@ def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     """Free resources node by node; Ray's public interface has only the sum, which serves for a single node."""
-    ray = _ray()
-    try:
-        return dict(importlib.import_module("ray._private.state").available_resources_per_node())
-    except (ImportError, AttributeError):
-        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        return {alive[0]: ray.available_resources()} if len(alive) == 1 else {}
+    by_node = find_name("ray._private.state:available_resources_per_node")
+    if by_node is not None:
+        return dict(by_node())
+    alive = [node["NodeID"] for node in _ray().nodes() if node["Alive"]]
+    return {alive[0]: _ray().available_resources()} if len(alive) == 1 else {}
 
 
 def _placement_groups() -> dict[str, Any]:
@@ -190,10 +190,8 @@ def drain_deadlines() -> dict[str, int]:
 
     Ray keeps this query private; where it is missing, none are known.
     """
-    try:
-        return dict(importlib.import_module("ray._private.state").state.get_draining_nodes())
-    except (ImportError, AttributeError):
-        return {}
+    draining = find_name("ray._private.state:state.get_draining_nodes")
+    return {} if draining is None else dict(draining())
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
@@ -453,14 +451,12 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
     """
     import ray
 
-    try:
-        state = importlib.import_module("ray._private.state")
-        if node_id is None:
-            return bool(state.actors(maker).get("State", "DEAD") != "DEAD")
-        workers = state.workers()
-    except (ImportError, AttributeError):
+    actors, workers = find_name("ray._private.state:actors"), find_name("ray._private.state:workers")
+    if actors is None or workers is None:
         return False
-    return maker in workers and any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+    if node_id is None:
+        return bool(actors(maker).get("State", "DEAD") != "DEAD")
+    return maker in workers() and any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
 class ReservationGuard:

@@ -6,7 +6,6 @@ Why the engine reaches Ray through one class: ADR 131.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from raysgd._private_names import find_name
 from raysgd.engine import call_lines, placement, transfers
 from raysgd.engine.call_lines import LineCall
 from raysgd.engine.placement import Reservation, Slot
@@ -71,11 +71,11 @@ class Platform:
 
         Ray keeps this query private; where it is missing, no process is found.
         """
-        try:
-            entry = importlib.import_module("ray._private.state").actors(worker.actor._actor_id.hex())
-            pid, place = entry.get("Pid"), entry.get("Address", {})
-        except (ImportError, AttributeError):
+        actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
+        if actors is None or identity is None:
             return None
+        entry = actors(identity.hex())
+        pid, place = entry.get("Pid"), entry.get("Address", {})
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
     def watch_process(self, info: WorkerInfo) -> Any:

@@ -69,7 +69,7 @@ class CreatorOperator(TrainingOperator):
 
     def _create_loss(self, config: dict[str, Any]) -> Any:
         creator = self._loss_creator
-        if isinstance(creator, type) and issubclass(creator, torch.nn.modules.loss._Loss):
+        if isinstance(creator, type) and _is_loss_of_torch(creator):
             return creator()
         return creator(config) if creator else None
 
@@ -116,6 +116,11 @@ class CreatorOperator(TrainingOperator):
 
 def _absent(name: str) -> Any:
     raise AttributeError(f"no `{name}`: no creator returned one")
+
+
+def _is_loss_of_torch(creator: type) -> bool:
+    """Return whether a class is derived from one of the module with PyTorch's losses: it takes no config."""
+    return any(base.__module__ == torch.nn.MSELoss.__module__ for base in creator.__mro__)
 
 
 def _one_at_a_time() -> Any:

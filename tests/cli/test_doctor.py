@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raysgd._private_names import PrivateNames
 from raysgd.cli import doctor
 from raysgd.cli.doctor import CheckResult
 
@@ -74,6 +75,16 @@ def test_gpus_that_are_not_used_are_pointed_out(
 
 def test_the_gpus_of_this_machine_can_be_looked_for() -> None:
     assert doctor.check_gpus().level in ("ok", "note")
+
+
+def test_private_names_that_are_gone_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [found.level for found in doctor.check_private_names()] == ["ok"]
+    gone = PrivateNames("torch.optim.optimizer:Optimizer", ("_gone", "step"), "torch", "schedules start over")
+    monkeypatch.setattr(doctor, "TABLE", (gone,))
+    (found,) = doctor.check_private_names()
+    assert found.level == "note"
+    assert found.text.endswith("torch has no `_gone` in `torch.optim.optimizer:Optimizer`: schedules start over")
+    assert found.advice == 'Run: pip install "torch<=2.13.0"'
 
 
 def test_processes_of_this_machine_reach_each_other() -> None:

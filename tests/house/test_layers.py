@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STANDS_ON = {
     "_imports": "",
     "_numbers": "",
+    "_private_names": "",
     "_state": "",
     "_text": "",
     "_version": "",
@@ -31,26 +32,26 @@ STANDS_ON = {
     "_arguments": "exceptions",
     "_reading": "exceptions",
     "compat": "_files _imports",
-    "engine": "_imports _text exceptions",
+    "engine": "_imports _private_names _text exceptions",
     "storage": "_files _imports _text exceptions",
     "streams": "_arguments _imports _numbers exceptions storage",
     "writers": "_files _imports _numbers _text exceptions",
-    "air": "_arguments _imports _numbers _text engine exceptions storage writers",
+    "air": "_arguments _imports _numbers _private_names _text engine exceptions storage writers",
     "arrays": "_arguments engine utils",
     "connections": "engine exceptions",
     "history": "_arguments _imports _numbers _text engine",
     "testing": "engine exceptions storage",
     "callbacks": "_arguments _files _imports _numbers _text _version air engine exceptions history storage writers",
     "messages": "_arguments _imports _numbers _text arrays engine exceptions utils",
-    "detached": "_arguments _files _text _version engine exceptions storage",
+    "detached": "_arguments _files _private_names _text _version engine exceptions storage",
     "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history messages storage "
     "utils",
     "worker": "_arguments _numbers _text arrays callbacks engine exceptions messages utils",
-    "tf": "_arguments _imports _numbers _reading _state arrays compat connections detached driver engine exceptions "
-    "history messages storage streams utils worker",
-    "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections detached "
-    "driver engine exceptions history messages storage streams utils worker",
-    "cli": "_imports _version air compat detached engine storage torch utils",
+    "tf": "_arguments _imports _numbers _private_names _reading _state arrays compat connections detached driver "
+    "engine exceptions history messages storage streams utils worker",
+    "torch": "_arguments _files _imports _numbers _private_names _reading _state _text arrays callbacks compat "
+    "connections detached driver engine exceptions history messages storage streams utils worker",
+    "cli": "_imports _private_names _version air compat detached engine storage torch utils",
     "operators": "_imports torch utils",
     "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections detached driver "
     "engine exceptions messages storage streams tf torch utils writers",

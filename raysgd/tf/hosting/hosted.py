@@ -275,7 +275,7 @@ def refuse_stateful(models: Iterable[Any]) -> None:
     Raises:
         IncompatibleModelError: There is one.
     """
-    for layer in (layer for model in models for layer in model._flatten_layers()):
+    for layer in (layer for model in models for layer in registration.layers_in(model)):
         if hasattr(layer, "cell") and layer.stateful:
             raise IncompatibleModelError(
                 f"`{type(layer).__name__}(stateful=True)` cannot be divided: its state belongs to rows of the batch "

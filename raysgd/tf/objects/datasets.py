@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raysgd._private_names import require_names
+
 logger = logging.getLogger(__name__)
 
 NO_FIRST_ORDER = (
@@ -82,7 +84,13 @@ def share_a_shuffle(first: Any, second: Any) -> bool:
 
 def _shuffles_of(dataset: Any) -> set[int]:
     own = {id(dataset)} if "Shuffle" in type(dataset).__name__ else set()
-    return own.union(*map(_shuffles_of, dataset._inputs()))
+    return own.union(*map(_shuffles_of, _inputs_of(dataset)))
+
+
+def _inputs_of(dataset: Any) -> Sequence[Any]:
+    require_names(dataset, "_inputs")
+    inputs: Sequence[Any] = dataset._inputs()
+    return inputs
 
 
 def unused_copy(dataset: Any) -> Any:
@@ -315,7 +323,7 @@ def _lacks_batch(given: Any, taken: Sequence[Any]) -> bool:
 
 
 def _is_batched_somewhere(dataset: Any) -> bool:
-    return "Batch" in type(dataset).__name__ or any(_is_batched_somewhere(part) for part in dataset._inputs())
+    return "Batch" in type(dataset).__name__ or any(_is_batched_somewhere(part) for part in _inputs_of(dataset))
 
 
 def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from raysgd._private_names import require_names
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects.datasets import zeros
 from raysgd.worker.operator import RegisteredParts, parts_of
@@ -46,11 +47,17 @@ def optimizers_in(model: Any) -> list[Any]:
 
 
 def _optimizers_of_parts(model: Any) -> Iterator[Any]:
-    for part in model._flatten_layers():
+    for part in layers_in(model):
         for value in list(vars(part).values()):
             several = value.values() if isinstance(value, Mapping) else value
             items = list(several) if isinstance(value, Mapping | list | tuple) else [value]
             yield from (item for item in items if hasattr(type(item), "apply_gradients"))
+
+
+def layers_in(model: Any) -> list[Any]:
+    """Return a model and all layers in it, however deep."""
+    require_names(model, "_flatten_layers")
+    return list(model._flatten_layers())
 
 
 def replace_method(owner: Any, name: str, function: Any) -> None:
@@ -81,8 +88,10 @@ def class_names(keras_object: Any) -> set[str]:
 
 def steps_per_execution(model: Any) -> int:
     """Return how many steps a compiled model takes at once."""
-    number: Any = getattr(model, "_steps_per_execution", None) or getattr(model, "steps_per_execution", 1)
-    return int(number.numpy() if hasattr(number, "numpy") else number)
+    if is_legacy(model):
+        require_names(model, "_steps_per_execution")
+        return int(model._steps_per_execution.numpy())
+    return int(model.steps_per_execution)
 
 
 def check_framework(model: Any) -> None:
@@ -125,10 +134,8 @@ def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
 
 
 def _policy_of(model: Any) -> str:
-    policy = getattr(model, "dtype_policy", None) or getattr(model, "_dtype_policy", None)
-    layers = [policy, *(getattr(layer, "dtype_policy", None) for layer in getattr(model, "layers", ()))]
-    names = {getattr(found, "name", "") for found in layers}
-    return "mixed_float16" if "mixed_float16" in names else ""
+    policies = [getattr(part, "dtype_policy", None) for part in (model, *getattr(model, "layers", ()))]
+    return "mixed_float16" if "mixed_float16" in {getattr(found, "name", "") for found in policies} else ""
 
 
 def weights_of(model: Any) -> list[Any]:
@@ -138,7 +145,7 @@ def weights_of(model: Any) -> list[Any]:
 
 def take_weights_in(model: Any) -> None:
     """Let layers use weights that were set from outside: those that adapt keep what they computed from theirs."""
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         finalize = getattr(layer, "finalize_state", None)
         if layer is not model and finalize is not None and layer.built and layer.weights:
             finalize()

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from raysgd._private_names import require_names
 from raysgd.connections.group import Group
 from raysgd.connections.tensorflow import group_of
 from raysgd.engine.shared.types import World
@@ -127,6 +128,8 @@ class Synchronizer:
             import tensorflow as tf
 
             gradients = list(grads)
+            if trainable_variables is None:
+                require_names(optimizer, "_trainable_variables")
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
             with tf.init_scope():  # what is made in a branch of a graph would stay without a value
                 registration.build_optimizer(optimizer, variables)

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
     The names in the model's state stay as they are. A block with a batch norm is left alone: computed twice, it would
     count each batch twice.
     """
-    blocks = [block for block in blocks_of(model) if not any(isinstance(part, _BatchNorm) for part in block.modules())]
+    blocks = [block for block in blocks_of(model) if not any(map(_is_batch_norm, block.modules()))]
     for block in blocks:
         block.forward = partial(_recomputed, block.forward)
     if not blocks:
@@ -76,6 +75,12 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
             type(model).__name__,
         )
     return len(blocks)
+
+
+def _is_batch_norm(part: torch.nn.Module) -> bool:
+    """Return whether a module keeps statistics of its batches, whoever wrote it, or exchanges them."""
+    has_statistics = any(name == "running_mean" for name, _ in part.named_buffers(recurse=False))
+    return has_statistics or isinstance(part, torch.nn.SyncBatchNorm)
 
 
 def without_checkpointing(model: torch.nn.Module) -> torch.nn.Module:

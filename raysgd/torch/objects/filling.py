@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from raysgd._private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's modules for attention
@@ -80,6 +81,7 @@ def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
     reset: Callable[[], Any] | None = next(filter(None, (getattr(module, name, None) for name in _RESETS)), None)
+    require_names(torch.Tensor, "_version")
     versions = [tensor._version for tensor in tensors]
     if reset is not None:
         reset()

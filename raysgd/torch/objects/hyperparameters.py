@@ -146,10 +146,9 @@ def _follow(scheduler: Any) -> None:
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
     if not hasattr(scheduler, "base_lrs") or not all(_FIRST_RATE in group for group in groups):
         return
-    scheduler.load_state_dict(
-        {
-            **scheduler.state_dict(),
-            "base_lrs": [group[_FIRST_RATE] for group in groups],
-            "_last_lr": [group[_RATE] for group in groups],
-        }
-    )
+    known = scheduler.state_dict()
+    rates = {
+        "base_lrs": [group[_FIRST_RATE] for group in groups],
+        "_last_lr": [group[_RATE] for group in groups],
+    }
+    scheduler.load_state_dict({**known, **{name: value for name, value in rates.items() if name in known}})

@@ -21,6 +21,7 @@ import torch
 
 from raysgd._imports import require
 from raysgd._numbers.meters import Flat
+from raysgd._private_names import require_names
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -185,6 +186,7 @@ def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
 def _prepare_for_copying(metric: Metric) -> None:
     """Cut what cannot be copied or must not be: graphs, and values computed before now."""
     for inner in _metrics_in(metric):
+        require_names(inner, "_computed", "_forward_cache", "_to_sync", "_update_count", "_reductions")
         inner._computed = None
         inner._forward_cache = None
         for name, state in inner.metric_state.items():

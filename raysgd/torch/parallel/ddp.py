@@ -12,20 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd._private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, trainable
-
-# What a module is given from outside, and what making it again would clear.
-_KEPT_BY_WRAPPER = (
-    "training",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 @dataclass(eq=False)
@@ -57,6 +46,7 @@ class DDP(NoParallel):
         super().__init__(tells_rows=tells_rows)
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
+        self._hooked: set[int] = set()  # by identity of wrappers: those with our communication hook
         self._numbers: dict[int, int] = {}  # by identity of wrappers: the order in which they came
         self._uncovered: list[torch.nn.Parameter] = []
 
@@ -69,6 +59,8 @@ class DDP(NoParallel):
             return self._leave_out(model, options.get("process_group"))
         options = {"device_ids": device_ids, **options}
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # which are set as well
+        require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
         return wrapped
@@ -76,7 +68,8 @@ class DDP(NoParallel):
     def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
         number = self._numbers.setdefault(id(wrapped), len(self._numbers) + 1)
         work = f"model {number} exchanged gradients"
-        ddp_hooks.register(self, wrapped, options, id(wrapped) in self._armed, work)
+        if ddp_hooks.register(self, wrapped, options, id(wrapped) in self._armed, work):
+            self._hooked.add(id(wrapped))
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
         own = (each for each in self._wrapped if "process_group" not in each.options)
@@ -120,10 +113,11 @@ class DDP(NoParallel):
 
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
-        kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
+        kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}  # hooks and the mode, which users change
         with _training_only(each.covered, wrapped.module):
             wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
-        wrapped.__dict__.update(kept)
+        vars(wrapped).update(kept)
+        self._hooked.discard(id(wrapped))
         self._register_hook(wrapped, each.options)
 
     def _check_step(self, came_through: Callable[[], None] | None) -> None:
@@ -150,14 +144,8 @@ class DDP(NoParallel):
         self.step.check = partial(self._check_step, self.step.check)
         for model in wrapped:
             self._armed.add(id(model))
-            if not model._comm_hooks:
-                self._register_hook(model, {})
-            elif not ddp_hooks.is_ours(model):
-                raise ValueError(
-                    "a model has a communication hook that you registered with `register_comm_hook`, which keeps "
-                    "gradients from being weighted by samples: pass it to `register`, as in "
-                    '`ddp_args={"comm_hook": (state, hook)}`.'
-                )
+            if id(model) not in self._hooked:
+                self._register_hook(model, next((each.options for each in self._wrapped if each.model is model), {}))
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         groups = {id(p): each.model.process_group for each in self._wrapped for p in each.model.parameters()}

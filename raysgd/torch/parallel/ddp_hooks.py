@@ -26,6 +26,7 @@ COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself
 
 _NO_ROW: Array = np.empty(0, np.uint8)
 _FIRST_BUCKET_BYTES = 2**20  # of `DistributedDataParallel`
+_USUAL_BUCKET_MB = 25
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -62,16 +63,29 @@ class _HookState:
 
 def register(
     parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
-) -> None:
-    """Installs the hook that the user passed, or raysgd's once training begins."""
+) -> bool:
+    """Installs the hook that the user passed, or raysgd's once training begins; returns whether it did.
+
+    Raises:
+        ValueError: The user registered one by hand; PyTorch allows one each.
+    """
     hook = options.get(COMM_HOOK)
+    if hook is None and not is_armed:
+        return False
     if hook is not None:
         state, function = _hook_of_user(hook)
-        theirs = _HookState(parallel, _group_of_user(model), work, function=function, state=state)
-        model.register_comm_hook(theirs, _exchange)
-    elif is_armed:
-        state = _HookState(parallel, _group_of_user(model), work, _goes_at_once(model))
-        model.register_comm_hook(state, _exchange)
+        given = _HookState(parallel, _group_of_user(model), work, function=function, state=state)
+    else:
+        given = _HookState(parallel, _group_of_user(model), work, _goes_at_once(model, options))
+    try:
+        model.register_comm_hook(given, _exchange)
+    except RuntimeError as error:
+        raise ValueError(
+            "a model has a communication hook that you registered with `register_comm_hook`, which keeps "
+            "gradients from being weighted by samples: pass it to `register`, as in "
+            '`ddp_args={"comm_hook": (state, hook)}`.'
+        ) from error
+    return True
 
 
 def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | None:
@@ -79,11 +93,6 @@ def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | N
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
     return None
-
-
-def is_ours(model: DistributedDataParallel) -> bool:
-    """Tells whether the communication hook of a model is that of raysgd, with or without a user's inside."""
-    return all(hook is _exchange for hook, _ in model._comm_hooks)
 
 
 def without_hook(options: dict[str, Any]) -> dict[str, Any]:
@@ -154,12 +163,12 @@ def _group_of_user(model: DistributedDataParallel) -> Any:
     return None if model.process_group is dist.group.WORLD else model.process_group
 
 
-def _goes_at_once(model: DistributedDataParallel) -> bool:
+def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
     """Tells whether the gradients are so few that, but for a first MiB, their exchange begins after the backward pass.
 
     Gloo, whose threads exchange one bucket while the next is computed, has no use for them.
     """
-    most = _FIRST_BUCKET_BYTES + model.bucket_bytes_cap
+    most = _FIRST_BUCKET_BYTES + (options.get("bucket_cap_mb") or _USUAL_BUCKET_MB) * 2**20
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return (
         model.process_group is dist.group.WORLD

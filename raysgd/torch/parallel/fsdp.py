@@ -306,7 +306,7 @@ class FSDP(NoParallel):
         plain = _filled(skeleton, state)
         for name, buffer in model.named_buffers():  # those that are in no state, too
             owner, _, attribute = name.rpartition(".")
-            plain.get_submodule(owner)._buffers[attribute] = buffer.detach().cpu().clone()
+            setattr(plain.get_submodule(owner), attribute, buffer.detach().cpu().clone())
         return without_checkpointing(plain).train(model.training)
 
 
@@ -364,7 +364,7 @@ def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Mod
     for first, *others in names.values():
         for name in others:
             owner, _, attribute = name.rpartition(".")
-            plain.get_submodule(owner)._parameters[attribute] = plain.get_parameter(first)
+            setattr(plain.get_submodule(owner), attribute, plain.get_parameter(first))
     return plain
 
 

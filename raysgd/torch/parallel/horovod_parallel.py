@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from raysgd._private_names import require_names
 from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
@@ -43,6 +44,8 @@ class HorovodParallel(HorovodByHand):
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
+        require_names(torch._C, "_current_graph_task_id")
+        require_names(torch.autograd.Variable, "_execution_engine")
         self.synchronizes = self.step.is_global = world_size > 1
         self.record = GlobalRecord() if self.synchronizes else None
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
@@ -110,6 +113,7 @@ class HorovodParallel(HorovodByHand):
                 f"Horovod makes `{type(plain).__name__}` again from its parameter groups alone, which failed: {error}. "
                 "Give the other arguments of its constructor default values."
             ) from error
+        require_names(wrapped, "_handles")
         wrapped.defaults, wrapped.state = plain.defaults, plain.state
         _adapt_class_of(wrapped, type(plain))
         _keep_in_touch(plain, wrapped)
@@ -223,7 +227,7 @@ def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
     def tell(optimizer: Any, args: Any, kwargs: Any) -> None:
         plain._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError(
             "This optimizer was passed to `register`, which returned another one for the same parameters, whose "
             "gradients are averaged over the workers. Step that one."
@@ -232,8 +236,7 @@ def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
     share(wrapped)
     wrapped.register_load_state_dict_post_hook(share)
     wrapped.register_step_post_hook(tell)
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look at this too
-    plain.step = refuse  # type: ignore[assignment]
+    plain.register_step_pre_hook(refuse)
 
 
 def _trained_by(optimizer: Any) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ arithmetic.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -305,12 +305,23 @@ def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
     """Gives every rank of a group the numbers that the first one has, whatever their format.
 
     Raises:
-        RuntimeError: The ranks' tensors differ in shape.
+        ValueError: The ranks' tensors differ in number or shape, which all ranks learn.
     """
     present = list(_with_numbers(tensors))
-    if present:
-        _verify_param_shape_across_processes(_group_or_all(group), present)
-        repeat_first(present, group)
+    _check_shapes(present, group)
+    repeat_first(present, group)
+
+
+def _check_shapes(tensors: Sequence[torch.Tensor], group: Any) -> None:
+    shapes = [tuple(each.shape) for each in tensors]
+    digest = int.from_bytes(hashlib.sha256(repr(shapes).encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest], device=tensors[0].device if tensors else reachable())
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=_group_or_all(group))
+    if extremes.sum():
+        raise ValueError(
+            f"The workers made different models: this one has a model of {len(shapes)} parameters and buffers with "
+            f"{sum(each.numel() for each in tensors):,} numbers. Make the same model on every worker."
+        )
 
 
 def repeat_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
+from raysgd._private_names import require_names
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.parallel.step import BatchStep
 
@@ -100,6 +101,8 @@ def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
         differ: Whether shares differ in this step; all ranks have to answer alike.
     """
     kept = {name: value for name, value in vars(dist.ProcessGroup).items() if name in _NAMES}
+    if not kept:
+        require_names(dist.ProcessGroup, *_NAMES)
     for name in kept:
         setattr(dist.ProcessGroup, name, partialmethod(_gather, getattr(dist.ProcessGroup, name), differ))
     try:

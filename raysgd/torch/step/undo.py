@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
+from raysgd._private_names import require_names
 from raysgd.engine.shared.time_spent import UNDO
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
@@ -75,7 +76,7 @@ class Undo:
         """Forget the batch, which is over or of no interest."""
         self._is_open = self._is_copied = self.is_whole = self._has_stepped = False
         self.num_exchanges = 0
-        self._num_collectives: int | None = None  # of all ranks and kinds, where an optimizer stepped last
+        self._num_collectives: float | None = None  # of all ranks and kinds, where an optimizer stepped last
         self._places: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
         self._contents: list[tuple[Any, Any]] = []  # of dicts and lists
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -93,6 +94,7 @@ class Undo:
             return
         self._parameters = [each for model in self._models for each in model.parameters()]
         modules = [module for model in self._models for module in model.modules()]
+        require_names(torch.nn.Module(), "_buffers")
         self._buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         self._frozen = [] if self.copies_all else [each for each in self._parameters if not each.requires_grad]
         self._moving, self._digests = {}, digests_of(self._frozen)
@@ -273,8 +275,14 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
+    copy_all = getattr(torch, "_foreach_copy_", _copy_each)
     for pairs in kinds.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        copy_all([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -305,10 +313,13 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
     return bits.view(kind).sum(-1, dtype=torch.int64)
 
 
-def _num_collectives() -> int:
-    """Return how many collectives this process has begun in the group of all ranks, those of user code with them."""
+def _num_collectives() -> float:
+    """Return how many collectives this process has begun in the group of all ranks, those of user code with them.
+
+    NaN, which differs from itself, where PyTorch does not say.
+    """
     group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # stubs lack a method
-    return 0 if group is None else int(group._get_sequence_number_for_group())
+    return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -424,7 +424,7 @@ class GlobalSteps:
         try:
             self._compare_weights()
             for model in self._models:
-                model.reducer._rebuild_buckets()  # the next forward pass would do it, where user code would fail
+                _rebuild_buckets(model)  # the next forward pass would do it, where user code would fail
             for model in self._with_buffers:  # for the same reason they do not go with the forward pass
                 repeat_first(model.module.buffers())
         except _OF_EXCHANGES as error:
@@ -509,3 +509,9 @@ def batch_failed() -> bool:
     """
     session: Any = current_session()
     return session is not None and bool(session.is_repeating)
+
+
+def _rebuild_buckets(model: DistributedDataParallel) -> None:
+    reducer = getattr(model, "reducer", None)
+    if hasattr(reducer, "_rebuild_buckets"):
+        reducer._rebuild_buckets()
