@@ -251,14 +251,14 @@ def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], Meth
 
     def decorate(method: MethodT) -> MethodT:
         parameters = list(inspect.signature(method).parameters.values())[1:]
-        names = [parameter.name for parameter in parameters]
+        names = {parameter.name for parameter in parameters}
         num_unnamed = len([each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD])
         said: list[str] = []
 
         @wraps(method)
         def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
-            unknown = [f"`{name}`" for name in kwargs if name not in names]
-            if unknown or len(args) > num_unnamed:
+            if not kwargs.keys() <= names or len(args) > num_unnamed:
+                unknown = [f"`{name}`" for name in kwargs if name not in names]
                 what = f"does not know {', '.join(unknown)}" if unknown else f"got {len(args)} arguments without names"
                 raise TypeError(f"`{method.__name__}` {what}: write {line}.")
             if unnamed and args and args[0] is not None and not said:

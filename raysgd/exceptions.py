@@ -29,17 +29,22 @@ class OnFailure:
 
     Args:
         undo: What is done.
+        told: The same, where that depends on the failure.
     """
 
-    def __init__(self, undo: Callable[[], Any]) -> None:
-        self._undo = undo
+    def __init__(
+        self, undo: Callable[[], Any] | None = None, *, told: Callable[[BaseException], Any] | None = None
+    ) -> None:
+        self._undo, self._told = undo, told
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        if kind is not None:
+        if kind is not None and self._undo is not None:
             self._undo()
+        if kind is not None and self._told is not None:
+            self._told(error)
 
 
 @contextmanager

@@ -219,13 +219,14 @@ def is_metric_object(kind: type) -> bool:
     return hasattr(kind, "merge_state") and hasattr(kind, "compute")
 
 
-def value_here(name: str, state: CapturedMetric) -> Any:
-    """Compute a metric on this process's share, which may be too small for it."""
+def value_here(state: CapturedMetric, otherwise: Any = math.nan, name: str | None = None) -> Any:
+    """Compute a metric on this process's share, which may be too small for it; then it is said of one with a name."""
     try:
         return state.value()
     except Exception as error:  # the merged metric is what counts, and computing that one raises
-        logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
-        return float("nan")
+        if name is not None:
+            logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
+        return otherwise
 
 
 _PLAIN_NUMBERS = frozenset({float, int, bool})
@@ -537,7 +538,7 @@ class AverageMeterCollection:
         for name, meter in self._meters.items():
             if isinstance(meter, ObjectMeter):
                 objects[name] = meter.captured(captured)
-                values[name] = value_here(name, objects[name])
+                values[name] = value_here(objects[name], name=name)
             else:
                 totals[name] = meter.total, float(meter.count)
                 values[name] = meter.mean
@@ -582,7 +583,7 @@ class AverageMeterCollection:
         for name, (total, count, last) in tally.sums.items():
             values[name], values[f"last_{name}"] = total / count if count else float("nan"), last
         objects = {name: state for name, flat in tally.objects.items() if (state := self._captured(name, flat))}
-        values.update({name: value_here(name, state) for name, state in objects.items()})
+        values.update({name: value_here(state, name=name) for name, state in objects.items()})
         return MetricSummary(values, {name: (total, count) for name, (total, count, _) in tally.sums.items()}, objects)
 
     def _captured(self, name: Any, flat: Flat) -> CapturedMetric | None:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES
+from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, value_here
 
 _PER_WORKER = ("epoch", BATCH_COUNT)  # counters that mean "per worker": the plain mean over workers
 _LAST = "last_"
@@ -111,7 +111,7 @@ def with_lost(worker: WorkerMetrics, lost: Sequence[WorkerMetrics], known: Colle
             values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), each.totals[name])
         for name in _missing(each.objects, objects, known):
             objects[name] = objects[name].merged_with([each.objects[name]]) if name in objects else each.objects[name]
-    values.update({name: _value_or(objects[name], values.get(name)) for name in objects})
+    values.update({name: value_here(objects[name], values.get(name)) for name in objects})
     if NUM_SAMPLES in values:
         values[NUM_SAMPLES] = _total_samples([worker, *lost])
     return WorkerMetrics(values, totals, objects)
@@ -126,14 +126,6 @@ def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]
     """Return a mean, and its sum and count."""
     total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
     return total / count if count else math.nan, (total, count)
-
-
-def _value_or(state: Any, otherwise: Any) -> Any:
-    """Return the value of a metric object, which may not have one yet."""
-    try:
-        return state.value()
-    except Exception:  # the merged metric is what counts, and computing that one raises
-        return otherwise
 
 
 def num_samples_of(worker: WorkerMetrics) -> Any:

@@ -42,7 +42,7 @@ class HostBuffers:
         self._spare: list[_MappedMemory | _PinnedMemory] = []
         self._lent: set[int] = set()  # identities, because several threads may give back at once
 
-    def take(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
+    def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
         """Returns that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
         kind = _PinnedMemory if pinned else _MappedMemory
         memory = self._fitting(num_bytes, kind)

@@ -100,7 +100,7 @@ class StateEncoder:
         """
         parts = _Parts()
         skeleton = _skeleton(state, parts)
-        buffer = self._buffers.take(parts.num_bytes, pinned=parts.is_on_gpu)
+        buffer = self._buffers.take_buffer(parts.num_bytes, pinned=parts.is_on_gpu)
         encoded, fill = EncodedState(skeleton, buffer), partial(parts.copy_into, buffer)
         if parts.is_on_gpu:  # behind what this thread has queued there
             fill()

@@ -57,7 +57,7 @@ class DictContent:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, in memory."""
-        data = self._data
+        data: Any = self._data
         if self.is_stored:
             import ray
 

@@ -78,7 +78,7 @@ class CallLog:
             self._thread.submit(self._run, call, body)
         return call
 
-    def add(self, call: LoggedCall) -> None:
+    def add_call(self, call: LoggedCall) -> None:
         """Keep a call that has its answer."""
         self._calls[call.token] = call
 

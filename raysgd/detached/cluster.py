@@ -15,7 +15,7 @@ from raysgd.detached.process import TrainerHost
 from raysgd.detached.protocol import Detached, packed_arguments
 from raysgd.engine.keeper import NAMESPACE
 from raysgd.engine.placement import init_ray
-from raysgd.exceptions import TrainerLostError, UnknownTrainerError
+from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
 _RESTARTS = 100  # a process that dies as soon as it starts is not started for ever
@@ -86,11 +86,8 @@ def start(
     connect()
     _make_room(settings)
     handle = HostedTrainer(settings.name, _new_actor(settings, is_lasting))
-    try:
+    with OnFailure(handle.shutdown):
         handle._run("start", trainer_cls.__name__, packed)
-    except BaseException:
-        handle.shutdown()
-        raise
     return handle
 
 

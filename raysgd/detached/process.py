@@ -22,7 +22,7 @@ from raysgd._version import __version__
 from raysgd.detached.call_log import OF_ITERATORS, CallLog, Journal, LoggedCall, journal_path
 from raysgd.detached.protocol import Detached, Output, Piece, RemoteIterator, packed_answer, unpacked_arguments
 from raysgd.engine import keeper as outliving
-from raysgd.exceptions import TrainerLostError
+from raysgd.exceptions import OnFailure, TrainerLostError
 from raysgd.storage import open_folder
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class TrainerHost:
             return
         try:
             self._journal.put(entries())
-        except Exception as error:
+        except Exception as error:  # of Ray, or of an object of the user that cannot be pickled
             self._is_lasting = False
             self._journal.discard()
             words = (
@@ -252,7 +252,7 @@ class TrainerHost:
                 call.program, call.was_left = taken.decode(), True
             if answer is not None:
                 call.answer.set_result(answer)
-                self._log.add(call)
+                self._log.add_call(call)
             elif call.method in _NOT_TAKEN_UP:
                 self._log.enqueue(call, partial(self._refuse, call.method, "which cannot be taken up: call it again"))
             elif asked is running and num_deaths >= _MOST_DEATHS:
@@ -276,14 +276,16 @@ class TrainerHost:
         return number
 
     def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
-        try:
+
+        def end() -> None:
+            """No program waits for this; those that wait for calls hear that the host is gone."""
+            logger.exception("the detached trainer `%s` could not be taken up", self._settings.name)
+            self._save_and_end()
+
+        with OnFailure(end):
             self._make(start)
             assert self._kept_trainer is not None, "the trainer was just made"
             self._kept_trainer.take_over(kept)
-        except BaseException:  # no program waits for this; those that wait for calls hear that the host is gone
-            logger.exception("the detached trainer `%s` could not be taken up", self._settings.name)
-            self._save_and_end()
-            raise
         self._is_made.set()
         self._log.confirm("restart")
 

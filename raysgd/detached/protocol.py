@@ -195,20 +195,8 @@ def unpacked_answer(packed: bytes) -> CallOutcome:
     return answer
 
 
-@dataclass(frozen=True)
-class PrintedText:
-    """A piece of text that was printed.
-
-    Attributes:
-        stream: "stdout" or "stderr".
-        text: With its line breaks.
-    """
-
-    stream: str
-    text: str
-
-
-Piece = PrintedText | WorkerLogLine
+Piece = tuple[str, str] | WorkerLogLine
+"""What was printed: "stdout" or "stderr", and the text with its line breaks; or a line of the log."""
 
 
 class Output:
@@ -229,7 +217,7 @@ class Output:
         logging.getLogger("ray._private.worker").addFilter(_is_of_user)
         sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
 
-    def add(self, piece: Piece) -> None:
+    def add_piece(self, piece: Piece) -> None:
         """Keep a piece."""
         with self._lock:
             self._pieces.append(piece)
@@ -238,7 +226,7 @@ class Output:
     def num_pieces(self) -> int:
         """Return how many pieces there were so far."""
         for line in log_lines.drain():
-            self.add(line)
+            self.add_piece(line)
         return self._num_pieces
 
     def since(self, seen: int | None) -> tuple[int, list[Piece]]:
@@ -273,16 +261,17 @@ class _Stream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if text:
-            self._output.add(PrintedText(self._name, text))
+            self._output.add_piece((self._name, text))
         return len(text)
 
 
 def show(pieces: list[Piece]) -> None:
     """Print and log, in the program, what came from a host."""
     for piece in pieces:
-        if isinstance(piece, PrintedText):
-            stream = sys.stderr if piece.stream == "stderr" else sys.stdout
-            stream.write(piece.text)
-            stream.flush()
-        else:
+        if isinstance(piece, WorkerLogLine):
             logging.getLogger(piece.name).log(piece.level, "%s", piece.text)
+        else:
+            name, text = piece
+            stream = sys.stderr if name == "stderr" else sys.stdout
+            stream.write(text)
+            stream.flush()

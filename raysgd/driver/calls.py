@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd import _arguments as checks
 from raysgd.driver.progress_listeners import ProgressListeners
-from raysgd.driver.sharing import DataSharing, Requests, for_each_rank
+from raysgd.driver.sharing import DataSharing, Requests
 from raysgd.driver.throughput import Throughput
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
@@ -98,13 +98,14 @@ class EpochCalls:
             facts: What a replica says of itself; None for those of now.
         """
         sharing, facts = sharing or self.sharing, facts or self._controller.facts[0]
-        redraw = self._listeners.on_wait if self._use_local else None
-        requests = for_each_rank(
-            replace(asked, seed=facts.seed, starts_over=self._validation_starts_over), len(worlds), redraw
-        )
+        request = replace(asked, seed=facts.seed, starts_over=self._validation_starts_over)
+        requests: Requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
+        if self._use_local and self._listeners.listeners:  # rank 0, in the driver, draws for them
+            requests[0] = (replace(request, redraw=self._listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
-        return sharing.with_registered(requests, name, facts.ray_batches.get(name), worlds)
+        batches = facts.ray_batches.get(name)
+        return requests if batches is None else sharing.with_registered(requests, name, batches, worlds)
 
     def train(
         self,
@@ -126,7 +127,7 @@ class EpochCalls:
         runner, comparisons = self._runner_cls, self._comparisons
 
         def requests(worlds: Sequence[World]) -> Requests:
-            compares = len(worlds) > 1 and (comparisons.is_due or self._controller.copies_after(call))
+            compares = len(worlds) > 1 and (comparisons.is_due or self._controller.snapshots.is_due_after(call))
             return self.requests("train", replace(asked, compares_ranks=compares), dataset, worlds)
 
         call = Call(
@@ -141,14 +142,19 @@ class EpochCalls:
             is_short=True,
             is_repeatable=dataset is None,
         )
-        began = time.perf_counter()
-        with OnFailure(self.sharing.forget):
-            answers = self._throughput.run(call, max_retries)
-        costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
-        comparisons.note_call(time.perf_counter() - began, costs_s)
+        began, answers = time.perf_counter(), list[EpochAnswer]()
+        try:
+            answers = self._throughput.run_measured(call, max_retries)
+        finally:
+            if not answers:
+                self.sharing.forget()
+        if len(answers) > 1:
+            costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
+            comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
             self.sharing.note_place("train", dataset, answers[0].place)
-        self._listeners.tell_end("train", asked, answers[0])
+        if self._listeners.listeners:
+            self._listeners.tell_end("train", asked, answers[0])
         return answers
 
     def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
@@ -169,7 +175,8 @@ class EpochCalls:
         with OnFailure(self._start_over):
             answers: list[EpochAnswer] = self._controller.run(call)
         self._validation_starts_over = False
-        self._listeners.tell_end("validation", asked, answers[0])
+        if self._listeners.listeners:
+            self._listeners.tell_end("validation", asked, answers[0])
         return answers
 
     def _start_over(self) -> None:

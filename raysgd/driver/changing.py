@@ -49,7 +49,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
         self._begin_again(replace(self._settings, config=self._checked_config(config)))
 
     def _begin_again(self, settings: ReplicaSettings) -> None:
-        with self._controller.turn():  # calls that were made before have the settings of before
+        with self._controller.turns.take_turn():  # calls that were made before have the settings of before
             self._take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
             self._calls.sharing = self._new_sharing()
             with _naming_config_entries(settings.config):
@@ -71,7 +71,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             UnpicklableError: A value cannot be sent to the workers.
             WorkerError: `config_changed` raised; also of the class that it raised. The old config holds on all workers.
         """
-        with self._controller.turn():
+        with self._controller.turns.take_turn():
             settings = self._with_changes(changes)
             with _naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
@@ -124,7 +124,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             WorkerError: `setup` of the new class raised; also of the class that it raised. The old class is kept.
         """
         self._check_reload(training_operator_cls)
-        with self._controller.turn():
+        with self._controller.turns.take_turn():
             self._reload(training_operator_cls)
 
     def _reload(self, training_operator_cls: type[Any]) -> None:
@@ -148,7 +148,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             self._controller.kill_group()
             self._controller.ensure_group()
         else:
-            self._controller.facts = facts
+            self._controller.keep_facts(facts)
 
     @abstractmethod
     def _check_reload(self, training_operator_cls: Any) -> None:

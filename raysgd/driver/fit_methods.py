@@ -52,6 +52,10 @@ class FitMethods(ABC):
     """Keeps how far `fit` is, in a host."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
+    _goes_on = True
+    """Whether a training call can continue in another group, or from a snapshot inside it."""
+    _shows_progress = False
+    """Whether something shows how far a training call is."""
     _runs_worker_callbacks = False
     """Whether replicas call callbacks around their steps."""
 
@@ -86,18 +90,13 @@ class FitMethods(ABC):
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         """Refuses what cannot take the place of the registered data for one call."""
 
-    @property
-    def _goes_on(self) -> bool:
-        """True if a training call can continue in another group, or from a snapshot inside it."""
-        return True
-
-    def _goes_on_with(self, dataset: Any) -> bool:
-        """Tells whether one over these data can; over the registered data with None."""
-        return self._goes_on and dataset is None
-
     def _shown(self) -> AbstractContextManager[Any]:
         """Shows how far a training call is, until the end of the block."""
         return nullcontext()
+
+    def _goes_on_with(self, dataset: Any) -> bool:
+        """Tells whether a training call over these data can continue where one over the registered data can."""
+        return False
 
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
@@ -107,9 +106,8 @@ class FitMethods(ABC):
         """Lets what follows the results of an epoch see them, when `fit` has validated; True if something did."""
         return False
 
-    def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-        """The result of a call."""
-        return merged(answers, reduce_results)
+    _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
+    """Makes the result of a call."""
 
     @overload
     def train(
@@ -195,7 +193,8 @@ class FitMethods(ABC):
         """
         checks.check_max_retries(max_retries)
         request = asked(num_steps, profile, reduce_results, info)
-        self._check_dataset(dataset, training=True)
+        if dataset is not None:
+            self._check_dataset(dataset, training=True)
         checks.refuse_text(blocking=blocking)
         work = partial(self._train, request, max_retries, dataset, reduce_results)
         return work() if blocking else self._background.begin(work)
@@ -203,8 +202,9 @@ class FitMethods(ABC):
     @recorded("train")
     def _train(self, request: EpochRequest, max_retries: int, dataset: Any, reduce_results: bool) -> Any:
         check = partial(self._check_answers, "train", asked=request)
-        with self._shown():
-            answers = self._calls.train(request, max_retries, dataset, self._goes_on_with(dataset), check)
+        can_resume = self._goes_on and (dataset is None or self._goes_on_with(dataset))
+        with self._shown() if self._shows_progress else nullcontext():
+            answers = self._calls.train(request, max_retries, dataset, can_resume, check)
         result = self._merged(answers, reduce_results)
         self._warn_of_nan(result)
         return result
@@ -279,7 +279,8 @@ class FitMethods(ABC):
             WorkerError, WorkersLostError: As in `train`.
         """
         request = asked(num_steps, profile, reduce_results, info)
-        self._check_dataset(dataset, training=False)
+        if dataset is not None:
+            self._check_dataset(dataset, training=False)
         checks.refuse_text(blocking=blocking)
         work = partial(self._validate, request, dataset, reduce_results)
         if blocking:
@@ -484,7 +485,7 @@ class FitMethods(ABC):
         chosen = tuple(callback for _, callback in callbacks)
         refuse_equal_keys(chosen)
         revision = self._settings.callbacks_revision + 1
-        with self._controller.turn():
+        with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
             if self._controller.group is not None:  # else the next workers are made with them
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)

@@ -109,7 +109,7 @@ def load_into_all(
 
     is_repeatable = isinstance(state, SharedValue)
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True, is_repeatable=is_repeatable)
-    with controller.turn():  # a call of another thread in between would count as covered
+    with controller.turns.take_turn():  # a call of another thread in between would count as covered
         controller.run(call)
         if is_complete:
             value, reference = (state.value, state.reference) if isinstance(state, SharedValue) else (state, None)
@@ -165,7 +165,7 @@ class KeptTrainer:
         trainer.history.events[:] = events
         for name in [name for name in kept if name.startswith(_RECORDS)]:
             for record in pickle.loads(kept[name]):
-                trainer._recorder.add(record)
+                trainer._recorder.add_record(record)
         self._seen = trainer.history.extent
         if "settings" in kept:
             self._settings = pickle.loads(kept["settings"])

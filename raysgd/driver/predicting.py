@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from raysgd import _arguments as checks
 from raysgd._numbers.results import CallProgress
 from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
@@ -34,33 +32,6 @@ _MOST_BATCHES = 1024
 _LARGE_BYTES = 2**16
 
 
-@dataclass(frozen=True)
-class PredictOptions:
-    """The options of a call of `predict`.
-
-    Attributes:
-        info: For the operator.
-        has_target: Whether batches that are tuples end with a target; None to go by the data.
-        max_retries: How many times a round is repeated after a failure.
-    """
-
-    info: Mapping[str, Any]
-    has_target: bool | None
-    max_retries: int
-
-
-def checked_options(info: Mapping[str, Any] | None, has_target: bool | None, max_retries: int) -> PredictOptions:
-    """Return what a call of `predict` asks.
-
-    Raises:
-        ValueError, TypeError: It cannot be.
-    """
-    if has_target is not None and not isinstance(has_target, bool):
-        raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
-    checks.check_max_retries(max_retries)
-    return PredictOptions(checks.check_info(info), has_target, max_retries)
-
-
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
     """Return how many rows a batch of one worker has, as the config says."""
     options = settings.batch_options
@@ -68,22 +39,19 @@ def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
 
-def next_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
-    """Return how many batches of a worker the next round has: few rounds are needed, and each fits in memory.
+def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
+    """Return how many batches each worker gets next: few rounds are needed, and what fits in memory.
 
     Args:
-        size: How many this one was to have.
-        seconds: How long it took.
-        num_bytes: How many bytes came and went in it.
-        num_batches: How many batches it had, of all workers.
-        num_workers: How many workers there were.
+        size: How many each one got in the last round.
+        seconds: How long that took.
+        num_bytes: How many bytes came and went.
+        num_batches: In how many batches.
+        num_workers: Of how many workers.
     """
-    if seconds < _SHORT_S:
-        size *= 2
-    elif seconds > _LONG_S:
-        size //= 2
+    wanted = size * 2 if seconds < _SHORT_S else size // 2 if seconds > _LONG_S else size
     fitting = _MOST_BYTES * num_batches // (max(1, num_bytes) * num_workers)
-    return max(1, min(size, fitting, _MOST_BATCHES))
+    return max(1, min(wanted, fitting, _MOST_BATCHES))
 
 
 class PredictionRounds:
@@ -93,7 +61,9 @@ class PredictionRounds:
         controller: Runs calls on the workers.
         predict: The method of the replicas.
         source: Has the data.
-        asked: What else was asked.
+        info: For the operator.
+        has_target: Whether batches that are tuples end with a target; None to go by the data.
+        max_retries: How many times a round is repeated after a failure.
         place: Puts something where a rank can take it from.
         listeners: Are told how far it is.
     """
@@ -103,21 +73,25 @@ class PredictionRounds:
         controller: ElasticController,
         predict: Callable[..., Any],
         source: PredictionSource,
-        asked: PredictOptions,
+        info: Mapping[str, Any],
+        has_target: bool | None,
+        max_retries: int,
         place: Callable[[int, Any], Any],
         listeners: ProgressListeners,
     ) -> None:
         self._controller, self._predict, self._source = controller, predict, source
-        self._asked, self._place, self._listeners = asked, place, listeners
+        self._info, self._max_retries = info, max_retries
+        self._has_target = source.has_target if has_target is None else has_target
+        self._place, self._listeners = place, listeners
         self._key = uuid.uuid4().hex
-        self._size = 1  # batches of a worker in the next round
+        self._round_size = 1
         self._num_done = 0
         self._worlds: Sequence[World] = ()
 
     def outputs(self) -> Iterator[Any]:
         """The output for each batch, in order."""
         try:
-            while pieces := self._source.draw(self._size * self._controller.num_workers):
+            while pieces := self._source.draw(self._round_size * self._controller.num_workers):
                 yield from self._round(pieces)
             self._tell(self._num_done, is_done=True)
         finally:
@@ -126,10 +100,11 @@ class PredictionRounds:
     def _round(self, pieces: Sequence[Any]) -> list[Any]:
         began_at = time.monotonic()
         call = Call(self._predict, partial(self._requests, pieces), on_wait=self._listeners.on_wait)
-        answers = self._controller.run(call, max_retries=self._asked.max_retries)
+        answers = self._controller.run(call, max_retries=self._max_retries)
         outputs = [output for answer in answers for output in answer]
         num_bytes = sum(map(self._source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
-        self._size = next_size(self._size, time.monotonic() - began_at, num_bytes, len(pieces), len(answers))
+        seconds = time.monotonic() - began_at
+        self._round_size = next_round_size(self._round_size, seconds, num_bytes, len(pieces), len(answers))
         self._num_done += len(pieces)
         self._tell(self._source.num_batches)
         return outputs
@@ -140,28 +115,21 @@ class PredictionRounds:
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Returns each rank's request; for a group that does not know this prediction also what all ranks need."""
         is_new, self._worlds = worlds is not self._worlds, worlds
-        shares = self._shares(len(worlds)) if is_new else None
+        has_share = is_new and self._source.share is not None  # put once for all of them
+        shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
         requests, first = [], 0
         is_last = self._num_done + len(pieces) == self._source.num_batches
         for rank, own in enumerate(dealt(pieces, len(worlds))):
             work = self._source.work(own)
             is_large = sum(map(self._source.nbytes, own)) > _LARGE_BYTES
-            request = self._request(first, len(worlds), is_last)
+            done, total = self._num_done, self._source.num_batches
+            request = PredictRequest(
+                self._key, self._info, self._has_target, done + first, done, len(worlds), total, is_last
+            )
             parts = [request, self._place(rank, work) if is_large else work]
             requests.append(tuple(parts if shares is None else [*parts, shares[rank]]))
             first += len(own)
         return requests
-
-    def _request(self, first: int, num_workers: int, is_last: bool) -> PredictRequest:
-        asked, done, total = self._asked, self._num_done, self._source.num_batches
-        has_target = self._source.has_target if asked.has_target is None else asked.has_target
-        return PredictRequest(self._key, asked.info, has_target, done + first, done, num_workers, total, is_last)
-
-    def _shares(self, num_workers: int) -> list[Any] | None:
-        """Return what every worker needs of the data, put once for all of them."""
-        if self._source.share is None:
-            return None
-        return placed_once(self._place, [self._source.share] * num_workers)
 
 
 def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:

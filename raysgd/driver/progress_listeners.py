@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd.engine.controller import ElasticController
@@ -47,8 +46,11 @@ class ProgressListeners:
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
         """Tells that a call has returned."""
-        if self.listeners:
-            self.tell(end_of(kind, asked.info, answer))
+        values = answer.metrics.values if answer.metrics is not None else {}
+        numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
+        loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
+        epochs = answer.epoch_idx, asked.info.get("num_epochs")
+        self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
 
     def _tell_of_now(self) -> None:
         progress = progress_of(self._controller)
@@ -73,14 +75,3 @@ def progress_of(controller: ElasticController) -> CallProgress | None:
         logger.debug("no news of the running call: %s", error)
         return None
     return progress
-
-
-def end_of(kind: ProgressKind, info: Mapping[str, Any], answer: EpochAnswer) -> CallProgress:
-    """Return how far a call is that has returned."""
-    values = answer.metrics.values if answer.metrics is not None else {}
-    numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
-    loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
-    num_steps = answer.num_steps
-    return CallProgress(
-        num_steps, num_steps, answer.epoch_idx, info.get("num_epochs"), loss, kind, numbers, is_done=True
-    )

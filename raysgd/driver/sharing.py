@@ -13,28 +13,18 @@ from raysgd.arrays.ray_data import are_cpus_free
 from raysgd.engine.shared.types import World
 from raysgd.engine.worker import identity, packed_bytes
 from raysgd.messages.batching import config_for_worker
-from raysgd.messages.epochs import EpochRequest
 
 Requests = list[tuple[Any, ...]]
 """For each rank a request, and its share behind it if it is given one: Ray hands that over by itself."""
 
 
-def for_each_rank(request: EpochRequest, num_workers: int, redraw: Callable[[], Any] | None) -> Requests:
-    """The same request for every rank; rank 0 is told what to `redraw` if it is in the driver."""
-    requests: Requests = [(request,)] * num_workers  # one object: the engine then packs it once for all ranks
-    return requests if redraw is None else [(replace(request, redraw=redraw),), *requests[1:]]
-
-
-def placed(use_local: bool, rank: int, share: Any) -> Any:
-    """Put a share where its rank can take it from. Ray knows who holds one only if it travels by itself.
+def place_share(use_local: bool, rank: int, share: Any) -> Any:
+    """Put a share where its rank can take it from; return what to send. Ray knows who holds one that travels alone.
 
     Args:
         use_local: Whether rank 0 is in the driver, where its share stays.
-        rank: Whose it is.
-        share: The share.
-
-    Returns:
-        What to send to the rank.
+        rank: The rank.
+        share: Its share.
     """
     if use_local and rank == 0:
         return share
@@ -83,19 +73,15 @@ class DataSharing:
         self._divisions: dict[str, _Division] = {}
         self._has_warned = False
 
-    def with_registered(
-        self, requests: Requests, name: str, batches: RayBatches | None, worlds: Sequence[World]
-    ) -> Requests:
+    def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
         """Requests with shares of Ray Data that operators registered.
 
         Args:
             requests: By rank.
             name: "train" or "validation".
-            batches: What is registered; None if it is not of Ray Data.
+            batches: What is registered.
             worlds: The group; the same object as long as the group is the same.
         """
-        if batches is None:
-            return requests
         _, shares = self._shares(name, batches, CallData("ray", batches), worlds)
         return self._with_shares(requests, shares)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from raysgd.engine.controller import ElasticController
@@ -37,22 +37,24 @@ class Throughput:
         self.samples_per_s: float | None = None
         self.accounts = Accounts(used=used)
 
-    def run(self, call: Call, max_retries: int) -> list[EpochAnswer]:
+    def run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
         """Runs a training call, and notes how many samples a second it trained."""
-        history = self._controller.history
+        events = self._controller.history.events
+        began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
-        began, num_continued = time.perf_counter(), history.count("continued")
         try:
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
-            self._note(self._heartbeats)
+            self.accounts.note_times(self._heartbeats)
         finally:
             self.accounts.end_call()
-        num_samples = sum(heartbeat.num_samples for heartbeat in self._heartbeats.values())
-        num_samples += int(sum(each.num_inherited for each in answers))
+        num_samples = 0
+        for answer in answers:
+            num_samples += int(answer.num_inherited)
+            num_samples += 0 if answer.heartbeat is None else answer.heartbeat.num_samples
         self.samples_per_s = num_samples / (time.perf_counter() - began) or None
         self.report()
-        if history.count("continued") > num_continued:
+        if any(event.kind == "continued" for event in events[num_events:]):
             _tell_what_is_measured(num_samples, max(each.num_used for each in answers))
         return answers
 
@@ -66,18 +68,14 @@ class Throughput:
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
         """A status, and where the time went."""
-        told = {worker.rank: worker.heartbeat for worker in status.workers if worker.heartbeat is not None}
-        self._note(told)
+        self.accounts.note_times({each.rank: each.heartbeat for each in status.workers if each.heartbeat is not None})
         self.accounts.warn()
         return replace(status, ledger=self.accounts.ledger(len(status.workers)))
 
-    def _note(self, heartbeats: Mapping[int, Heartbeat]) -> None:
-        self.accounts.note({rank: heartbeat.time for rank, heartbeat in heartbeats.items()})
-
-    def end(self) -> None:
+    def stop_reporting(self) -> None:
         """Takes the trainer out of Ray's metrics."""
-        self.accounts.end()
-        self._gauges.end()
+        self.accounts.note_end()
+        self._gauges.report_end()
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:

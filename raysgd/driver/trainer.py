@@ -20,9 +20,9 @@ from raysgd.driver.calls import EpochCalls
 from raysgd.driver.controlling import make_controller
 from raysgd.driver.fit_methods import FitMethods
 from raysgd.driver.keeping import FileSaves
-from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
+from raysgd.driver.predicting import PredictionRounds, usual_batch_size
 from raysgd.driver.progress_listeners import ProgressListeners
-from raysgd.driver.sharing import DataSharing, placed
+from raysgd.driver.sharing import DataSharing, place_share
 from raysgd.driver.throughput import Throughput
 from raysgd.driver.trainer_views import ReadOnlyConfig, in_words, show_options
 from raysgd.engine.background_calls import BackgroundCalls
@@ -77,7 +77,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
-        self._place = partial(placed, group.use_local)
+        self._place = partial(place_share, group.use_local)
         show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
@@ -144,7 +144,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         """Starts the workers; they end with the trainer, also without a `shutdown`."""
         self._controller = controller
         self._listeners = ProgressListeners(controller)
-        self._recorder = CallRecorder(controller.history.events, lambda: controller.num_workers)
+        self._recorder = CallRecorder(controller.history.events)
         self._background = BackgroundCalls(controller, at_once=self.use_local)
         self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller, self._used_options())
         self._calls = EpochCalls(
@@ -216,12 +216,16 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         checks.refuse_text(streaming=streaming)
-        options = checked_options(info, has_target, max_retries)
+        if has_target is not None and not isinstance(has_target, bool):
+            raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
+        checks.check_max_retries(max_retries)
+        info = checks.check_info(info)
         size = usual_batch_size(self._settings, self.num_workers) if batch_size is None else batch_size
         size = checks.check_count("batch_size", size, "It is the number of rows in a batch.")
         source, container = self._to_predict(data, BatchRequest(size, batch_size is not None, feature_columns))
+        predict, listeners = self._runner_cls.predict, self._listeners
         rounds = PredictionRounds(
-            self._controller, self._runner_cls.predict, source, options, self._place, self._listeners
+            self._controller, predict, source, info, has_target, max_retries, self._place, listeners
         )
         return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
 
@@ -290,7 +294,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
             self._saves.await_states()
             self._controller.stop(force)
             self._background.await_end()
-            self._throughput.end()
+            self._throughput.stop_reporting()
         finally:
             self._writer.close()
 

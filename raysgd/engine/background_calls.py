@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 from raysgd.engine.controller import ElasticController, PlaceInLine
 from raysgd.engine.shared.call import CallHandle
+from raysgd.engine.transfers import run_into
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -76,7 +78,7 @@ class BackgroundCalls:
         place = self._controller.turns.reserve()
 
         def run() -> T:
-            with self._controller.turn(place):
+            with self._controller.turns.take_turn(place):
                 return work()
 
         return self._run(run, place)
@@ -94,7 +96,7 @@ class BackgroundCalls:
         place = self._controller.turns.reserve()
 
         def run() -> T:
-            with self._controller.turn(place):
+            with self._controller.turns.take_turn(place):
                 begun = work()
             return rest(begun, place.check_wanted)
 
@@ -103,24 +105,14 @@ class BackgroundCalls:
     def _run(self, work: Callable[[], T], place: PlaceInLine) -> CallHandle[T]:
         future: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                result = work()
-            except BaseException as error:  # the thread has no caller: `result` raises it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        def interrupt() -> None:
-            self._controller.turns.interrupt(place)
-
         if self._at_once:
-            run()
+            run_into(future, work)
         else:
             self._threads = [each for each in self._threads if each.is_alive()]
-            self._threads.append(threading.Thread(target=run, name="raysgd-call", daemon=True))
-            self._threads[-1].start()
-        return BackgroundCall(future, interrupt)
+            thread = threading.Thread(target=run_into, args=(future, work), name="raysgd-call", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return BackgroundCall(future, partial(self._controller.turns.interrupt_call, place))
 
     def await_end(self) -> None:
         """Waits for the threads, whose calls were ended."""

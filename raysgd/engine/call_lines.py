@@ -72,7 +72,7 @@ class Line:
         try:
             self._socket.send(message)
         except OSError:
-            self.end()
+            self.hang_up()
         return not self.is_ended
 
     def receive(self) -> bytes | None:
@@ -86,7 +86,7 @@ class Line:
         except OSError:
             message = b""
         if not message:
-            self.end()
+            self.hang_up()
         return message or None
 
     def _is_joined(self) -> bool:
@@ -100,7 +100,7 @@ class Line:
         self._socket, self.was_joined = joined, True
         return True
 
-    def end(self) -> None:
+    def hang_up(self) -> None:
         """Hang up; the worker takes calls of Ray's again."""
         self.is_ended = True
         _hang_up(self._socket)
@@ -161,9 +161,9 @@ class LineEnd:
         try:
             self._socket.connect(f"\0{name}")
             if not _is_of_same_user(self._socket):
-                self.end()
+                self.hang_up()
         except OSError:  # the driver is on another node
-            self.end()
+            self.hang_up()
 
     def answer(self, answer: Any) -> bool:
         """Return whether the driver has got it: not if it is large, or only Ray can send it."""
@@ -181,7 +181,7 @@ class LineEnd:
             return self._socket.recv(LARGEST) or None
         return None
 
-    def end(self) -> None:
+    def hang_up(self) -> None:
         """Hang up."""
         _hang_up(self._socket)
 

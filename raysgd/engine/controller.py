@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -24,7 +24,6 @@ from raysgd.engine.placement import cluster_view
 from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.engine.recovery import Recovery
 from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, copy_call
@@ -35,7 +34,6 @@ from raysgd.exceptions import (
     OnFailure,
     RanksDifferError,
     RaySGDError,
-    TrainerShutdownError,
     UnpicklableError,
     WorkerError,
     WorkersLostError,
@@ -93,8 +91,10 @@ class Turns:
         return place
 
     @contextmanager
-    def take(self, place: PlaceInLine | None = None) -> Iterator[None]:
-        """One thread after the other. What fails after `stop` fails because of that, and the group ends here.
+    def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
+        """A block in which no call of another thread comes between those of this one, which may be nested.
+
+        What fails after `stop` fails because of that, and the group ends here.
 
         Args:
             place: The place of this thread in the line, which is free afterwards; behind all others unless given.
@@ -103,26 +103,32 @@ class Turns:
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
             KeyboardInterrupt: After `interrupt` for this place.
         """
+        lifecycle = self._lifecycle
         with self._kept(place) if place is not None else nullcontext():
-            self._wait_in_line(place)
+            if self._line and self._owner != threading.get_ident():  # else this thread is inside a call already
+                self._wait_in_line(place)
             if place is not None:
                 place.check_wanted()
             with self._lock:
                 self._num_inside += 1
                 self._owner = threading.get_ident()
                 try:
-                    self._lifecycle.check_active()
+                    lifecycle.check_active()
                     if place is not None:
                         place.check_wanted()
-                    with self._telling_of_shutdown():
+                    try:
                         yield
+                    except Exception as error:  # whatever a call comes to whose workers are ended meanwhile
+                        lifecycle.check_active(during=error)
+                        raise
                 finally:
                     self._num_inside -= 1
                     if not self._num_inside:
                         self._owner = None
-                        self._lifecycle.end_interrupt()
-                    if self._lifecycle.is_stopped:
-                        self._lifecycle.stop_group(force=True)
+                        if lifecycle.interrupted is not None:
+                            lifecycle.end_interrupt()
+                    if lifecycle.stopped.is_set():
+                        lifecycle.stop_group(force=True)
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
@@ -131,7 +137,7 @@ class Turns:
             yield False
             return
         try:
-            with self.take():
+            with self.take_turn():
                 yield True
         finally:
             self._lock.release()
@@ -147,50 +153,32 @@ class Turns:
                 self._line_moves.notify_all()
 
     def _wait_in_line(self, place: PlaceInLine | None) -> None:
-        """Waits for the calls whose places are ahead, unless this thread is inside a call already."""
-        if self._owner == threading.get_ident():
-            return
+        """Waits for the calls whose places are ahead."""
         with self._line_moves:
             ahead = self._line[: self._line.index(place)] if place is not None else list(self._line)
             while any(each in self._line for each in ahead) and not (place is not None and place.is_interrupted):
                 self._line_moves.wait()
 
-    def interrupt(self, place: PlaceInLine) -> None:
+    def interrupt_call(self, place: PlaceInLine) -> None:
         """From another thread: ends the call of a place, whether it runs or waits, as Ctrl-C inside it would."""
         with self._line_moves:
             place.is_interrupted = True
             self._line_moves.notify_all()
         if place.thread is not None and self._owner == place.thread:
-            self._lifecycle.interrupt(place.thread)
+            self._lifecycle.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:
         """From another thread: does the same with the call that is running, if one is."""
         owner = self._owner
         if owner is not None:
-            self._lifecycle.interrupt(owner)
-
-    @contextmanager
-    def _telling_of_shutdown(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # what a call comes to whose workers are ended meanwhile
-            self._lifecycle.check_interrupt()
-            if not self._lifecycle.is_stopped:
-                self._lifecycle.check_active()  # perhaps it fails because of the end of the Ray session
-                raise
-            message = (
-                "The trainer was shut down while this call was running, so the call did not finish. "
-                f"{self._lifecycle.spec.words.when_interrupted}"
-            )
-            cause = error if not isinstance(error, TrainerShutdownError) else None
-            raise TrainerShutdownError(message.rstrip()) from cause
+            self._lifecycle.interrupt_thread(owner)
 
     def stop(self, force: bool) -> None:
         """Stops everything, from any thread; a call that is running then raises. A second time it does nothing."""
         lifecycle = self._lifecycle
-        if lifecycle.is_stopped:
+        if lifecycle.stopped.is_set():
             return
-        lifecycle.refuse_starts()
+        lifecycle.stopped.set()  # from now on no group is started
         if self._num_inside:
             force = True
             lifecycle.kill_workers()
@@ -248,7 +236,9 @@ class ElasticController:
             hooks or GroupHooks(),
             self._make_room,
         )
-        self.snapshots = self._lifecycle.snapshots
+        self.snapshots, self.history = self._lifecycle.snapshots, self._lifecycle.history
+        # A driver that is the only worker, and that no spare waits for, follows nothing that happens in the cluster.
+        self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
         self._monitor = Monitor(self._lifecycle)
         self.recovery = Recovery(self._lifecycle, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self._lifecycle)
@@ -262,7 +252,7 @@ class ElasticController:
     @property
     def is_stopped(self) -> bool:
         """True if `stop` was called."""
-        return self._lifecycle.is_stopped
+        return self._lifecycle.stopped.is_set()
 
     @property
     def has_session_ended(self) -> bool:
@@ -274,14 +264,9 @@ class ElasticController:
         """The facts that the replicas told of themselves when they were set up, by rank."""
         return self._lifecycle.facts
 
-    @facts.setter
-    def facts(self, facts: list[Any]) -> None:
-        self._lifecycle.facts = facts
-
-    @property
-    def history(self) -> GroupHistory:
-        """The events of the workers so far."""
-        return self._lifecycle.history
+    def keep_facts(self, facts: list[Any]) -> None:
+        """Takes over what replicas say of themselves, instead of what they said before."""
+        self._lifecycle.keep_facts(facts)
 
     @property
     def monitor(self) -> Monitor | None:
@@ -309,17 +294,17 @@ class ElasticController:
             WorkersLostError: Too few workers could be had.
             TrainerShutdownError: After `stop`.
         """
-        group = self.group
-        if group is not None:
-            return group
-        with self.turns.take():
+        self._lifecycle.check_active()
+        if self._lifecycle.group is not None:
+            return self._lifecycle.group
+        with self.turns.take_turn():
             if self._lifecycle.group is None:  # it may be there by now, if another thread was first
                 self.recovery.restart_workers("restarted", "the last workers were stopped")
             return self._lifecycle.running
 
     def stand_by(self) -> None:
         """Begins to start spares, and the workers that the group lacks as far as there is room for them."""
-        with self.turns.take():
+        with self.turns.take_turn():
             self._lifecycle.start_spares()
             self._lifecycle.start_standby()
 
@@ -329,13 +314,13 @@ class ElasticController:
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
-        with self.turns.take():
+        with self.turns.take_turn():
             if self._lifecycle.take_over():
                 self._monitor.settle_last_hold()
             elif as_fits:
                 self.recovery.restart_workers("started", "a new trainer")
             else:
-                self._lifecycle.start(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
+                self._lifecycle.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
     def kill_group(self) -> None:
         """Kills the workers, whatever they are doing; the next call starts new ones."""
@@ -413,19 +398,30 @@ class ElasticController:
             WorkersLostError: When the retries are spent or too few workers can be had.
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
         """
-        with self.turns.take():
+        with self.turns.take_turn():
+            budget, has_failed = budget or RetryBudget(max_retries), True
             try:
-                with OnFailure(self._monitor.observe):
+                if self._follows_cluster:
                     self._adapt(call)
-                    values = self._run_to_end(call, budget or RetryBudget(max_retries))
+                # Where only workers have the state, unless those that survive a failure could continue the call.
+                has_group = self._lifecycle.group is not None
+                if self._spec.captures and has_group and self.snapshots.is_only_in_workers and not call.can_continue:
+                    self._run(copy_call(), budget)
+                values = self._run(call, budget)
+                if self._spec.captures_after_calls and self.snapshots.is_overdue:  # it took much longer than expected
+                    self._run(copy_call(), budget)
+                if self._follows_cluster:
                     self._lifecycle.start_owed_spares()
-                    return values
+                has_failed = False
+                return values
             finally:
-                self._monitor.end()
+                if has_failed:
+                    self._monitor.observe()
+                self._monitor.is_on = False
 
     def lend_spare(self) -> Loan | None:
         """A spare for `run_on_spare`, which steps in all the same when it is needed; None where none is ready."""
-        with self.turns.take():
+        with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
             if loan is None:
                 self._lifecycle.start_spares()
@@ -462,7 +458,7 @@ class ElasticController:
         """
         num_died = 0
         while True:
-            found = None if loan is None else loan.run(function, make_args, on_wait)
+            found = None if loan is None else loan.run_call(function, make_args, on_wait)
             if found is not None and found.failure is not None:
                 raise worker_error((found.failure.fault,))
             if found is not None:
@@ -476,7 +472,7 @@ class ElasticController:
                     f"{num_died} spares have died in this call, one after the other. Ray's log of the worker "
                     "(`worker-*.err`) may name the cause; too little memory is a frequent one."
                 )
-            with self.turns.take(self.turns.reserve()):
+            with self.turns.take_turn(self.turns.reserve()):
                 loan = self.lend_spare()
                 if loan is None and not self.has_spares:
                     raise WorkersLostError(
@@ -485,25 +481,13 @@ class ElasticController:
             if loan is None:
                 self._lifecycle.sleep(_SPARE_POLL_S)
 
-    def turn(self, place: PlaceInLine | None = None) -> AbstractContextManager[None]:
-        """A block in which no call of another thread comes between those of this one.
-
-        Args:
-            place: What `turns.reserve` returned, for this thread.
-
-        Raises:
-            TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
-            KeyboardInterrupt: After `interrupt` for this place.
-        """
-        return self.turns.take(place)
-
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered.
 
         Raises:
             WorkersLostError: It was lost on its way again and again.
         """
-        with self.turns.take():
+        with self.turns.take_turn():
             try:
                 for _ in range(_NUM_COPIES):
                     self._monitor.await_snapshot()
@@ -512,7 +496,7 @@ class ElasticController:
                         return landed
                     self.run(copy_call())
             finally:
-                self._monitor.end()
+                self._monitor.is_on = False
         raise WorkersLostError(
             f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
             "too little memory in Ray's object store is a frequent one."
@@ -520,7 +504,7 @@ class ElasticController:
 
     def newest_snapshot(self) -> NewestSnapshot:
         """The same as soon as it is copied: it may be on its way to the driver."""
-        with self.turns.take():
+        with self.turns.take_turn():
             try:
                 self.snapshots.poll()
                 if not self._is_known:
@@ -528,7 +512,7 @@ class ElasticController:
                     self.run(copy_call())
                 return self.snapshots.newest()
             finally:
-                self._monitor.end()
+                self._monitor.is_on = False
 
     @property
     def _is_known(self) -> bool:
@@ -536,11 +520,11 @@ class ElasticController:
 
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
-        with self.turns.take():
+        with self.turns.take_turn():
             try:
                 self._monitor.await_snapshot()
             finally:
-                self._monitor.end()
+                self._monitor.is_on = False
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
@@ -581,20 +565,8 @@ class ElasticController:
             has_session_ended=self.has_session_ended,
         )
 
-    def _run_to_end(self, call: Call, budget: RetryBudget) -> list[Any]:
-        """Runs the call, and takes a snapshot behind it if that took much longer than expected.
-
-        Where only workers have the state, it is copied first, unless those that survive a failure could continue the
-        call.
-        """
-        if not call.can_continue and self._lifecycle.group is not None and self.snapshots.is_only_in_workers:
-            self._run(copy_call(), budget)
-        values = self._run(call, budget)
-        if self.snapshots.is_overdue:
-            self._run(copy_call(), budget)
-        return values
-
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
+        """Runs a call, again and again while that is allowed, and returns the values of the attempt that succeeded."""
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         is_inside = number is not None and number.is_resumed
@@ -604,23 +576,21 @@ class ElasticController:
             args = call.args_for(group.worlds)
             kept: type[Exception] = UnpicklableError  # nothing was sent
             try:
-                report = self._attempt(group, call, function, args, number)
-                if report.ok and not _is_held(report):
-                    return [answer.value for answer in report.values]
+                report, values = self._attempt(group, call, function, args, number)
+                if values is not None:
+                    return values
                 kept = WorkerError  # all ranks are at the same place, or recovery has ended them
                 recovery = self.recovery
                 is_inside = recovery.change_held(report) if report.ok else recovery.recover(call, report, budget)
             except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
                 if not isinstance(error, kept):
                     self._lifecycle.end_call(type(error).__name__, unless_local=True)
+                if isinstance(error, RanksDifferError):
+                    self.snapshots.forget_calls()  # in one of them they may have parted
                 self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
-
-    def copies_after(self, call: Call) -> bool:
-        """Return whether the state will be copied after a call that is about to be made."""
-        return self.snapshots.is_due_after(call)
 
     def _attempt(
         self,
@@ -629,8 +599,12 @@ class ElasticController:
         function: Callable[..., Any],
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
-    ) -> GroupReport:
-        """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
+    ) -> tuple[GroupReport, list[Any] | None]:
+        """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers.
+
+        Returns:
+            What became of it; and the values, if all ranks came to its end.
+        """
 
         def on_wait() -> None:
             self._monitor.poll()
@@ -638,29 +612,40 @@ class ElasticController:
                 call.on_wait()
 
         self.snapshots.poll()
-        began = self._lifecycle.now()
-        if group.remote_ranks:
-            self._monitor.begin(call)
+        began, has_others, captures = self._lifecycle.now(), not group.is_driver_only, self.snapshots.is_due_after(call)
+        if has_others:
+            self._monitor.watch(call)
         else:
-            self._monitor.end()
+            self._monitor.is_on = False
         report = group.on_replica(
             function,
             call.on_its_ranks(args),
-            capture=self.snapshots.is_due_after(call),
+            capture=captures,
             landed=self.snapshots.landed_token,
             number=number,
-            on_wait=on_wait if group.remote_ranks else call.on_wait,
+            on_wait=on_wait if has_others else call.on_wait,
             by_line=call.is_short,
         )
-        if report.ok and not _is_held(report):
-            try:
-                with OnFailure(self._monitor.await_snapshot):  # of the call before, while a worker can still send it
-                    call.check([answer.value for answer in report.values])
-            except RanksDifferError:
-                self.snapshots.forget_calls()  # in one of them they may have parted
-                raise
-            self.snapshots.note(call, report.values, self._lifecycle.now() - began, group)
-        return report
+        if not report.ok:
+            return report, None
+        values = [answer.value for answer in report.values]
+        if any(isinstance(value, HeldAtStep) for value in values):  # some may have come to the end before that
+            return report, None
+        is_right = False
+        try:
+            call.check(values)
+            is_right = True
+        finally:
+            if not is_right:
+                self._monitor.await_snapshot()  # of the call before, while a worker can still send it
+        if call.is_kept:
+            self.snapshots.note_call(call, self._lifecycle.now() - began)
+        if self._spec.captures or captures:  # a reply that a process before this one had asked for may have one, too
+            copies = [answer.capture for answer in report.values if answer.capture is not None]
+            if copies:
+                self.snapshots.take_from(group, copies)
+                self.snapshots.pace.note_copy(max(copy.seconds for copy in copies))
+        return report, values
 
     def _adapt(self, call: Call) -> None:
         """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry.
@@ -680,7 +665,7 @@ class ElasticController:
 
     def _leave_nodes(self) -> None:
         """Moves to other nodes, in place if that can be done."""
-        self._monitor.begin()
+        self._monitor.watch()
         in_place = self.recovery.can_change()
         if in_place is None:  # a failure, which the call will come upon
             return
@@ -698,7 +683,7 @@ class ElasticController:
         self._lifecycle.start_spares()
         if len(group) >= most:
             return
-        self._monitor.begin()
+        self._monitor.watch()
         in_place = self.recovery.can_change()
         if in_place is None:  # a failure, which the call will come upon: it is told and counted as one there
             return
@@ -740,15 +725,10 @@ class ElasticController:
         group.standby.kill_all()
         call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
         with OnFailure(self.kill_group):  # some replicas may be new, and others not
-            self.facts = self.run(call)
+            self.keep_facts(self.run(call))
 
     def restart(self) -> None:
         """Does the same in new processes, for replicas that leave something behind in theirs."""
         self.kill_group()
         self.snapshots.begin_again()
         self.ensure_group()
-
-
-def _is_held(report: GroupReport) -> bool:
-    """Return whether the ranks stopped at a step boundary instead of finishing the call; some may have before that."""
-    return any(isinstance(answer.value, HeldAtStep) for answer in report.values)

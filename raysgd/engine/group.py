@@ -23,7 +23,7 @@ from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
 from raysgd.engine.startup import StandbyWorker, StandbyWorkers, StartupCheck
 from raysgd.engine.transfers import FetchedParts, SharedValue, StoredPart, Transfer
-from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker, notes_of, pack, packed_bytes
+from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker, notes_of, pack, packed_bytes, with_rank
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class WorkerGroup:
     @property
     def is_driver_only(self) -> bool:
         """True if the only worker is the driver itself, so that no worker can be lost."""
-        return not self.remote_ranks
+        return len(self.workers) <= self._spec.use_local
 
     @property
     def is_on_one_node(self) -> bool:
@@ -141,11 +141,11 @@ class WorkerGroup:
         self._platform.ensure_running()
         num_slots = self.num_workers + self.num_spares  # the driver's share is held too
         self.slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
-        slot_of_driver = self.slots.take() if spec.use_local else None
+        slot_of_driver = self.slots.take_slot() if spec.use_local else None
         for _ in range(len(workers), self.num_workers):
-            worker = self._platform.new_worker(self.slots.take(), spec.connection, spec.num_threads)
+            worker = self._platform.new_worker(self.slots.take_slot(), spec.connection, spec.num_threads)
             workers.append(worker)
-            self._startup.add(worker)
+            self._startup.watch_worker(worker)
         self._check_wanted()
         if slot_of_driver is not None:
             spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
@@ -198,7 +198,7 @@ class WorkerGroup:
 
     def _look_after(self, joining: Sequence[StandbyWorker]) -> None:
         for each in joining:
-            self._startup.add(each.worker)
+            self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
         """Lets all join and make their replicas; returns the calls. With `captures` they copy the state."""
@@ -294,19 +294,19 @@ class WorkerGroup:
 
     def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
-        local, remote = _split(calls)
+        if self.is_driver_only:
+            self._unanswered = {}
+            return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
+        remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
-        outcomes = self._gather_both(local, bool(remote), listener, on_wait) if local else listener.listen(on_wait)
+        local = {rank: call for rank, call in calls.items() if rank not in remote}
+        outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
         self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
-        return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
+        return GroupReport(tuple(with_rank(outcomes[rank]) for rank in sorted(calls)))
 
     def _gather_both(
-        self,
-        local: Mapping[int, LocalCall],
-        has_remote: bool,
-        listener: Listener,
-        on_wait: Callable[[], None] | None,
+        self, local: Mapping[int, LocalCall], listener: Listener, on_wait: Callable[[], None] | None
     ) -> dict[int, Outcome]:
         """The local call runs here while a thread listens to the remote ones.
 
@@ -321,19 +321,16 @@ class WorkerGroup:
                 self._kill_remote()  # whatever they answered before, they can no longer be counted on
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
-        join = self._platform.begin_thread(listen) if has_remote else None
-        outcomes = {}
+        join = self._platform.begin_thread(listen)
+        outcomes: dict[int, Outcome] = {}
         try:
-            for rank, call in local.items():
-                value, failure = call.run()
-                outcomes[rank] = Outcome(rank, value, failure)
+            outcomes |= {rank: call.run(rank) for rank, call in local.items()}
         finally:
             is_local_done.set()
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
                 listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
-        if join is not None:
-            with OnFailure(listener.stop):  # the group is ended next, and the thread must not look at it any more
-                join()
+        with OnFailure(listener.stop):  # the group is ended next, and the thread must not look at it any more
+            join()
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
@@ -380,13 +377,14 @@ class WorkerGroup:
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
         """Return what ranks (all, unless said) answer to `method` beside their work; without those that are late."""
-        local, remote = _split(self._submit(method, *args, ranks=ranks))
+        calls = self._submit(method, *args, ranks=ranks)
+        remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         if remote:
             await_all(self._platform, remote.values(), timeout_s)
-        outcomes = [self._platform.outcome(rank, call) for rank, call in remote.items()]
-        answers = {found.rank: found.value for found in outcomes if found.ok}
-        answers.update({rank: call.run()[0] for rank, call in local.items()})
-        return answers
+        outcomes = [
+            self._platform.outcome(rank, call) if rank in remote else call.run(rank) for rank, call in calls.items()
+        ]
+        return {found.rank: found.value for found in outcomes if found.ok or found.rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Asks a remote rank beside its work; returns the call, for `poll`."""
@@ -452,10 +450,11 @@ class WorkerGroup:
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
         """Ends what these ranks wait for, without waiting for that; returns the calls of the remote ones."""
-        local, remote = _split(self._submit("interrupt", ranks=ranks))
-        for call in local.values():
-            call.run()
-        return remote
+        calls = self._submit("interrupt", ranks=ranks)
+        for rank, call in [*calls.items()]:
+            if isinstance(call, LocalCall):
+                calls.pop(rank).run(rank)
+        return calls
 
     def _roll_call(self, references: Mapping[int, Any], num_others: int) -> dict[int, Outcome]:
         return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
@@ -600,20 +599,6 @@ class WorkerGroup:
                 worker.kill()
         finally:
             self.slots.close(timeout_s)
-
-
-def _split(calls: Mapping[int, Any]) -> tuple[dict[int, LocalCall], dict[int, Any]]:
-    """The calls that run in the driver, and the others."""
-    local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
-    return local, {rank: call for rank, call in calls.items() if rank not in local}
-
-
-def _ranked(found: Outcome) -> Outcome:
-    """With the rank filled in where the worker did not know its own yet."""
-    failure = found.failure
-    if failure is None or failure.fault.rank >= 0:
-        return found
-    return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))
 
 
 class GroupHooks:

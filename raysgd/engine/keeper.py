@@ -65,7 +65,7 @@ class Keeper:
         """Options of an actor that outlives this process."""
         return {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{_prefix(self._host)}{uuid.uuid4().hex}"}
 
-    def note(self, group: KeptGroup) -> None:
+    def keep_group(self, group: KeptGroup) -> None:
         """Keep a group."""
         from ray import cloudpickle
 

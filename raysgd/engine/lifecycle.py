@@ -80,7 +80,7 @@ class ElasticRules:
 
 
 class Lifecycle:
-    """Holds the group of a trainer. Only here a group is started and ended; nowhere after `refuse_starts`.
+    """Holds the group of a trainer. Only here a group is started and ended; nowhere once it is stopped.
 
     Args:
         spec: What a group is started from.
@@ -97,6 +97,9 @@ class Lifecycle:
         group: The group; None before the first start, and after it was killed.
         snapshots: The retry point.
         history: What happened to the workers so far.
+        facts: What the replicas told of themselves when they were set up, by rank.
+        stopped: Set once there are to be no workers any more: from then on no group is started.
+        interrupted: The thread whose call is to end; None without.
     """
 
     def __init__(
@@ -113,20 +116,20 @@ class Lifecycle:
     ) -> None:
         self.spec, self.scaling, self.hooks, self.make_room = spec, scaling, hooks, make_room
         self.make_group, self.view, self._rules = make_group, view, rules
-        self._stopped = threading.Event()
-        self.clock = clock or Clock(sleep=self._stopped.wait)
+        self.stopped = threading.Event()
+        self.clock = clock or Clock(sleep=self.stopped.wait)
         self.release_timeout_s = release_timeout_s
         self.snapshots = Snapshots(spec, self.now)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
         self._session: Any = None  # of Ray, in which the workers are; None without workers outside this process
-        self._facts: list[Any] = []
+        self.facts: list[Any] = []
         self._replacements = Replacements()
         self._owes_spares = False
         self._num_short = 0  # workers with which memory ran out, at most
         self._suspected: dict[str, float] = {}
-        self._interrupted: int | None = None
+        self.interrupted: int | None = None
 
     @property
     def num_workers(self) -> int:
@@ -139,17 +142,12 @@ class Lifecycle:
         assert self.group is not None, "there is no group at this moment"
         return self.group
 
-    @property
-    def facts(self) -> list[Any]:
-        """The facts that the replicas told of themselves when they were set up, by rank."""
-        return self._facts
-
-    @facts.setter
-    def facts(self, facts: list[Any]) -> None:
-        self._facts = facts
+    def keep_facts(self, facts: list[Any]) -> None:
+        """Take over what new replicas say of themselves; where the group outlives this process, keep it with them."""
+        self.facts = facts
         kept_by = keeper()
         if kept_by is not None and self.group is not None:  # whatever changes the group changes them
-            kept_by.note(self.group.to_keep(facts))
+            kept_by.keep_group(self.group.to_keep(facts))
 
     def now(self) -> float:
         """Seconds on the clock that all waiting goes by."""
@@ -173,7 +171,7 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------ starts
 
-    def start(self, budget: RetryBudget) -> None:
+    def start_workers(self, budget: RetryBudget) -> None:
         """Starts the full number of workers, for the first time.
 
         A worker that dies while starting is tried again, as often as it is paid for; where groups can change, in its
@@ -211,7 +209,7 @@ class Lifecycle:
         group.take_over(kept)
         self._session = session()
         self.group = group
-        self.facts = list(kept.facts)
+        self.keep_facts(list(kept.facts))
         self.snapshots.completed(None)  # their state is nowhere else yet
         numbers = [number for number in group.ask_beside("last_call").values() if number is not None]
         kept_by.found = max(numbers, key=lambda number: (number.call, number.attempt), default=None)
@@ -242,12 +240,12 @@ class Lifecycle:
         if copies and not self.snapshots.has_any:
             self.snapshots.take_from(group, copies, is_first=True)
         if num_spares and not self.spec.runs_on:  # else they are told what runs when it does
-            group.standby.start(num_spares, num_workers)
+            group.standby.start_more(num_spares, num_workers)
         return True
 
     def take_answers(self, report: GroupReport) -> None:
         """Takes over what new replicas say of themselves; asks for the workers that the group lacks."""
-        self.facts = [answer.value for answer in report.values]
+        self.keep_facts([answer.value for answer in report.values])
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
@@ -372,12 +370,12 @@ class Lifecycle:
         missing = most - len(group) - group.standby.num_coming - group.standby.num_ready
         if missing <= 0:
             return
-        missing -= group.standby.start(missing, most, self.nodes_to_avoid)
+        missing -= group.standby.start_more(missing, most, self.nodes_to_avoid)
         num_free = min(missing, capacity(self.view(), self.spec.resources))
         if num_free > 0:
             try:
                 group.slots.reserve(num_free, _GROWTH_RESERVATION_S)
-                group.standby.start(num_free, most, self.nodes_to_avoid)
+                group.standby.start_more(num_free, most, self.nodes_to_avoid)
             except ReservationTimeoutError:
                 logger.info("another program took the resources for %s more workers", num_free)
         group.slots.ask_up_to(most, len(group))
@@ -403,7 +401,7 @@ class Lifecycle:
             return
         missing = self.spec.num_spares - group.standby.num_coming - group.standby.num_ready
         if missing > 0:
-            group.standby.start(missing, len(group), self.nodes_to_avoid)
+            group.standby.start_more(missing, len(group), self.nodes_to_avoid)
 
     def owe_spares(self) -> None:
         """Notes that spares may be missing. A new process takes the time of the others' cores, so it comes later."""
@@ -442,36 +440,38 @@ class Lifecycle:
     # --------------------------------------------------------------------------------------------------- ends
 
     @property
-    def is_stopped(self) -> bool:
-        """True if there are to be no workers any more."""
-        return self._stopped.is_set()
-
-    @property
     def has_session_ended(self) -> bool:
         """True if the workers ended with their Ray session; another one is none of this trainer's business."""
         return self._session is not None and self._session != session()
 
-    def check_active(self) -> None:
-        """Raises `TrainerShutdownError` after `refuse_starts` or the end of the Ray session.
+    def check_active(self, during: Exception | None = None) -> None:
+        """Raises `TrainerShutdownError` once it was stopped or the Ray session has ended.
 
         Raises `KeyboardInterrupt` after `interrupt`.
+
+        Args:
+            during: What the running call has raised, perhaps because of that.
         """
-        self.check_interrupt()
-        if self.is_stopped:
-            message = f"This trainer was shut down. {self.spec.words.when_shut_down}"
-            raise TrainerShutdownError(message.rstrip())
+        if self.interrupted == threading.get_ident():
+            raise KeyboardInterrupt
+        if self.stopped.is_set():
+            if during is None:
+                message = f"This trainer was shut down. {self.spec.words.when_shut_down}"
+                raise TrainerShutdownError(message.rstrip())
+            message = (
+                "The trainer was shut down while this call was running, so the call did not finish. "
+                f"{self.spec.words.when_interrupted}"
+            )
+            cause = during if not isinstance(during, TrainerShutdownError) else None
+            raise TrainerShutdownError(message.rstrip()) from cause
         if self.has_session_ended:
             raise TrainerShutdownError(
                 "The Ray session of this trainer has ended, for instance by `ray.shutdown()`, and its workers ended "
                 "with it. Create a new trainer; what was saved can be loaded into it."
             )
 
-    def refuse_starts(self) -> None:
-        """From now on no group is started. From any thread."""
-        self._stopped.set()
-
     def kill_workers(self) -> None:
-        """From another thread, after `refuse_starts`: makes the call that is running return, wherever it is."""
+        """From another thread, once it was stopped: makes the call that is running return, wherever it is."""
         for group in (self._starting, self.group):
             if group is not None:
                 try:
@@ -480,21 +480,15 @@ class Lifecycle:
                 finally:
                     group.kill_workers()
 
-    def interrupt(self, thread: int) -> None:
+    def interrupt_thread(self, thread: int) -> None:
         """From another thread: ends the call that a thread is in as Ctrl-C inside it would; another one can follow."""
-        self._interrupted = thread
+        self.interrupted = thread
         self.kill_workers()
 
-    def check_interrupt(self) -> None:
-        """Raises `KeyboardInterrupt` in a thread whose call is to end."""
-        if self._interrupted == threading.get_ident():
-            raise KeyboardInterrupt
-
     def end_interrupt(self) -> None:
-        """The call is over: no one is to use the workers that were killed for it."""
-        if self._interrupted is not None:
-            self._interrupted = None
-            self.kill_group()
+        """The call that was interrupted is over: no one is to use the workers that were killed for it."""
+        self.interrupted = None
+        self.kill_group()
 
     def kill_group(self, unless_local: bool = False) -> None:
         """Kills the processes; the next call starts new ones from the last snapshot.

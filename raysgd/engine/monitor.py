@@ -45,7 +45,7 @@ class Monitor:
             calls that are repeated.
 
     Attributes:
-        is_on: Whether something is watched.
+        is_on: Whether something is watched; set to False where nothing runs any more.
         heartbeats: The last sign of life of each rank in what is watched.
         reason: Why the ranks were asked to stop.
         observer: Called about once a second while a call runs, and when one failed for good; if it is set.
@@ -57,10 +57,10 @@ class Monitor:
         self._num_holds = 0  # stops inside a call that were proposed; each has a number
         self._once = Once()
         self.observer: Callable[[], None] | None = None
-        self.begin()
+        self.watch()
         self.is_on = is_of_restore
 
-    def begin(self, call: Call | None = None) -> None:
+    def watch(self, call: Call | None = None) -> None:
         """Watches the group from now on: while it runs a call, or while it changes, or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
@@ -86,12 +86,8 @@ class Monitor:
         """Watches what follows the call: a failure, or a change of the ranks that were held for it."""
         if self.is_on:
             before = self.heartbeats
-            self.begin()
+            self.watch()
             self._before = before
-
-    def end(self) -> None:
-        """Nothing runs any more."""
-        self.is_on = False
 
     def poll(self) -> None:
         """Does what is due. To be called now and then while the driver waits."""
@@ -114,13 +110,13 @@ class Monitor:
 
     def observe(self) -> None:
         """Tells the observer."""
-        if self.observer is not None and not self._lifecycle.is_stopped:
+        if self.observer is not None and not self._lifecycle.stopped.is_set():
             self.observer()
 
     def await_snapshot(self) -> None:
         """Waits until no snapshot is on its way any more, for whatever reason."""
         if not self.is_on:
-            self.begin()
+            self.watch()
         self._snapshots.poll()
         while self._snapshots.is_coming:
             self._snapshots.poll(timeout_s=_POLL_S)

@@ -587,7 +587,7 @@ class Slots:
             self._add(reservation)
         self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
 
-    def take(self) -> Slot:
+    def take_slot(self) -> Slot:
         """A free slot, whatever became of its node; for a group that is just starting."""
         return self._free.pop(0)
 

@@ -374,17 +374,20 @@ class Recovery:
             kept = {infos[rank] for rank in staying}
             return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
 
+        def end_unless_unformed(error: BaseException) -> None:
+            """A group that is formed half-way must never be used, also after Ctrl-C."""
+            if not isinstance(error, CannotForm):
+                lifecycle.end_call(type(error).__name__)
+
         try:
-            formed = self._try_to_make(change)
+            with OnFailure(told=end_unless_unformed):
+                formed = self._try_to_make(change)
         except CannotForm as failed:
             lost = gone(failed.staying)
             cause = change.cause(lost)
             is_failure = change.kind == "continued" or bool(lost) or failed.is_failure
             reason = f"{cause}; {failed.reason}" if failed.reason else cause
             return "restored" if is_failure else change.kind, reason
-        except BaseException as error:  # Ctrl-C too: a group that is formed half-way must never be used
-            lifecycle.end_call(type(error).__name__)
-            raise
         group = lifecycle.running
         if group.infos[0] != before[0]:
             self._snapshots.drop_incoming()
@@ -419,7 +422,7 @@ class Recovery:
             group = self._lifecycle.running
             report = group.regroup(formed.staying, formed.joining, handover, self._monitor.poll, places)
             if report.ok:
-                self._lifecycle.facts = list(report.values)
+                self._lifecycle.keep_facts(list(report.values))
                 return formed
             staying = self._survivors_of(report, formed)
             had_state = {
@@ -529,8 +532,8 @@ class Recovery:
             return False
         avoided = self._lifecycle.nodes_to_avoid
         standby.kill_on(avoided)
-        standby.start(missing - standby.num_coming - standby.num_ready, most, avoided)
-        formed.joining += standby.take(missing, 0.0)
+        standby.start_more(missing - standby.num_coming - standby.num_ready, most, avoided)
+        formed.joining += standby.take_ready(missing, 0.0)
         needed = self._fewest(change, formed)
         missing = max(change.num_awaited, self._scaling.min_workers, needed) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
@@ -538,7 +541,7 @@ class Recovery:
         if needed > formed.num_workers:
             few = "%s of %s workers are left: memory may be too small for their shares. Waiting for a new one"
             logger.warning(few, formed.num_workers, len(self._lifecycle.running))
-        formed.joining += standby.take(missing, wait_s, self._monitor.poll)
+        formed.joining += standby.take_ready(missing, wait_s, self._monitor.poll)
         return True
 
     def _fewest(self, change: Change, formed: NextGroup) -> int:
@@ -565,7 +568,16 @@ class Recovery:
         lifecycle.check_active()
         began, old_size = lifecycle.now(), lifecycle.num_workers
         lifecycle.allow_replacements()
-        try:
+
+        def end(error: BaseException) -> None:
+            """A group that is restored half-way must never be used, also after Ctrl-C."""
+            lifecycle.kill_group()
+            if kind != "started":
+                is_failure = isinstance(error, WorkersLostError)
+                why = "no other group could be had" if is_failure else type(error).__name__
+                lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
+
+        with OnFailure(told=end):
             self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else SETTLE_S)
             self._snapshots.drop_incoming()
             num_kept = self._try_renew(after) if after is not None else None
@@ -573,13 +585,6 @@ class Recovery:
                 self._start_others(kind, cause)
             lifecycle.record(kind, old_size, began, cause, self._snapshots.restored_from(), num_kept or 0)
             lifecycle.end_replacements()
-        except BaseException as error:  # Ctrl-C too: a group that is restored half-way must never be used
-            lifecycle.kill_group()
-            if kind != "started":
-                is_failure = isinstance(error, WorkersLostError)
-                why = "no other group could be had" if is_failure else type(error).__name__
-                lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
-            raise
 
     def _try_renew(self, after: GroupReport) -> int | None:
         """Restores the last snapshot in the processes that are there; None where all have to be new.

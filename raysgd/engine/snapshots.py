@@ -22,7 +22,6 @@ from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_spec import EverySeconds, GroupSpec
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.transfers import Transfer
-from raysgd.engine.worker import WorkerAnswer
 from raysgd.exceptions import WorkersLostError
 
 logger = logging.getLogger(__name__)
@@ -326,7 +325,9 @@ class Snapshots:
         """True if a snapshot is on its way. Another one would overtake it, and under haste none would ever land."""
         return self._coming is not None
 
-    def take(self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False) -> None:
+    def take_captures(
+        self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
+    ) -> None:
         """Takes over what the ranks captured after the last completed call.
 
         Args:
@@ -432,21 +433,18 @@ class Snapshots:
         """Return whether the workers are to copy their state after a call that is about to be made."""
         if call.captures:
             return True
-        if not (call.is_kept and self._spec.captures_after_calls) or self.is_coming:
+        if not (self._spec.captures_after_calls and call.is_kept) or self.is_coming:
             return False
         is_forced = self.must_follow or not call.is_repeatable or not self.has_any
         return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
 
-    def note(self, call: Call, answers: Sequence[WorkerAnswer], seconds: float, group: WorkerGroup) -> None:
-        """Notes that a call is completed, and takes the snapshot that came with the answers."""
-        if call.is_kept:
-            kept = call if self._spec.captures_after_calls else None
-            self.completed(kept, seconds, is_repeatable=call.is_repeatable)
+    def note_call(self, call: Call, seconds: float) -> None:
+        """Notes that a call is completed that is kept in a copy, or to be repeated."""
+        if self._spec.captures_after_calls:
+            self.completed(call, seconds, is_repeatable=call.is_repeatable)
             self.pace.note_call(call.function, seconds)
-        copies = [answer.capture for answer in answers if answer.capture is not None]
-        if copies:
-            self.take_from(group, copies)
-            self.pace.note_copy(max(copy.seconds for copy in copies))
+        else:
+            self.completed(None)
 
     def note_broken_off(self, call: Call, *, has_group: bool) -> None:
         """Notes that a call ended half-way: ranks that were kept are in no state that a snapshot knows."""
@@ -459,7 +457,7 @@ class Snapshots:
     @property
     def is_overdue(self) -> bool:
         """True if a snapshot should be taken right now, because repeating what is not covered would take too long."""
-        return self._spec.captures_after_calls and not self.is_coming and self.pace.is_overdue(self.replay_s)
+        return not self.is_coming and self.pace.is_overdue(self.replay_s)
 
     def is_known(self, *, has_group: bool) -> bool:
         """Return whether the newest snapshot, if any, is the state as it is now, or all that is left of it.
@@ -478,7 +476,7 @@ class Snapshots:
                 return group.fetch(0, replica.fetch, wanted)
             return group.fetch_parts(replica.fetch, wanted)
 
-        self.take(parts, fetch, is_first=is_first)
+        self.take_captures(parts, fetch, is_first=is_first)
 
     # -------------------------------------------------------------------------------------------- after a failure
 

@@ -62,7 +62,7 @@ class Loan:
         self._call: Any = None
         self._has_ended = False
 
-    def run(
+    def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
     ) -> Outcome | None:
         """Runs `function(replica, number, *args)`, which gives up between two batches once it is recalled.
@@ -145,7 +145,7 @@ class StartupCheck:
         self._num_watches: Counter[RemoteWorker] = Counter()
         self._next_round = self._now()
 
-    def add(self, worker: RemoteWorker) -> None:
+    def watch_worker(self, worker: RemoteWorker) -> None:
         """Checks `worker` from now on."""
         self._workers.append(worker)
         self._ask([worker])
@@ -253,7 +253,7 @@ class StandbyWorkers:
         self._poll()
         return len(self._ready) + len(self._loans)
 
-    def start(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+    def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         """Begins to make up to `count` more workers ready where there is reserved room; returns for how many there is.
 
         Args:
@@ -270,20 +270,20 @@ class StandbyWorkers:
             worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
             call = worker.submit("prepare_standby", self._spec.initialization_hook, world, make_replica)
             self._coming.append((worker, call))
-            self._startup.add(worker)
+            self._startup.watch_worker(worker)
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
         """Begins to make workers ready instead of those that died while they started, as far as these are allowed."""
         if not self._is_cancelled:
             left = self.replacements
-            left.num_left -= self.start(min(num_lost, left.num_left), world_size)
+            left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
 
     def look_after(self) -> None:
         """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""
         self._poll()
 
-    def take(
+    def take_ready(
         self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
     ) -> list[StandbyWorker]:
         """Up to `count` ready workers, waiting up to `timeout_s` for those that are being made ready.
@@ -310,9 +310,9 @@ class StandbyWorkers:
 
         Takes up to `most` where more are ready by then.
         """
-        taken = self.take(max(0, count), math.inf, on_wait or self.look_after)
+        taken = self.take_ready(max(0, count), math.inf, on_wait or self.look_after)
         if len(taken) >= count:
-            return taken + self.take(max(0, most - len(taken)))
+            return taken + self.take_ready(max(0, most - len(taken)))
         for standby_worker in taken:
             self.kill(standby_worker)
         return None

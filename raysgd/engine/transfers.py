@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from raysgd.engine.placement import session
 from raysgd.engine.worker import LocalCall, node_here
@@ -22,7 +22,7 @@ from raysgd.exceptions import WorkersLostError
 class Transfer(Protocol):
     """A value on its way from a worker to the driver."""
 
-    def result(self, timeout_s: float | None) -> Any:
+    def result(self, timeout_s: float | None, /) -> Any:
         """The value; raises `TimeoutError` while it is on its way, anything else when it is lost."""
 
 
@@ -49,7 +49,24 @@ def store(value: Any) -> SharedValue:
 
 def transfer(call: Any) -> Transfer:
     """Return what a call will return, on its way."""
-    return _NoTransfer(call.function()) if isinstance(call, LocalCall) else _StoreTransfer(call)
+    if not isinstance(call, LocalCall):
+        return _StoreTransfer(call)
+    arrived: Future[Any] = Future()
+    arrived.set_result(call.function())
+    return arrived
+
+
+T = TypeVar("T")
+
+
+def run_into(future: Future[T], work: Callable[[], T]) -> None:
+    """Run something in a thread that has no caller: the future raises what it raises."""
+    try:
+        result = work()
+    except BaseException as error:  # whatever it comes to, Ctrl-C and the end of the trainer included
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class StoringTransfer:
@@ -63,7 +80,7 @@ class StoringTransfer:
     def __init__(self, store: Callable[[Any], SharedValue], make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._put, self._make = store, make
         self._stored: Future[Any] = Future()
-        threading.Thread(target=self._store, name="raysgd-storing", daemon=True).start()
+        threading.Thread(target=run_into, args=(self._stored, self._store), name="raysgd-storing", daemon=True).start()
 
     def result(self, timeout_s: float | None) -> Any:
         """The value as it lies in the store.
@@ -76,14 +93,9 @@ class StoringTransfer:
         except FutureTimeoutError:  # in Python 3.10 not the class that everyone else means
             raise TimeoutError from None
 
-    def _store(self) -> None:
-        try:
-            with self._make() as value:
-                stored = self._put(value)
-        except BaseException as error:  # the thread has no caller: `result` raises it
-            self._stored.set_exception(error)
-        else:
-            self._stored.set_result(stored.value)
+    def _store(self) -> Any:
+        with self._make() as value:
+            return self._put(value).value
 
 
 @dataclass(frozen=True)
@@ -193,16 +205,6 @@ class FetchedParts:
             return ()
         copies = (self._relays[rank][1],) if rank in self._relays else ()
         return StoredPart(self._nodes[rank], reference), *copies
-
-
-@dataclass(frozen=True)
-class _NoTransfer:
-    """A transfer that needed no travel."""
-
-    value: Any
-
-    def result(self, timeout_s: float | None) -> Any:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from raysgd._imports import pickle_modules_by_name
@@ -69,18 +69,19 @@ class WorkerAnswer:
     notes: tuple[WorkerLogLine, ...] = ()
 
 
+def with_rank(found: Outcome) -> Outcome:
+    """Return an outcome with the rank filled in where the worker did not know its own yet."""
+    failure = found.failure
+    if failure is None or failure.fault.rank >= 0:
+        return found
+    return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))
+
+
 def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
     """Return what a worker logged up to an answer of it."""
     if found.failure is not None:
         return found.failure.notes
     return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
-
-
-@dataclass(frozen=True)
-class _Room:
-    """Stands for an object in Ray's store among packed arguments; Ray hands such an object over by itself."""
-
-    index: int
 
 
 def packed_bytes(what: str, value: Any) -> bytes:
@@ -153,23 +154,26 @@ def pack(
     args: Sequence[Any],
     number: CallNumber | None = None,
 ) -> tuple[Any, ...]:
-    """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to."""
+    """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to.
+
+    Objects in Ray's store stay outside, with their places: Ray hands such an object over by itself.
+    """
     from ray import ObjectRef
 
-    references = [arg for arg in args if isinstance(arg, ObjectRef)]
-    rooms = iter(range(len(references)))
-    plain = [_Room(next(rooms)) if isinstance(arg, ObjectRef) else arg for arg in args]
-    return packed_bytes("What the call is given", (function, capture, landed, plain, number)), *references
+    places = [place for place, arg in enumerate(args) if isinstance(arg, ObjectRef)]
+    plain = [None if place in places else arg for place, arg in enumerate(args)]
+    packed = packed_bytes("What the call is given", (function, capture, landed, plain, places, number))
+    return packed, *(args[place] for place in places)
 
 
-def _answer(replica: Replica, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
+def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
     """The answer to a call; a copy of the state goes with it, if the call is over."""
-    if not capture or isinstance(value, HeldAtStep):
-        return WorkerAnswer(value, notes=log_lines.drain())
-    began = time.perf_counter()
-    part = replica.capture(landed)
-    part = replace(part, seconds=part.seconds + time.perf_counter() - began)
-    return WorkerAnswer(value, part, log_lines.drain())
+    part = None
+    if capture and not isinstance(value, HeldAtStep):
+        began = time.perf_counter()
+        part = cast(Replica, process._replica).capture(landed)
+        part = replace(part, seconds=part.seconds + time.perf_counter() - began)
+    return WorkerAnswer(value, part, log_lines.drain() if process._is_remote else ())
 
 
 def _guarded(method: MethodT) -> MethodT:
@@ -244,7 +248,7 @@ class WorkerProcess:
             gc.collect()  # the next one may need its memory
         self._connection.join(rendezvous, world)
         self._replica = make_replica(world)
-        return _answer(self._replica, self._replica.setup(), capture, None)
+        return _answer(self, self._replica.setup(), capture, None)
 
     @_guarded
     def prepare_standby(
@@ -291,10 +295,10 @@ class WorkerProcess:
     @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
         """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
-        return _answer(self.replica, function(self.replica, *args), capture, landed)
+        return _answer(self, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them.
+        """Does what `on_replica` does with a call that `pack` made; `values` go to their places in it.
 
         One whose number it has had is not run again: it was sent by a host that has died since.
         """
@@ -317,7 +321,7 @@ class WorkerProcess:
                 message = line.next()
             return None
         finally:
-            line.end()
+            line.hang_up()
 
     def _told(self, reply: WorkerAnswer | Failure) -> WorkerAnswer:
         return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
@@ -415,13 +419,14 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
     number = None
     try:
         try:
-            function, capture, landed, args, number = pickle.loads(packed)
+            function, capture, landed, args, places, number = pickle.loads(packed)
         except ModuleNotFoundError as error:
             raise cannot_import(error.name) from error
-        args = [values[each.index] if isinstance(each, _Room) else each for each in args]
+        for place, value in zip(places, values, strict=True):
+            args[place] = value
         if number is None or number != process._number:
             process._number = process._number if number is None else number
-            reply: Any = _answer(process.replica, function(process.replica, *args), capture, landed)
+            reply: Any = _answer(process, function(process.replica, *args), capture, landed)
         else:
             reply = process._reply
     except BaseException as error:  # user code runs there: what it raises is the answer
@@ -445,16 +450,16 @@ def cannot_import(module: str | None) -> ModuleNotFoundError:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call that waits to be run; `run` returns its value or its failure."""
+    """A call that waits to be run in the driver, by the rank that is there."""
 
     function: Callable[[], Any]
 
-    def run(self) -> tuple[Any, Failure | None]:
-        """The value, or the failure, whose exception still has the live traceback that a debugger can use."""
+    def run(self, rank: int) -> Outcome:
+        """The outcome. The exception of a failure still has the live traceback that a debugger can use."""
         try:
-            return self.function(), None
+            return Outcome(rank, self.function())
         except WorkerFailed as carrier:
-            return None, carrier.failure
+            return with_rank(Outcome(rank, failure=carrier.failure))
 
 
 class LocalWorker:
@@ -472,7 +477,7 @@ class LocalWorker:
 
     def submit(self, method: str, *args: Any) -> LocalCall:
         """Notes the call; nothing runs yet."""
-        return LocalCall(lambda: getattr(self._process, method)(*args))
+        return LocalCall(partial(getattr(self._process, method), *args))
 
     def interrupt(self) -> None:
         """From another thread: frees a worker that waits for the others to join."""
@@ -532,7 +537,7 @@ class RemoteWorker:
 
     def _hang_up(self) -> None:
         if self._call is not None:
-            self._call.line.end()
+            self._call.line.hang_up()
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from raysgd.engine.shared.time_spent import (
     TimeLedger,
     TimeSpent,
 )
+from raysgd.engine.shared.types import Heartbeat
 
 _WARN_ABOVE = 0.2
 _WARN_AFTER_S = 60.0
@@ -62,13 +63,6 @@ class _Account:
     def told_until(self) -> float:
         return self.since + sum(self.seconds.values())
 
-    def take_back(self, seconds: float) -> None:
-        """Time that cannot be: the first answer of a process came late, and all of that was booked before it."""
-        for name in (self.waited_in, DRIVER):
-            taken = min(max(0.0, seconds), self.seconds[name])
-            self.seconds[name] -= taken
-            seconds -= taken
-
     def move(self, source: str, target: str, seconds: float) -> None:
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
@@ -84,7 +78,7 @@ class Accounts:
     Examples:
         >>> clock = iter([0.0, 5.0]).__next__
         >>> accounts = Accounts(clock)
-        >>> accounts.note({0: TimeSpent("a", {"useful": 3.0})})
+        >>> accounts.note_times({0: Heartbeat(time=TimeSpent("a", {"useful": 3.0}))})
         >>> dict(accounts.ledger().total())
         {'useful': 3.0, 'start_up': 2.0}
     """
@@ -117,20 +111,21 @@ class Accounts:
         finally:
             self._waited_s += self._clock() - began
 
-    def end(self) -> None:
+    def note_end(self) -> None:
         """Notes that the trainer was shut down."""
         self._is_over = True
 
-    def note(self, told: Mapping[int, TimeSpent | None]) -> None:
-        """Takes in what ranks say of their time so far."""
-        present = {rank: spent for rank, spent in told.items() if spent is not None}
+    def note_times(self, told: Mapping[int, Heartbeat]) -> None:
+        """Takes in what ranks say of their time so far, those that have measured it."""
         with self._lock:
             now = self._clock()
-            for rank, spent in present.items():
-                self._note(rank, spent, now)
-            for spent in present.values():  # only now: two ranks may have changed places
-                before = self._known.get(spent.of)
-                if before is None or spent.total_s > before.total_s:
+            for rank, heartbeat in told.items():
+                if heartbeat.time is not None:
+                    self._note(rank, heartbeat.time, now)
+            for heartbeat in told.values():  # only now: two ranks may have changed places
+                spent = heartbeat.time
+                before = None if spent is None else self._known.get(spent.of)
+                if spent is not None and (before is None or spent.total_s > before.total_s):
                     self._known[spent.of] = spent
 
     def _note(self, rank: int, spent: TimeSpent, now: float) -> None:
@@ -145,7 +140,11 @@ class Accounts:
         for name in BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
-        account.take_back(account.told_until - now)
+        late_s = account.told_until - now  # the first answer of a process came late: that was booked before it
+        for name in (account.waited_in, DRIVER) if late_s > 0 else ():
+            taken = min(late_s, account.seconds[name])
+            account.seconds[name] -= taken
+            late_s -= taken
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
         """Another process has the rank: books the time between, and the steps that the failure undid."""

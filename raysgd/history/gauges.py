@@ -81,7 +81,7 @@ class Gauges:
             if value is not None:
                 self._gauge(name).set(value, self._tags)
 
-    def end(self) -> None:
+    def report_end(self) -> None:
         """Says that there are no workers any more, if it was said that there are some."""
         if _is_ray_up():
             for name in _ZERO_AT_THE_END:

@@ -121,7 +121,8 @@ class History(Sequence[dict[str, Any]]):
         """
         self.records.append(record)
         if record.kind == "train":
-            self._rows.append(_row(record))
+            told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
+            self._rows.append({**told, **record.metrics, **told})
         elif record.kind == "validation" and self._rows:
             validation = {validation_name(name): value for name, value in record.metrics.items()}
             row = self._rows[-1] if row is None else row
@@ -154,10 +155,11 @@ class History(Sequence[dict[str, Any]]):
 
     def forget_old(self, most: int) -> None:
         """Keep the newest `most` rows and calls. Nothing happens until there are a quarter more, so it is cheap."""
-        rows, records = (_surplus(len(each), most) for each in (self._rows, self.records))
-        del self._rows[:rows], self.records[:records]
-        before = self._forgotten
-        self._forgotten = before._replace(rows=before.rows + rows, records=before.records + records)
+        for name, entries in (("rows", self._rows), ("records", self.records)):
+            surplus = len(entries) - most
+            if surplus > most // 4:
+                del entries[:surplus]
+                self._forgotten = self._forgotten._replace(**{name: getattr(self._forgotten, name) + surplus})
 
     def thinned(self, most: int) -> History:
         """Return at most `most` rows, calls of each kind, and events, evenly chosen, with the first and the last."""
@@ -267,17 +269,8 @@ def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
     return [entries[number * (len(entries) - 1) // (most - 1)] for number in range(most)]
 
 
-def _surplus(number: int, most: int) -> int:
-    return number - most if number > most + most // 4 else 0
-
-
 def _num_elements(value: Any) -> int:
     return math.prod(getattr(value, "shape", ()))
-
-
-def _row(record: CallRecord) -> dict[str, Any]:
-    told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
-    return {**told, **record.metrics, **told}
 
 
 def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
@@ -313,25 +306,23 @@ class CallRecorder:
 
     Args:
         events: What happens to the workers; the list is read, and grows.
-        num_workers: How many workers there are.
 
     Attributes:
         history: The calls so far.
     """
 
-    def __init__(self, events: list[GroupEvent], num_workers: Callable[[], int]) -> None:
+    def __init__(self, events: list[GroupEvent]) -> None:
         self.history = History(events)
-        self._num_workers = num_workers
         self._lock = threading.Lock()
 
-    def record(self, kind: Kind, result: Any, began_at: float, seconds: float) -> None:
-        """Adds a call."""
-        metrics = _metrics_of(result)
+    def record(self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int) -> None:
+        """Adds a call that a trainer with so many workers has made."""
+        metrics = dict(result) if isinstance(result, Mapping) else {}
         with self._lock:
             epoch = metrics.get("epoch") if kind == "train" else None
             if not isinstance(epoch, int):
                 epoch = self._epoch + (kind == "train")
-            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, self._num_workers()), None)
+            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers), None)
 
     def begin_beside(self) -> RecordBeside:
         """Return what adds a validation on a spare, which other calls do not wait for: it completes the row of now."""
@@ -339,14 +330,15 @@ class CallRecorder:
         epoch, row = self._epoch, history[-1] if len(history) else None
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
-            record = CallRecord("validation", epoch, _metrics_of(result), began_at, seconds, num_workers=1)
+            metrics = dict(result) if isinstance(result, Mapping) else {}
+            record = CallRecord("validation", epoch, metrics, began_at, seconds, num_workers=1)
             with self._lock:
                 self._add(record, row)
             return record
 
         return add
 
-    def add(self, record: CallRecord) -> None:
+    def add_record(self, record: CallRecord) -> None:
         """Adds a call that another process has recorded."""
         with self._lock:
             self._add(record, None)
@@ -362,7 +354,7 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Lets a method of a trainer that has a `_recorder` record each call that succeeds."""
+    """Lets a method of a trainer record each call that succeeds, in its `_recorder`."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
@@ -370,16 +362,12 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
             began_at, began = time.time(), time.perf_counter()
             result = method(trainer, *args, **kwargs)
             recorder: CallRecorder = trainer._recorder
-            recorder.record(kind, result, began_at, time.perf_counter() - began)
+            recorder.record(kind, result, began_at, time.perf_counter() - began, trainer._controller.num_workers)
             return result
 
         return cast("Method", call)
 
     return decorate
-
-
-def _metrics_of(result: Any) -> dict[str, Any]:
-    return dict(result) if isinstance(result, Mapping) else {}
 
 
 def as_test(metrics: Mapping[str, Any]) -> Metrics:

@@ -86,7 +86,8 @@ class BatchOptions:
         """Return how many samples a step has that is to have `size`, on so many workers."""
         if self.split_batches:
             return check_global_size(size)
-        return split_batch_size(size, self.num_shards if self.deterministic else num_workers).effective
+        num_parts = self.num_shards if self.deterministic else num_workers
+        return split_batch_size(size, num_parts) * num_parts
 
     def of_worker(self, size: Any, num_workers: int) -> Any:
         """The most samples that a worker takes at once of batches that have such a size in its config."""

@@ -8,7 +8,6 @@ nothing to rounding on the way. Pure functions: no config is changed, nothing is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from raysgd._arguments import check_count, with_entries
@@ -17,24 +16,8 @@ from raysgd.utils import BATCH_SIZE
 _PLAIN = "Pass a plain `int`."
 
 
-@dataclass(frozen=True)
-class BatchSplit:
-    """A global batch size and what becomes of it in a group of a given size.
-
-    Attributes:
-        requested: Samples per step the user asked for, over all workers.
-        effective: Samples per step the group really takes: the largest multiple of its size within
-            `requested`.
-        per_worker: Samples per step of each worker.
-    """
-
-    requested: int
-    effective: int
-    per_worker: int
-
-
-def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
-    """Divide a global batch size evenly over the workers, rounding down where it does not divide.
+def split_batch_size(requested: int, num_workers: int) -> int:
+    """Return each worker's part of a global batch size, rounded down where it does not divide.
 
     Args:
         requested: Samples per step over all workers. Any integer type is fine (a search algorithm may hand
@@ -46,7 +29,7 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
 
     Examples:
         >>> split_batch_size(21, num_workers=2)
-        BatchSplit(requested=21, effective=20, per_worker=10)
+        10
     """
     num_samples = check_global_size(requested)
     size = check_count("num_workers", num_workers, _PLAIN)
@@ -56,7 +39,7 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
             f"`config[{BATCH_SIZE!r}]={num_samples}` with `num_workers={size}`: this batch size is that of all "
             f"workers together, so it must be at least their number. Raise it to {size} or more, or use fewer workers."
         )
-    return BatchSplit(requested=num_samples, effective=per_worker * size, per_worker=per_worker)
+    return per_worker
 
 
 def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
@@ -86,7 +69,7 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
     """
     if BATCH_SIZE not in config:
         return with_entries(config)
-    return with_entries(config, {BATCH_SIZE: split_batch_size(config[BATCH_SIZE], num_workers).per_worker})
+    return with_entries(config, {BATCH_SIZE: split_batch_size(config[BATCH_SIZE], num_workers)})
 
 
 def check_global_size(requested: Any) -> int:

@@ -104,15 +104,11 @@ class PredictionPlace:
     """
 
     def __init__(self, request: PredictRequest) -> None:
-        self.source = self
+        self.source = None
         self._request = request
         self.num_steps_taken = request.num_done
 
-    def num_steps(self) -> int | None:
-        """It is not known how many batches there are, but by the request."""
-        return None
-
-    def note(self, num_own: int) -> None:
+    def note_batches(self, num_own: int) -> None:
         """Notes that this worker has done so many batches of the round; the others are about as far."""
         done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
         self.num_steps_taken = done if total is None else min(done, total)
@@ -145,7 +141,7 @@ def outputs_of(
         output = as_arrays(predict_batch(batch, {**request.info, **where}), plain)
         check_rows(output, num_rows, type(operator).__name__)
         found.append(output)
-        place.note(number + 1)
+        place.note_batches(number + 1)
     return found
 
 

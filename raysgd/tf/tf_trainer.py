@@ -181,6 +181,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         arguments.check_config(settings, num_workers, backend)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
+        self._goes_on = backend == "sockets"
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
@@ -203,12 +204,8 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         return replace(settings, config=config)
 
     @property
-    def _goes_on(self) -> bool:
-        return self.backend == "sockets"
-
-    @property
     def _keeps_survivors(self) -> bool:
-        return self._goes_on
+        return self.backend == "sockets"
 
     @property
     def _reservation_timeout_s(self) -> float:

@@ -248,6 +248,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
+        self._shows_progress = use_tqdm
         arguments.warn_of_unused_gpus(asked)
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
@@ -301,14 +302,10 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_dataset(dataset, name, steps_apart=steps_apart, global_option=global_option)
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        return dataset is None or is_whole(call_data.kind_of(dataset))
+        return is_whole(call_data.kind_of(dataset))
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
-        """Draws a progress bar, with `use_tqdm`."""
-        if not self.use_tqdm:
-            yield
-            return
         with epoch_bar() as show, self._listeners.listening(show):
             yield
 

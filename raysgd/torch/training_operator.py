@@ -145,7 +145,7 @@ class TrainingOperator(BaseOperator):
         internals = self._raysgd
         begin_training(required(self, "model"))
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
-        schedulers = SchedulerSteps.of(self, info)
+        schedulers = None if getattr(self, "scheduler", None) is None else SchedulerSteps.of(self, info)
         meters, step, train_batch = internals.take_meters(), internals.parallel.step, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()

@@ -43,7 +43,9 @@ class RunningCall:
 
     def progress(self, metrics: Mapping[str, float], epoch: int) -> CallProgress:
         """Returns how far it is."""
-        total = self.num_steps if self.num_steps is not None else self.stream.source.num_steps()
+        total, source = self.num_steps, self.stream.source
+        if total is None and source is not None:
+            total = source.num_steps()
         return CallProgress(
             num_steps=self.stream.num_steps_taken - self.began_at,
             total=total,

@@ -199,7 +199,8 @@ class ClassRunner(ABC):
 
     def finish_copies(self) -> None:
         """Makes what is still to be copied of the state, before anything changes it."""
-        self._copies.finish()
+        if self._copies.has_unmade:
+            self._copies.finish()
 
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot taken inside the running call after `number` steps."""
@@ -276,8 +277,8 @@ class ClassRunner(ABC):
             training.take_over(*hosted.receive(handover.source, handover.takers))
 
     def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Runs the operator's `train_epoch` once; see `Training.begin`."""
-        return self._training.go_through(*self._training.begin(request, share), request)
+        """Runs the operator's `train_epoch` once; see `Training.begin_epoch`."""
+        return self._training.go_through(*self._training.begin_epoch(request, share), request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""

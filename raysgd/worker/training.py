@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -17,7 +17,7 @@ from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
 from raysgd.worker.activity import Activity, RunningCall
-from raysgd.worker.data.around_batch import AroundBatch, around_batches, completing, forget, take_outside
+from raysgd.worker.data.around_batch import around_batches, completing, forget, take_outside
 from raysgd.worker.data.batch_streams import WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import BatchSupply, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.loop import Loop
@@ -33,7 +33,7 @@ class CallAnswers:
     def __init__(self) -> None:
         self._timers = TimerCollection()
 
-    def begin(self, operator: Any, profile: bool) -> None:
+    def set_timers(self, operator: Any, profile: bool) -> None:
         """Gets the timers ready for a call."""
         if profile:
             self._timers.reset()
@@ -102,7 +102,7 @@ class Training:
         self.last_hold = 0, False
         self.name = uuid.uuid4().hex
 
-    def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, BatchSupply]:
+    def begin_epoch(self, request: EpochRequest, share: Any) -> tuple[EpochRun, BatchSupply]:
         """Begins a call, and finds the batches for it.
 
         Args:
@@ -115,10 +115,12 @@ class Training:
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # to the batch in which user code raised
         self._ledger.begin_call()
         loop.begin_call()
-        hosted.feed.take_share("train", request, share)
+        if share is not None:
+            hosted.feed.take_share("train", request, share)
         stream = loop.stream(request)
-        self._answering.begin(hosted.operator, request.profile)
-        self._inside.clear()
+        self._answering.set_timers(hosted.operator, request.profile)
+        if self._inside.every is not None:
+            self._inside.clear()
         run = self._activity.run = self._new_run(loop.pass_index(stream), request.num_steps)
         run.ledger_before = loop.ledger()
         return run, stream
@@ -127,7 +129,7 @@ class Training:
         """Goes on with a call that broke off or was held, wherever in the data it is by now."""
         run, loop = self._activity.run, self._hosted.loop
         if run is None:  # nothing was begun yet when it broke off
-            return self.go_through(*self.begin(request, share), request)
+            return self.go_through(*self.begin_epoch(request, share), request)
         if run.answer is not None:
             return self._complete(run, run.answer)
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
@@ -141,10 +143,9 @@ class Training:
         internals = operator._raysgd
         callbacks = internals.callbacks
         info = {**request.info, **internals.info_of_call(request.num_steps, run.epoch_idx)}
-        epoch_before = feed.epoch
+        epoch_before, place_before = feed.epoch, internals.place
         run.attach(stream)
-        can_resume = loop.can_resume(stream) and hosted.epoch_obstacle is None
-        stream.at_boundary = partial(self._at_boundary, loop, run, can_resume)
+        stream.at_boundary = partial(self._at_boundary, loop, run, stream)
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(self._ledger.timing(coming), loop.step)
@@ -153,20 +154,28 @@ class Training:
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
         internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
+        around = [*internals.around_batch]
+        if callbacks.are_there:
+            around += callbacks.around_batch(operator, loop.step)
+        is_stock = loop.completes_metrics
+        if around or not is_stock:  # else the stock loop does it, where no one sees the metrics first
+            around.insert(0, completing(internals, loop.step))
+        given = {"info": info, "num_steps": request.num_steps, "epoch_idx": run.epoch_idx}
+        internals.place = loop.step
         try:
-            with (
-                self._ledger.call(loop.first_bin),
-                hosted.training(run, stream),
-                around_batches(operator, "train_batch", loop.step, self._around_batch(operator, loop)),
-                callbacks.listening(operator) if callbacks.are_there else nullcontext(),
-                self._answering.timed("train_epoch"),
-            ):
+            with ExitStack() as stack:
+                stack.enter_context(self._ledger.call(loop.first_bin))
+                stack.enter_context(hosted.training(run, stream))
+                if around:
+                    stack.enter_context(around_batches(operator, "train_batch", loop.step, around))
+                if callbacks.are_there:
+                    stack.enter_context(callbacks.listening(operator))
+                if request.profile:
+                    stack.enter_context(self._answering.timed("train_epoch"))
                 if callbacks.are_there:
                     callbacks.begin_epoch(run, operator)
                 loop.note_boundary()
-                args, named = accepted(
-                    operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
-                )
+                args, named = ([batches], given) if is_stock else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
                 stream.settle()
         except HeldAtBoundary:
@@ -181,6 +190,7 @@ class Training:
             raise
         finally:
             self._activity.running = internals.meters_to_fill = stream.at_boundary = None
+            internals.place = place_before
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # one that brought its own data
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
@@ -207,25 +217,20 @@ class Training:
 
     def _complete(self, run: EpochRun, answer: EpochAnswer) -> EpochAnswer:
         """The answer with what ranks had measured that are gone; the first rank counts that."""
-        return answer if self._hosted.world.rank else run.with_lost(answer)
+        return answer if self._hosted.world.rank or not run.rows.lost else run.with_lost(answer)
 
-    def _around_batch(self, operator: Any, loop: Loop) -> list[AroundBatch]:
-        """Returns what happens around a batch. The stock loop completes metrics itself where no one sees them first."""
-        internals = operator._raysgd
-        parts = [*internals.around_batch]
-        if internals.callbacks.are_there:
-            parts += internals.callbacks.around_batch(operator, loop.step)
-        return parts if not parts and loop.completes_metrics else [completing(internals, loop.step), *parts]
-
-    def _at_boundary(self, loop: Loop, run: EpochRun, can_resume: bool) -> None:
+    def _at_boundary(self, loop: Loop, run: EpochRun, stream: BatchSupply) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
         loop.note_boundary()
         if run.meters.has_objects:
             run.meters.note_boundary()
         self._ledger.commit()
-        if not can_resume:
+        is_due = self._inside.every is not None and self._inside.is_due(run.num_completed)
+        if not (is_due or run.gate.proposed is not None):
             return
-        if self._inside.every is not None and self._inside.is_due(run.num_completed):
+        if not loop.can_resume(stream) or self._hosted.epoch_obstacle is not None:
+            return
+        if is_due:
             self._inside.keep(run.num_completed, self._snapshot(run))
         if run.gate.proposed is not None and run.gate.stops(run.num_completed):
             raise HeldAtBoundary
@@ -360,7 +365,7 @@ class Evaluation:
     def _validate(self, request: EpochRequest, share: Any) -> EpochAnswer:
         operator, loop, feed = self._hosted.operator, self._hosted.loop, self._hosted.feed
         options = loop.validation_options(request)
-        self._answering.begin(operator, request.profile)
+        self._answering.set_timers(operator, request.profile)
         feed.take_share("validation", request, share)
         if feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
             request = replace(request, starts_over=True)
@@ -400,7 +405,7 @@ class Evaluation:
         """
         hosted, operator, place = self._hosted, self._hosted.operator, PredictionPlace(request)
         with self._ledger.evaluating():
-            self._answering.begin(operator, profile=False)
+            self._answering.set_timers(operator, profile=False)
             self._activity.running = RunningCall(place, 0, request.total, request.info, "predict")
             operator._raysgd.latest_metrics = {}
             try:

@@ -162,13 +162,5 @@ def test_the_self_test_runs_with_packages_that_can_train(
     assert text in doctor.run_self_test_with(versions, doctor.check_packages(versions)).text
 
 
-def test_parts_are_measured_one_after_the_other() -> None:
-    times, seconds = iter([10.0, 12.0, 12.5]), dict[str, float]()
-    done = doctor._Stopwatch(seconds, lambda: next(times))
-    done("start")
-    done("steps")
-    assert seconds == {"start": 2.0, "steps": 0.5}
-
-
 def test_a_finding_needs_no_advice() -> None:
     assert CheckResult("ok", "fine").advice == ""

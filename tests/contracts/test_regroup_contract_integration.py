@@ -93,8 +93,8 @@ class Rig:
         source = choose_source(progress_reports)
         assert source is not None
         self.group.remove_workers([rank for rank in range(len(self.group)) if rank not in survivors])
-        assert self.group.standby.start(num_new, 3) == num_new
-        joining = self.group.standby.take(num_new, PATIENCE_S)
+        assert self.group.standby.start_more(num_new, 3) == num_new
+        joining = self.group.standby.take_ready(num_new, PATIENCE_S)
         assert len(joining) == num_new
         new_ranks = range(len(survivors), len(survivors) + num_new)
         handover = StateHandover(source, (*takers(progress_reports, source), *new_ranks))
@@ -191,16 +191,16 @@ def ready(rig: Rig, count: int) -> bool:
 
 def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
     rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
-    assert rig.group.standby.start(5, 2) == 1, "room for one is reserved"
-    assert rig.group.standby.start(1, 2) == 0
+    assert rig.group.standby.start_more(5, 2) == 1, "room for one is reserved"
+    assert rig.group.standby.start_more(1, 2) == 0
     wait_until(lambda: rig.group.standby.num_coming == 0)  # being asked is enough to see who is ready
     assert rig.group.standby.num_ready == 1
-    [spare] = rig.group.standby.take(3)
+    [spare] = rig.group.standby.take_ready(3)
     assert (spare.facts, is_alive(spare.info.pid)) == ("rank 1 of 2", True)
     assert spare.info.pid not in rig.pids()
     rig.group.standby.kill(spare)
     wait_until(lambda: not is_alive(spare.info.pid))
-    assert rig.group.standby.start(1, 2) == 1
+    assert rig.group.standby.start_more(1, 2) == 1
 
 
 class FreezesLater(SteppingReplica):
@@ -228,23 +228,23 @@ def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     order.touch()
     freezes = partial(FreezesLater, order)
     rig = make(connection=NullConnection(), make_replica=freezes, num_workers=1, num_spares=1, heartbeat_s=3.0)
-    rig.group.standby.start(1, 2)
+    rig.group.standby.start_more(1, 2)
     wait_until(lambda: rig.group.standby.num_coming == 0)
     assert rig.group.standby.num_ready == 0
     assert "did not respond" in caplog.text
-    assert rig.group.standby.start(1, 2) == 1
+    assert rig.group.standby.start_more(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
 
 
 def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Make) -> None:
     rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1)
-    assert rig.group.standby.start(1, 2) == 0
+    assert rig.group.standby.start_more(1, 2) == 0
     with pytest.raises(ReservationTimeoutError):
         rig.group.slots.reserve(100, 0.2)
     rig.group.slots.reserve(1, PATIENCE_S)
-    assert rig.group.standby.start(2, 2) == 1
+    assert rig.group.standby.start_more(2, 2) == 1
     wait_until(lambda: ready(rig, 1))
-    [spare] = rig.group.standby.take(1)
+    [spare] = rig.group.standby.take_ready(1)
     rig.group.leave_group([0])
     report = rig.group.regroup([0], [spare], StateHandover(0, (1,)))
     assert report.values == [f"rank {rank} of 2" for rank in range(2)]

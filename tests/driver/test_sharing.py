@@ -44,11 +44,6 @@ def shares_of(sharing: DataSharing, batches: RayBatches, worlds: Sequence[World]
     return [share[rank].data.iterator.rows for rank, (_, *shares) in enumerate(made) for share in shares]
 
 
-def test_what_is_not_of_ray_data_needs_nothing() -> None:
-    plain = requests(2)
-    assert sharing_with().with_registered(plain, "train", None, TWO) is plain
-
-
 def test_workers_are_given_shares_once_for_each_group() -> None:
     sharing, batches = sharing_with(), RayBatches(Rows([1, 2, 3]), batch_size=1)
     assert shares_of(sharing, batches, TWO) == [[1, 3], [2]]

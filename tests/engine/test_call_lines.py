@@ -15,14 +15,14 @@ from raysgd.engine.call_lines import LARGEST, Line, LineCall, LineEnd
 def line() -> Iterator[Line]:
     found = Line(lambda name: name)
     yield found
-    found.end()
+    found.hang_up()
 
 
 @pytest.fixture
 def end(line: Line) -> Iterator[LineEnd]:
     found = LineEnd(line.attending)
     yield found
-    found.end()
+    found.hang_up()
 
 
 def test_calls_go_one_way_and_answers_the_other(line: Line, end: LineEnd) -> None:
@@ -44,7 +44,7 @@ def test_the_worker_sees_that_the_driver_has_hung_up(line: Line, end: LineEnd) -
     assert end.answer(1)
     assert LineCall(line).has_answer
     copy = os.dup(line.fileno())  # as a process that was forked has one
-    line.end()
+    line.hang_up()
     assert end.next() is None
     assert not end.answer(1)
     os.close(copy)
@@ -53,7 +53,7 @@ def test_the_worker_sees_that_the_driver_has_hung_up(line: Line, end: LineEnd) -
 def test_the_driver_sees_that_the_worker_has_hung_up(line: Line, end: LineEnd) -> None:
     call = LineCall(line)
     copy = os.dup(end._socket.fileno())
-    end.end()
+    end.hang_up()
     assert not call.has_answer
     assert (line.was_joined, line.is_ended, line.send(b"")) == (True, True, False)
     os.close(copy)
@@ -100,8 +100,8 @@ def test_nobody_else_gets_a_line(line: Line, monkeypatch: pytest.MonkeyPatch) ->
     assert end.answer("the true answer")
     assert call.has_answer
     assert call.answer() == "the true answer"
-    end.end()
-    stranger.end()
+    end.hang_up()
+    stranger.hang_up()
 
 
 def test_a_worker_answers_nobody_else(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -803,7 +803,7 @@ def test_nobody_waits_for_room_or_starts_a_group_after_the_trainer_was_shut_down
 def test_no_call_of_another_thread_comes_between_those_of_a_turn() -> None:
     trainer = started()
     other = Thread(target=lambda: trainer.add(10))
-    with trainer.controller.turn():
+    with trainer.controller.turns.take_turn():
         trainer.add(1)
         other.start()
         other.join(0.05)

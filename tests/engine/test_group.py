@@ -105,7 +105,7 @@ class AnsweringPlatform(Platform):
             {"give_ranks", "is_on_one_node", "store", "submit", "take_over", "to_keep"},
         ),
         (FakeStandbyWorkers, StandbyWorkers, {"cancel", "lend"}),
-        (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take", "take_over", "take_usable"}),
+        (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take_over", "take_slot", "take_usable"}),
     ],
 )
 def test_each_public_method_has_a_stand_in_but_for_those_that_the_controller_does_not_use(

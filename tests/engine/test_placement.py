@@ -278,7 +278,7 @@ def test_a_wait_that_is_broken_off_asks_for_nothing_any_more() -> None:
 def test_slots_on_nodes_that_are_gone_or_to_be_avoided_are_of_no_use() -> None:
     slots = Cluster(room=3, nodes=(None, "leaving")).slots()
     slots.reserve(3, 1.0)
-    taken = slots.take()
+    taken = slots.take_slot()
     assert (slots.num_usable(), slots.num_usable({"leaving"}), len(slots)) == (2, 1, 3)
     slots.give_back(taken)
     assert len(slots.take_usable(3, {"leaving"})) == 1

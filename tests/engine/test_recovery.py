@@ -393,7 +393,7 @@ def test_the_driver_does_not_leave_its_group_for_standby_workers() -> None:
 def test_a_spare_that_was_lost_is_replaced_before_the_next_call() -> None:
     trainer = Trainer(num_slots=4, num_spares=1)
     standby = trainer.group.standby
-    standby.kill(standby.take(1)[0])
+    standby.kill(standby.take_ready(1)[0])
     trainer.walk(2)
     assert trainer.group.standby.num_ready == 1
 

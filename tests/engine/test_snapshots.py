@@ -70,14 +70,14 @@ def inline(state: Any, *others: Any) -> list[Capture]:
 
 def keeper_with_landed_state() -> Snapshots:
     keeper = no_snapshots()
-    keeper.take(inline("start"), never, is_first=True)
+    keeper.take_captures(inline("start"), never, is_first=True)
     return keeper
 
 
 def test_a_small_state_lands_at_once_with_what_each_rank_had() -> None:
     keeper = no_snapshots()
     keeper.completed("call")
-    keeper.take(inline("state", "own 1"), never)
+    keeper.take_captures(inline("state", "own 1"), never)
     assert keeper.landed == Snapshot("state", ("own 0", "own 1"))
     assert keeper.is_current
     assert keeper.calls_since == ()
@@ -88,7 +88,7 @@ def test_a_call_makes_the_snapshot_old_until_the_next_one() -> None:
     assert keeper.is_current
     keeper.completed("call")
     assert not keeper.is_current
-    keeper.take(inline("next"), never)
+    keeper.take_captures(inline("next"), never)
     assert keeper.is_current
 
 
@@ -96,7 +96,7 @@ def test_random_numbers_that_were_drawn_make_old_only_what_each_rank_has_for_its
     keeper = keeper_with_landed_state()
     keeper.touch_ranks()
     assert (keeper.is_current, keeper.shares_current) == (False, True)
-    keeper.take(inline("next"), never)
+    keeper.take_captures(inline("next"), never)
     assert keeper.is_current
     keeper.touch()
     assert not keeper.shares_current
@@ -126,7 +126,7 @@ def test_calls_that_never_have_to_be_run_again_are_not_kept() -> None:
 def test_until_a_large_state_has_landed_its_calls_are_kept() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("first")
-    keeper.take([Capture("own", token=5)], wire.fetch)
+    keeper.take_captures([Capture("own", token=5)], wire.fetch)
     assert keeper.is_coming
     assert keeper.is_current
     keeper.completed("second")
@@ -142,7 +142,7 @@ def test_until_a_large_state_has_landed_its_calls_are_kept() -> None:
 
 def test_looking_does_not_wait_unless_told_to() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire.fetch)
     keeper.poll()
     keeper.poll(2.5)
     keeper.poll(None)
@@ -152,7 +152,7 @@ def test_looking_does_not_wait_unless_told_to() -> None:
 def test_a_lost_transfer_leaves_the_state_before_it_and_its_calls() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
-    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire.fetch)
     wire.transfers[0].outcome = ConnectionError("gone")
     keeper.poll()
     assert keeper.landed == Snapshot("start", ("own 0",))
@@ -164,7 +164,7 @@ def test_a_lost_transfer_leaves_the_state_before_it_and_its_calls() -> None:
 def test_what_new_workers_captured_before_calls_were_run_again_covers_none_of_them() -> None:
     keeper, wire = no_snapshots(), Wire()
     keeper.completed("call")
-    keeper.take([Capture(token=1)], wire.fetch, is_first=True)
+    keeper.take_captures([Capture(token=1)], wire.fetch, is_first=True)
     wire.transfers[0].outcome = "as set up"
     keeper.poll()
     assert keeper.landed == Snapshot("as set up", (None,))
@@ -175,7 +175,7 @@ def test_what_new_workers_captured_before_calls_were_run_again_covers_none_of_th
 def test_leaving_a_group_forgets_its_tokens_but_not_what_landed() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
-    keeper.take([Capture(token=7)], wire.fetch)
+    keeper.take_captures([Capture(token=7)], wire.fetch)
     wire.transfers[0].outcome = "state"
     keeper.poll()
     keeper.drop_incoming()
@@ -187,7 +187,7 @@ def test_leaving_a_group_forgets_its_tokens_but_not_what_landed() -> None:
 def test_leaving_a_group_gives_up_what_is_on_its_way() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
-    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire.fetch)
     keeper.drop_incoming()
     wire.transfers[0].outcome = "too late"
     keeper.poll(None)
@@ -230,7 +230,7 @@ def test_forgetting_waits_for_what_the_driver_is_storing() -> None:
 def test_forgetting_lets_go_of_everything() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
-    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire.fetch)
     keeper.clear()
     assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
 
@@ -247,7 +247,7 @@ def test_a_snapshot_taken_inside_a_call_says_so_and_covers_the_calls_before() ->
     keeper = keeper_with_landed_state()
     keeper.completed("first")
     assert not keeper.is_inside
-    keeper.take(inside("state", 3, 3), never)
+    keeper.take_captures(inside("state", 3, 3), never)
     assert keeper.landed == Snapshot("state", ("own 0", "own"), (3, 3))
     assert keeper.is_inside
     assert keeper.calls_since == ()
@@ -255,10 +255,10 @@ def test_a_snapshot_taken_inside_a_call_says_so_and_covers_the_calls_before() ->
 
 def test_the_call_itself_is_still_to_be_finished_when_it_completes() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take(inside("state", 3), never)
+    keeper.take_captures(inside("state", 3), never)
     keeper.completed("call")
     assert (keeper.is_inside, keeper.calls_since) == (True, ("call",))
-    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire.fetch)
     wire.transfers[0].outcome = "after"
     keeper.poll()
     assert (keeper.is_inside, keeper.calls_since) == (False, ())
@@ -266,7 +266,7 @@ def test_the_call_itself_is_still_to_be_finished_when_it_completes() -> None:
 
 def test_a_large_state_from_inside_lands_with_its_progress() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take([Capture(progress=4, token=1)], wire.fetch)
+    keeper.take_captures([Capture(progress=4, token=1)], wire.fetch)
     assert (keeper.is_coming, keeper.is_inside) == (True, False)
     wire.transfers[0].outcome = "state"
     keeper.poll()
@@ -275,14 +275,14 @@ def test_a_large_state_from_inside_lands_with_its_progress() -> None:
 
 def test_after_a_call_that_was_broken_off_for_good_nobody_goes_on_inside() -> None:
     keeper = keeper_with_landed_state()
-    keeper.take(inside("state", 3), never)
+    keeper.take_captures(inside("state", 3), never)
     keeper.leave_call()
     assert keeper.landed == Snapshot("state", ("own 0",))
 
 
 def test_a_part_of_a_call_that_was_broken_off_for_good_is_not_waited_for() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take([Capture(progress=4, token=1)], wire.fetch)
+    keeper.take_captures([Capture(progress=4, token=1)], wire.fetch)
     keeper.leave_call()
     assert not keeper.is_coming
     wire.transfers[0].outcome = "state"
@@ -293,7 +293,7 @@ def test_a_part_of_a_call_that_was_broken_off_for_good_is_not_waited_for() -> No
 def test_a_part_of_a_broken_call_that_is_dropped_leaves_no_completed_call_covered() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
-    keeper.take([Capture(progress=4, token=1)], wire.fetch)
+    keeper.take_captures([Capture(progress=4, token=1)], wire.fetch)
     keeper.leave_call()
     assert not keeper.shares_current, "a file that is written now has to have what the call did"
     assert keeper.calls_since == ("call",)
@@ -302,9 +302,9 @@ def test_a_part_of_a_broken_call_that_is_dropped_leaves_no_completed_call_covere
 
 def test_a_completed_call_is_finished_from_inside_whatever_becomes_of_the_next_one() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take(inside("state", 3), never)
+    keeper.take_captures(inside("state", 3), never)
     keeper.completed("call")
-    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire.fetch)
     keeper.leave_call()
     assert keeper.is_coming, "that one covers the completed call"
     assert (keeper.is_inside, keeper.calls_since) == (True, ("call",))
@@ -333,7 +333,7 @@ def test_what_the_ranks_divide_is_fetched_from_all_of_them() -> None:
         wanted.append(tokens)
         return Transfer(0, outcome=("part 0", "part 1"))
 
-    keeper.take([Capture(f"own {rank}", token=3 + rank, is_part=True) for rank in range(2)], fetch)
+    keeper.take_captures([Capture(f"own {rank}", token=3 + rank, is_part=True) for rank in range(2)], fetch)
     keeper.poll()
     assert wanted == [[3, 4]]
     assert keeper.landed == Snapshot(("part 0", "part 1"), ("own 0", "own 1"))

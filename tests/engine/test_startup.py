@@ -59,7 +59,7 @@ class StartupScene:
         self.processes = {process.pid: process for process in processes}
         self.startup = StartupCheck(cast(Platform, self), heartbeat_s)
         for process in processes:
-            self.startup.add(cast(RemoteWorker, process))
+            self.startup.watch_worker(cast(RemoteWorker, process))
 
     def now(self) -> float:
         return self.clock.monotonic()
@@ -252,7 +252,7 @@ def test_a_spare_may_answer_as_late_as_another_worker_that_does_nothing(late_s: 
     machine: Any = Spare(late_s)
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None), heartbeat_s=30.0)
     spares = StandbyWorkers(spec, machine, machine)
-    assert spares.start(1, world_size=2) == 1
+    assert spares.start_more(1, world_size=2) == 1
     spares.kill_unresponsive()
     assert (spares.num_ready == 1, machine.ended == []) == (is_there, is_there)
 
@@ -301,7 +301,7 @@ def test_a_worker_that_dies_while_it_starts_is_replaced_a_few_times_but_not_afte
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
     standby = StandbyWorkers(spec, machine, machine)
     standby.replacements.num_left = num_replacements
-    standby.start(1, world_size=1)
+    standby.start_more(1, world_size=1)
     taken = standby.take_needed(1, 1)
     assert (taken and len(taken), machine.num_started) == (num_ready, num_started)
 
@@ -310,7 +310,7 @@ def test_those_that_are_ready_are_ended_where_they_are_too_few() -> None:
     machine: Any = Spare(0.0)
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
     standby = StandbyWorkers(spec, machine, machine)
-    standby.start(2, world_size=3)
+    standby.start_more(2, world_size=3)
     assert standby.take_needed(3, 3) is None
     assert (machine.ended, standby.num_ready) == (["kill", "kill"], 0)
 
@@ -335,9 +335,9 @@ def test_a_worker_counts_once_when_two_threads_look_at_the_same_time() -> None:
     machine: Any = Watched()
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
     machine.standby = standby = StandbyWorkers(spec, machine, machine)
-    standby.start(2, world_size=2)
+    standby.start_more(2, world_size=2)
     assert (standby.num_ready, max(machine.counts)) == (2, 1)
-    assert len(standby.take(3)) == 2
+    assert len(standby.take_ready(3)) == 2
 
 
 def test_after_a_shutdown_no_worker_is_replaced() -> None:
@@ -345,7 +345,7 @@ def test_after_a_shutdown_no_worker_is_replaced() -> None:
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
     standby = StandbyWorkers(spec, machine, machine)
     standby.replacements.num_left = 1
-    standby.start(1, world_size=1)
+    standby.start_more(1, world_size=1)
     standby.cancel()
     assert standby.num_coming == standby.num_ready == 0
     assert machine.num_started == 1
@@ -367,7 +367,7 @@ def test_a_worker_that_is_ended_while_it_starts_gives_its_place_back_once() -> N
     machine: Any = Leaving(0)
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
     standby = StandbyWorkers(spec, machine, machine)
-    standby.start(1, world_size=1)
+    standby.start_more(1, world_size=1)
     standby.kill_on(frozenset({"another node"}))
     assert (standby.num_coming, machine.num_free) == (1, 0)
     standby.kill_on(frozenset({"node"}))
@@ -414,7 +414,7 @@ class Scene:
         return self.found or Outcome(rank, answered=False)
 
     def run(self, on_wait: Any = lambda: None) -> Outcome | None:
-        return self.loan.run(function, lambda: (), on_wait)
+        return self.loan.run_call(function, lambda: (), on_wait)
 
 
 def failed(kind: FailureKind) -> Outcome:

@@ -156,7 +156,9 @@ def test_losses_are_counted_by_how_they_ended() -> None:
 def test_the_age_and_place_of_the_snapshot_are_told() -> None:
     snapshots: Any = no_snapshots()
     assert status(snapshots=snapshots).snapshot is None
-    snapshots.take([Capture("rng", shared_state="state", progress=7)], fetch=lambda token: pytest.fail("inline"))
+    snapshots.take_captures(
+        [Capture("rng", shared_state="state", progress=7)], fetch=lambda token: pytest.fail("inline")
+    )
     found = status(snapshots=snapshots).snapshot
     assert found.is_inside
     assert found.age_s >= 0
@@ -168,9 +170,9 @@ def test_the_age_and_place_of_the_snapshot_are_told() -> None:
 
 def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:
     snapshots: Any = no_snapshots()
-    snapshots.take([Capture("rng", shared_state="state")], fetch=lambda token: pytest.fail("inline"))
+    snapshots.take_captures([Capture("rng", shared_state="state")], fetch=lambda token: pytest.fail("inline"))
     snapshots.completed("call")
-    snapshots.take([Capture("rng", token=1)], fetch=lambda token: OnItsWay())
+    snapshots.take_captures([Capture("rng", token=1)], fetch=lambda token: OnItsWay())
     found = status(snapshots=snapshots)
     assert found.snapshot.has_newer
     assert "taken between calls, 1 call (0.0 s) since, a newer one is on its way" in str(found)

@@ -18,25 +18,22 @@ class Lifecycle:
     """As much of it as turns need."""
 
     def __init__(self) -> None:
-        self.is_stopped = False
+        self.stopped = threading.Event()
         self.interrupted: int | None = None
         self.num_killed = 0
         self.clock = Clock()
 
-    def check_interrupt(self) -> None:
+    def check_active(self, during: Exception | None = None) -> None:
         if self.interrupted == threading.get_ident():
             raise KeyboardInterrupt
-
-    def check_active(self) -> None:
-        self.check_interrupt()
-        if self.is_stopped:
+        if self.stopped.is_set():
             raise TrainerShutdownError("shut down")
 
-    def interrupt(self, thread: int) -> None:
+    def interrupt_thread(self, thread: int) -> None:
         self.interrupted = thread
 
     def end_interrupt(self) -> None:
-        self.num_killed += self.interrupted is not None
+        self.num_killed += 1
         self.interrupted = None
 
 
@@ -51,7 +48,7 @@ class Line:
 
     def call(self, name: str, place: PlaceInLine | None, body: Callable[[], Any] = lambda: None) -> Future[None]:
         def run() -> None:
-            with self.turns.take(place):
+            with self.turns.take_turn(place):
                 body()
             self.ended.append(name)
 
@@ -79,7 +76,7 @@ def test_places_come_in_the_order_in_which_they_were_reserved(line: Line) -> Non
 def test_a_thread_inside_a_call_does_not_wait_for_itself(line: Line) -> None:
     def nested() -> None:
         line.turns.reserve()  # somebody waits behind it
-        with line.turns.take():
+        with line.turns.take_turn():
             pass
 
     line.call("outer", line.turns.reserve(), nested).result(30)
@@ -97,7 +94,7 @@ def test_a_call_that_runs_is_interrupted_and_the_next_one_follows(line: Line) ->
 
     running = line.call("running", place, body)
     assert is_inside.wait(30)
-    line.turns.interrupt(place)
+    line.turns.interrupt_call(place)
     goes_on.set()
     assert isinstance(running.exception(30), KeyboardInterrupt)
     line.call("next", next_place).result(30)
@@ -114,7 +111,7 @@ def test_what_fails_because_of_an_interrupt_counts_as_one(line: Line) -> None:
 
     running = line.call("running", place, body)
     assert is_inside.wait(30)
-    line.turns.interrupt(place)
+    line.turns.interrupt_call(place)
     goes_on.set()
     assert isinstance(running.exception(30), KeyboardInterrupt)
 
@@ -122,13 +119,13 @@ def test_what_fails_because_of_an_interrupt_counts_as_one(line: Line) -> None:
 def test_a_call_that_waits_is_interrupted_without_harm_to_the_one_that_runs(line: Line) -> None:
     first, second = line.turns.reserve(), line.turns.reserve()
     waiting = line.call("second", second)
-    line.turns.interrupt(second)
+    line.turns.interrupt_call(second)
     assert isinstance(waiting.exception(30), KeyboardInterrupt)
     line.call("first", first).result(30)
     assert (line.ended, line.lifecycle.num_killed) == (["first"], 0)
 
 
 def test_no_place_is_to_be_had_after_the_end(line: Line) -> None:
-    line.lifecycle.is_stopped = True
+    line.lifecycle.stopped.set()
     with pytest.raises(TrainerShutdownError):
         line.turns.reserve()

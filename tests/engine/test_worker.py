@@ -198,7 +198,7 @@ def test_what_is_still_to_be_copied_is_copied_before_anything_may_change_it() ->
     worker.build(SECOND, MEETING, CopiesLater, capture=False)
     replica = worker._replica
     assert isinstance(replica, CopiesLater)
-    call = pickle.dumps((add, True, None, (1.0,), None))
+    call = pickle.dumps((add, True, None, [1.0], [], None))
     for change in (
         lambda: worker.on_packed(call),
         lambda: worker.on_packed(call),

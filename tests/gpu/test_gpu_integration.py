@@ -204,7 +204,7 @@ def test_gradients_travel_by_nccl() -> None:
     parallel = DDP()
     model = parallel.wrap(torch.nn.Linear(2, 1, bias=False).cuda(), [torch.cuda.current_device()], {})
     parallel.arm([model], may_run_backward=True)
-    parallel.step.begin(0.5, 1)
+    parallel.step.begin_batch(0.5, 1)
     model(torch.ones(1, 2, device="cuda")).sum().backward()
     assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
     with parallel.evaluating([model]), torch.no_grad():

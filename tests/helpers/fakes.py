@@ -670,7 +670,7 @@ class FakeStandbyWorkers(StandbyWorkers):
     def num_ready(self) -> int:
         return len(self.ready)
 
-    def start(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+    def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         slots, cluster = self._group.slots, self._group.cluster
         self.kill_on(avoid)
         count = max(0, min(count, slots.num_usable(avoid) - slots.num_taken))
@@ -691,18 +691,18 @@ class FakeStandbyWorkers(StandbyWorkers):
 
     def replace(self, num_lost: int, world_size: int) -> None:
         left = self.replacements
-        left.num_left -= self.start(min(num_lost, left.num_left), world_size)
+        left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
 
     def take_needed(self, count: int, most: int, on_wait: Callable[[], None] | None = None) -> list[Any] | None:
         if count > 0:
             self.arrive()
-        return self.take(max(0, most)) if len(self.ready) >= count else None
+        return self.take_ready(max(0, most)) if len(self.ready) >= count else None
 
     def look_after(self) -> None: ...
 
     def kill_unresponsive(self) -> None: ...
 
-    def take(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> list[Any]:
+    def take_ready(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> list[Any]:
         if timeout_s:
             on_wait()
             self.arrive()

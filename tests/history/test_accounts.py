@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from raysgd.engine.shared.time_spent import _AVOIDABLE, TimeSpent
+from raysgd.engine.shared.types import Heartbeat
 from raysgd.history.accounts import _ADVICE, Accounts
 
 
@@ -32,8 +33,8 @@ def of(accounts: Accounts, rank: int) -> dict[str, float]:
     return {name: seconds for name, seconds in accounts.ledger().of(rank).items() if seconds}
 
 
-def says(of: str, unsaved_s: float = 0.0, is_successor: bool = False, **seconds: float) -> TimeSpent:
-    return TimeSpent(of, seconds, unsaved_s, is_successor)
+def says(of: str, unsaved_s: float = 0.0, is_successor: bool = False, **seconds: float) -> Heartbeat:
+    return Heartbeat(time=TimeSpent(of, seconds, unsaved_s, is_successor))
 
 
 def test_there_is_advice_for_all_that_can_be_saved() -> None:
@@ -42,103 +43,105 @@ def test_there_is_advice_for_all_that_can_be_saved() -> None:
 
 def test_a_rank_tells_more_and_more(accounts: Accounts, clock: Clock) -> None:
     clock.now = 10
-    accounts.note({0: says("a", useful=4.0)})
+    accounts.note_times({0: says("a", useful=4.0)})
     clock.now = 15
-    accounts.note({0: says("a", useful=7.0, data=2.0)})
-    accounts.note({0: says("a", useful=5.0)})  # came late
+    accounts.note_times({0: says("a", useful=7.0, data=2.0)})
+    accounts.note_times({0: says("a", useful=5.0)})  # came late
     assert of(accounts, 0) == {"start_up": 6, "useful": 7, "data": 2}
 
 
 def test_a_first_answer_that_came_late_is_seen_by_the_next_one(accounts: Accounts, clock: Clock) -> None:
     clock.now = 10
-    accounts.note({0: says("a", useful=2.0)})
+    accounts.note_times({0: says("a", useful=2.0)})
     clock.now = 11
-    accounts.note({0: says("a", useful=5.0)})  # it ran since 6, not since 8
+    accounts.note_times({0: says("a", useful=5.0)})  # it ran since 6, not since 8
     assert of(accounts, 0) == {"start_up": 6, "useful": 5}
     accounts.begin_call()
     clock.now = 13
-    accounts.note({0: says("b", is_successor=True, useful=1.0)})
+    accounts.note_times({0: says("b", is_successor=True, useful=1.0)})
     clock.now = 13.5
-    accounts.note({0: says("b", is_successor=True, useful=2.0)})
+    accounts.note_times({0: says("b", is_successor=True, useful=2.0)})
     assert of(accounts, 0) == {"start_up": 6, "useful": 7, "recovery_replace": 0.5}
 
 
 def test_a_successor_keeps_the_steps_of_the_lost_one(accounts: Accounts, clock: Clock) -> None:
     accounts.begin_call()
     clock.now = 10
-    accounts.note({0: says("a", useful=10.0), 1: says("b", useful=10.0, unsaved_s=8.0)})
+    accounts.note_times({0: says("a", useful=10.0), 1: says("b", useful=10.0, unsaved_s=8.0)})
     clock.now = 16
-    accounts.note({1: says("c", is_successor=True, useful=1.0)})
+    accounts.note_times({1: says("c", is_successor=True, useful=1.0)})
     assert of(accounts, 1) == {"useful": 11, "recovery_replace": 5}
 
 
 def test_a_rank_without_a_process_costs_no_goodput_while_nothing_is_trained(accounts: Accounts, clock: Clock) -> None:
     accounts.begin_call()
     clock.now = 10
-    accounts.note({0: says("a", useful=10.0)})
+    accounts.note_times({0: says("a", useful=10.0)})
     accounts.end_call()
     clock.now = 100
-    accounts.note({0: says("b", driver=2.0)})
+    accounts.note_times({0: says("b", driver=2.0)})
     assert of(accounts, 0) == {"useful": 10, "driver": 90}
     clock.now = 150  # "b" dies at 120
     accounts.begin_call()
     clock.now = 156
-    accounts.note({0: says("c", useful=1.0)})
+    accounts.note_times({0: says("c", useful=1.0)})
     assert of(accounts, 0) == {"useful": 11, "driver": 140, "recovery_replace": 5}
 
 
 def test_steps_behind_the_last_copy_are_done_again_after_a_rebuild(accounts: Accounts, clock: Clock) -> None:
     accounts.begin_call()
     clock.now = 10
-    accounts.note({0: says("a", useful=10.0, unsaved_s=8.0)})
+    accounts.note_times({0: says("a", useful=10.0, unsaved_s=8.0)})
     clock.now = 16
-    accounts.note({0: says("b", useful=1.0)})
+    accounts.note_times({0: says("b", useful=1.0)})
     assert of(accounts, 0) == {"useful": 3, "again": 8, "recovery_replace": 5}
 
 
 def test_a_survivor_that_changes_its_rank_brings_no_time_twice(accounts: Accounts, clock: Clock) -> None:
     accounts.begin_call()
     clock.now = 10
-    accounts.note({rank: says(name, useful=10.0) for rank, name in enumerate("abc")})
+    accounts.note_times({rank: says(name, useful=10.0) for rank, name in enumerate("abc")})
     clock.now = 14
-    accounts.note({0: says("a", useful=14.0), 1: says("c", useful=13.0, recovery_form=1.0)})
+    accounts.note_times({0: says("a", useful=14.0), 1: says("c", useful=13.0, recovery_form=1.0)})
     assert [sum(accounts.ledger().of(rank).values()) for rank in range(3)] == [14, 14, 10]
     assert of(accounts, 1) == {"useful": 13, "recovery_form": 1}
 
 
 def test_a_new_rank_begins_when_it_came(accounts: Accounts, clock: Clock) -> None:
     clock.now = 5
-    accounts.note({0: says("a", driver=5.0)})
+    accounts.note_times({0: says("a", driver=5.0)})
     accounts.begin_call()
     clock.now = 100
-    accounts.note({1: says("b", is_successor=True, useful=3.0)})
+    accounts.note_times({1: says("b", is_successor=True, useful=3.0)})
     assert of(accounts, 1) == {"useful": 3}
 
 
 def test_a_ledger_says_what_is_missing(accounts: Accounts) -> None:
     assert "no training call was made yet" in str(accounts.ledger(2))
-    accounts.note({0: says("a", driver=1.0)})
+    accounts.note_times({0: says("a", driver=1.0)})
     accounts.begin_call()
     found = accounts.ledger(2)
     assert found.notes == ("rank 1 has not answered yet",)
     with pytest.raises(ValueError, match=r"`rank=1` has no ledger: known are \[0\]; rank 1 has not answered yet"):
         found.of(1)
     assert accounts.ledger(1000).notes == ("ranks 1-999 have not answered yet",)
-    accounts.end()
+    accounts.note_end()
     assert accounts.ledger().notes == ("the trainer was shut down, the ledger ends there",)
 
 
 def test_exchanges_that_cannot_be_told_apart_are_named(accounts: Accounts) -> None:
     accounts.begin_call()
-    accounts.note({0: says("a", useful=1.0), 1: says("b", useful=1.0)})
+    accounts.note_times({0: says("a", useful=1.0), 1: says("b", useful=1.0)})
     assert "exchanges cannot be told from useful steps" in str(accounts.ledger(2))
-    accounts.note({0: says("a", useful=1.0, exchange=1.0)})
+    accounts.note_times({0: says("a", useful=1.0, exchange=1.0)})
     assert not accounts.ledger(2).notes
 
 
 def test_goodput_leaves_out_what_is_not_training(accounts: Accounts) -> None:
     assert accounts.ledger().goodput is None
-    accounts.note({0: says("a", useful=8.0, exchange=1.0, again=0.5, recovery_form=0.5, driver=90.0, evaluation=5.0)})
+    accounts.note_times(
+        {0: says("a", useful=8.0, exchange=1.0, again=0.5, recovery_form=0.5, driver=90.0, evaluation=5.0)}
+    )
     assert accounts.ledger().goodput == pytest.approx(0.9)
     assert "goodput 90.0%" in str(accounts.ledger())
 
@@ -149,7 +152,7 @@ def test_the_largest_avoidable_bin_is_named_once(
 ) -> None:
     caplog.set_level(logging.WARNING)
     accounts.begin_call()
-    accounts.note({0: says("a", useful=90.0 - data_s, data=data_s, driver=500.0)})
+    accounts.note_times({0: says("a", useful=90.0 - data_s, data=data_s, driver=500.0)})
     for _ in range(2):
         accounts.warn()
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == (
@@ -163,13 +166,13 @@ def test_advice_that_is_followed_already_is_not_given(
 ) -> None:
     accounts = Accounts(used=used)
     accounts.begin_call()
-    accounts.note({0: says("a", useful=50.0, recovery_form=50.0)})
+    accounts.note_times({0: says("a", useful=50.0, recovery_form=50.0)})
     accounts.warn()
     assert "goes into recovering from failures." in caplog.text
     assert ("`spare_workers=1`" in caplog.text) == is_told
 
 
 def test_short_trainings_are_not_warned(accounts: Accounts, caplog: pytest.LogCaptureFixture) -> None:
-    accounts.note({0: says("a", useful=1.0, data=30.0)})
+    accounts.note_times({0: says("a", useful=1.0, data=30.0)})
     accounts.warn()
     assert not caplog.records

@@ -88,10 +88,10 @@ def test_what_is_not_known_is_not_reported(reported: dict[str, list[float]]) -> 
 
 def test_at_the_end_there_is_nobody_any_more(reported: dict[str, list[float]]) -> None:
     gauges = Gauges("mine")
-    gauges.end()
+    gauges.report_end()
     assert reported == {}, "nobody was told of a trainer"
     gauges.report(0, lambda: status(7.0))
-    gauges.end()
+    gauges.report_end()
     for name in ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second"):
         assert reported[name][-1] == 0
     assert reported["raysgd_failures"] == [0], "what has happened, has happened"
@@ -101,4 +101,4 @@ def test_without_ray_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     gauges = Gauges("mine")
     gauges.report(0, lambda: pytest.fail("read in vain"))
-    gauges.end()
+    gauges.report_end()

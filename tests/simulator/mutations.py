@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -320,10 +319,6 @@ def _expects_without_the_call(real: Any) -> Any:
     return expect
 
 
-def _no_turn(real: Any) -> Any:
-    return lambda self: nullcontext()
-
-
 def _leaves_the_driver(real: Any) -> Any:
     def leaving_nodes_in_use(self: Lifecycle) -> frozenset[str]:
         if self.group is None or self.group.is_driver_only:
@@ -514,7 +509,7 @@ def _recalls_unnoticed(real: Any) -> Any:
 
 def _is_run_once(real: Any) -> Any:
     def run(self: ElasticController, loan: Loan | None, function: Any, make_args: Any, on_wait: Any) -> Any:
-        found = None if loan is None else loan.run(function, make_args, on_wait)
+        found = None if loan is None else loan.run_call(function, make_args, on_wait)
         return None if found is None else found.value.value
 
     return run
@@ -565,13 +560,13 @@ MUTATIONS = (
     Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
     Mutation("a snapshot covers calls after it", Snapshots, "_land", _land(lambda keeper, covered: 99), (6,)),
     Mutation("completed calls are not remembered", Snapshots, "completed", nothing, (6,)),
-    Mutation("every snapshot counts as the first", Snapshots, "take", _as_first, (25,)),
-    Mutation("ranks get each other's states", Snapshots, "take", _take_reversed, (0,)),
+    Mutation("every snapshot counts as the first", Snapshots, "take_captures", _as_first, (25,)),
+    Mutation("ranks get each other's states", Snapshots, "take_captures", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
     Mutation("a restored call begins again", Recovery, "_is_restored_inside", always_is(False), (), _INSIDE),
     Mutation("a new group is not restored", Recovery, "_restore", nothing, (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
-    Mutation("a held call counts as finished", controller, "_is_held", always(False), (126,)),
+    Mutation("a held call counts as finished", controller, "HeldAtStep", lambda real: Call, (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
@@ -620,7 +615,9 @@ MUTATIONS = (
     Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (307,)),
     Mutation("a call that broke off goes on from inside", Snapshots, "leave_call", nothing, (), _BROKEN_OFF),
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),
-    Mutation("a snapshot inside a call covers one call less", Snapshots, "take", _covers_one_less_inside, (2226,)),
+    Mutation(
+        "a snapshot inside a call covers one call less", Snapshots, "take_captures", _covers_one_less_inside, (2226,)
+    ),
     Mutation("where survivors live is mixed up", WorkerGroup, "give_ranks", _infos_reversed, (22,)),
     Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (554,)),
     Mutation("a shutdown waits for workers that are still starting", StandbyWorkers, "cancel", nothing, (237,)),

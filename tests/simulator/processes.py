@@ -375,7 +375,7 @@ class Process:
         return (yield from self.replica.regroup(world, handover))
 
     def _on_packed(self, packed: bytes, *values: Any) -> Task:
-        function, capture, landed, args, number = pickle.loads(packed)
+        function, capture, landed, args, _, number = pickle.loads(packed)
         if number is None or number != self._number:
             self._number = number or self._number
             self._reply = yield from self._on_replica(function, capture, landed, *args)

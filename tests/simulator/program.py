@@ -304,14 +304,14 @@ class Program:
         call = Call(
             load, lambda worlds: [(state, own) for own in own_states(rank_states, len(worlds))], keeps_alike=True
         )
-        with self._controller.turn():
+        with self._controller.turns.take_turn():
             self._controller.run(call)
             storing = Storing(self._simulation.kernel, state, self._simulation.rng)
             self._controller.snapshots.expect(storing, rank_states, call)
 
     def _validate(self, op: Op, budget: WatchedBudget) -> None:
         """Begins a validation on a spare. What comes of it is judged when it is known."""
-        with self._controller.turn():
+        with self._controller.turns.take_turn():
             newest = self._controller.newest_snapshot()
             asked, no_settings, sharing = (cast(Any, each) for each in (op.argument, None, self._validation_calls))
             begun = self._validation_calls.begin_on_spare(asked, None, no_settings, sharing, newest)

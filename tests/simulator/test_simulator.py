@@ -340,7 +340,7 @@ class KeptInMemory(outliving.Keeper):
         super().__init__("a host", lambda _: None)
         self.newest = group
 
-    def note(self, group: outliving.KeptGroup) -> None:
+    def keep_group(self, group: outliving.KeptGroup) -> None:
         self.newest = group
 
     def find(self) -> outliving.KeptGroup | None:

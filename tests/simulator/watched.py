@@ -27,9 +27,9 @@ class WatchedStandby(StandbyWorkers):
         workers = [worker for worker, _ in self._coming] + [each.worker for each in self._idle]
         return [worker.process for worker in workers]  # type: ignore[attr-defined]
 
-    def take(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
+    def take_ready(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
         began, has_lent = self._platform.now(), bool(self._loans)
-        found: list[StandbyWorker] = super().take(count, timeout_s, on_wait)
+        found: list[StandbyWorker] = super().take_ready(count, timeout_s, on_wait)
         if has_lent and not timeout_s:
             self.invariants.check_recalled(self._platform.now() - began)
         for process in map(_process_of, found):

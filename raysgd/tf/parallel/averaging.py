@@ -128,7 +128,7 @@ class GradientLayout:
 
     def free_buffer(self) -> Array:
         """Return a buffer without views."""
-        return self._buffers.take(self._num_numbers * self._dtype.itemsize).view(self._dtype)
+        return self._buffers.take_buffer(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
         """Copy the gradients in, times the weight. What has no weight does not count, whatever it is, also NaN."""

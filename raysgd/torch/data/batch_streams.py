@@ -475,7 +475,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
         if total is None and self._step.window > 1:
             total = count_samples(batch)
-        self._step.begin(weight, num_samples, total, is_last, is_last_of_step)
+        self._step.begin_batch(weight, num_samples, total, is_last, is_last_of_step)
         self._num_steps_in_pass += is_first
         if seeds is not None and self._step.shards is not None:
             fraction = (num_samples or 0) / total if total else 0.0

@@ -62,7 +62,7 @@ class TorchFeed(feed.Feed):
         super().__init__()
         self._data_of = data_of
         self._parallel = parallel
-        self._rule = rule
+        self.rule = rule
         self._group = Ranks(parallel, rank, world_size, balance)
         self._undo = undo
 
@@ -81,12 +81,12 @@ class TorchFeed(feed.Feed):
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         loader, ranks = self.made_of_call(name, request), self._ranks
         if isinstance(loader, Stream):
-            assert self._rule is not None, "checked in the driver"
-            made = stream_data(loader, name, self._rule.of_streams, ranks.world_size)
+            assert self.rule is not None, "checked in the driver"
+            made = stream_data(loader, name, self.rule.of_streams, ranks.world_size)
             return self._stream_source(made, request.seed)
         data = loader
         if self.data_of_call[name].is_whole:
-            data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self._rule)
+            data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
         if isinstance(data, ShardedLoader):
             dealt = every_nth(loader, ranks.rank, ranks.world_size)
             return _divided_source(data, call_data.seed_of(loader, request.seed), dealt)
@@ -145,7 +145,7 @@ class TorchFeed(feed.Feed):
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
-                data.sampler.rule = self._rule
+                data.sampler.rule = self.rule
                 data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
 
     def is_divided(self, stream: Any) -> bool:

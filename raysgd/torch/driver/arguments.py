@@ -191,11 +191,10 @@ def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
     if settings.batch_options.split_batches:
         check_global_size(config[BATCH_SIZE])
         return
-    split = split_batch_size(config[BATCH_SIZE], num_workers)
-    if split.effective != split.requested:
-        logger.warning(
-            "the batch size %s is not divisible by %s workers: using %s", split.requested, num_workers, split.effective
-        )
+    requested, effective = config[BATCH_SIZE], split_batch_size(config[BATCH_SIZE], num_workers) * num_workers
+    if effective != requested:
+        words = "the batch size %s is not divisible by %s workers: using %s"
+        logger.warning(words, requested, num_workers, effective)
 
 
 STRATEGIES = ("ddp", "fsdp", "none")

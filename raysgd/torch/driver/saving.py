@@ -139,7 +139,7 @@ class StateLoader:
             lambda worlds: [(file.identity, weights_only, own) for own in own_states(content.rank_states, len(worlds))],
             keeps_alike=True,
         )
-        with self._controller.turn():  # a call of another thread in between would count as covered
+        with self._controller.turns.take_turn():  # a call of another thread in between would count as covered
             try:
                 self._controller.run(call)
             except OtherFileError as error:

@@ -95,8 +95,8 @@ class TorchHosted(hosted.Hosted):
         rule = global_batches(settings)
         feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, is_balanced)
         super().__init__(settings, world, feed, ledger)
-        self._modes = ModuleModes()
-        self._prediction = PredictionLoader(partial(feed.collate_fn, "validation"))
+        self._modes: ModuleModes | None = None  # of models that are evaluated, to give them back
+        self._prediction: PredictionLoader | None = None
 
     @property
     def growth(self) -> float:
@@ -277,14 +277,16 @@ class TorchHosted(hosted.Hosted):
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self.has_trained = True
         self.parallel.exchanges.ledger = self._ledger
-        self._modes.give_back()
-        self._prediction.close()
+        if self._modes is not None or self._prediction is not None:
+            self._end_evaluation()
         self.loop.arm(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
         gradients, began_at = internals.gradients, stream.num_steps_taken
-        if gradients.has_several_batches:
+        has_several_batches = parallel.step.has_several_batches
+        if has_several_batches:
             gradients.begin_call()
-        stream.prepare = self._prepare
+        # What would not be trained as it was wrapped is refused ahead of a pass.
+        stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(
             internals.criterion, gradients.note_labels, only_labels=True, is_called_here=self.loop.calls_criterion
         )
@@ -298,7 +300,7 @@ class TorchHosted(hosted.Hosted):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self.loop.disarm(stream.num_steps_taken - began_at)
-            if gradients.has_several_batches:
+            if has_several_batches:
                 gradients.end_call()
         finally:
             if parallel.rows is not None:
@@ -321,14 +323,18 @@ class TorchHosted(hosted.Hosted):
 
         rows.open_call(run.rows.name, self.world.size, read, note)
 
-    def _prepare(self) -> None:
-        """Refuses ahead of a pass what would not be trained as it was wrapped."""
-        self.internals.trained.check(self.operator._freezes_in_batches)
+    def _end_evaluation(self) -> None:
+        """Gives models their modes back, and drops what a prediction draws from."""
+        if self._modes is not None:
+            self._modes.give_back()
+        if self._prediction is not None:
+            self._prediction.close()
+        self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Returns the advice for user code about shares of batches that do not work, and PyTorch's own errors."""
         is_distributed = self.world.is_distributed
-        is_divided = source.is_divided and (is_distributed or bool(source.num_shards))
+        is_divided = source.is_divided and (is_distributed or self.parallel.step.shards is not None)
         if isinstance(source, DividedLoaderSource):
             is_whole_pass = is_divided and run.num_steps is None
             source.check_plan = partial(check_norms, self.internals.registered.wrapped) if is_whole_pass else None
@@ -346,12 +352,13 @@ class TorchHosted(hosted.Hosted):
         """The models stay in evaluation mode afterwards, until they are trained again."""
         internals, registered = self.internals, self.internals.registered
         noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
-        self._modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
+        modes = self._modes = self._modes or ModuleModes()
+        modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
             with self.parallel.evaluating(registered.wrapped), noting:
                 yield
         finally:
-            self._modes.note()
+            modes.note()
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
@@ -377,6 +384,8 @@ class TorchHosted(hosted.Hosted):
             rng.restore(drawn)
 
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
+        if self._prediction is None:
+            self._prediction = PredictionLoader(partial(self.feed.collate_fn, "validation"))
         return self._prediction.batches(request, work, share)
 
     def as_array(self, value: Any) -> Any:
@@ -384,7 +393,8 @@ class TorchHosted(hosted.Hosted):
 
     def close(self) -> None:
         super().close()
-        self._prediction.close()
+        if self._prediction is not None:
+            self._prediction.close()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

@@ -43,6 +43,7 @@ class StepLoop(Loop):
     """
 
     step: BatchStep
+    _feed: TorchFeed
 
     def __init__(
         self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed, undo: Undo | None = None
@@ -108,7 +109,7 @@ class StepLoop(Loop):
         self._waiting = self.waiting_parameters()
         self._is_in_batch = True
         if self.undo is not None:
-            self.undo.begin(self._waiting)
+            self.undo.begin_batch(self._waiting)
 
     def waiting_parameters(self) -> list[torch.Tensor]:
         """Return the parameters with gradients that no optimizer has stepped with yet."""
@@ -134,7 +135,7 @@ class StepLoop(Loop):
             self._has_own_gradients = not was_exchanged and bool(self.waiting_parameters())
             self._has_exchanged |= self.undo.num_exchanges > 0
             self._has_taken_steps |= bool(self._stepped) and self._parallel.num_ranks > 1
-            self.undo.end()
+            self.undo.end_batch()
 
     def note_restored(self) -> None:
         """The state is another one: gradients that there are wait."""
@@ -200,9 +201,11 @@ class StepLoop(Loop):
             )
         if len(self._optimizers) > 1:
             self._check_window(window)
-        num_shards = 0 if source is None else source.num_shards
-        step.most_parts = 1 if source is None or num_shards else source.most_batches
-        step.shards = self._logical_shards(num_shards, window) if num_shards else None
+        step.most_parts, step.shards = 1, None
+        if source is not None and self._feed.rule is not None:
+            num_shards = source.num_shards
+            step.most_parts = 1 if num_shards else source.most_batches
+            step.shards = self._logical_shards(num_shards, window) if num_shards else None
         models, can_defer = internals.registered.wrapped, internals.precision.can_defer
         self._parallel.arm(models, self._may_run_backward, window * step.most_parts, can_defer)
         internals.own_steps.begin_call()

@@ -47,6 +47,7 @@ class HorovodParallel(HorovodByHand):
         require_names(torch._C, "_current_graph_task_id")
         require_names(torch.autograd.Variable, "_execution_engine")
         self.synchronizes = self.step.is_global = world_size > 1
+        self.step.open_call(1)
         self.record = GlobalRecord() if self.synchronizes else None
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._averaged: set[torch.Tensor] = set()

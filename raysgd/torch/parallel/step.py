@@ -107,6 +107,8 @@ class BatchStep:
             when unknown.
         window: How many batches make an optimizer step, fewer where the pass or the call ends first.
         shards: What keeps the gradients of logical shards; None where gradients are averaged as they come.
+        has_several_batches: Whether a step has several batches in this call, here or on other ranks, so that it matters
+            how much each counts.
         most_parts: In how many batches, one after the other, a rank may take a global batch.
         is_last_part: Whether the global batch ends with this one.
         is_boundary: Whether the optimizer steps on this batch. Without accumulation it always does.
@@ -148,11 +150,12 @@ class BatchStep:
         self.own_s = 0.0
         self.most_parts = 1
         self.shards: LogicalShards | None = None
-        self.open_call(1)
+        self.open_call(1)  # and again where it turns out to be joint
 
     def open_call(self, window: int) -> None:
         """Begins a call: no batch and no gradient of an earlier one is used any more."""
         self.window = window
+        self.has_several_batches = window > 1 or self.is_global or self.shards is not None
         self.is_used = False
         self.refresh: Callable[[], None] | None = None
         self._is_weighted = False
@@ -185,7 +188,7 @@ class BatchStep:
         self.shards = None
         self.open_call(1)
 
-    def begin(
+    def begin_batch(
         self,
         weight: float,
         num_samples: int | None,

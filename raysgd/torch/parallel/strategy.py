@@ -68,6 +68,7 @@ class NoParallel:
         self.rows = StepRows(self.step) if tells_rows else None
         self.has_others = has_others
         self.step.is_global = self.synchronizes
+        self.step.open_call(1)
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
         self.times_exchanges = False

@@ -220,12 +220,6 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------ labels
 
-    @property
-    def has_several_batches(self) -> bool:
-        """Whether steps of the running call have several batches, so that it matters how much each counts."""
-        step = self._parallel.step
-        return step.window > 1 or self._parallel.synchronizes or step.shards is not None
-
     def note_labels(self, call: LossCall) -> None:
         """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
         if call.amount is None or not torch.is_grad_enabled():
@@ -233,7 +227,7 @@ class Gradients:
         step = self._parallel.step
         if not step.is_padding:
             step.amounts.append(call.amount)
-        if self.has_several_batches:
+        if step.has_several_batches:
             self._labels = call._replace(output=None, target=None)  # large, and not to outlive the batch
             step.has_uncounted = step.has_uncounted | (not step.is_padding and call.is_uneven)
 
@@ -262,7 +256,7 @@ class Gradients:
         Labels on a device are looked at when the call ends: to look at them here would wait for the device.
         """
         step = self._parallel.step
-        if step.has_uncounted is not False and self.has_several_batches:
+        if step.has_uncounted is not False and step.has_several_batches:
             self._uncounted, step.has_uncounted = self._uncounted | step.has_uncounted, False
             if not isinstance(self._uncounted, torch.Tensor):
                 self.end_call()
@@ -301,7 +295,7 @@ class Gradients:
             trained: All parameters that are trained.
         """
         step, cleared, is_given = self._parallel.step, [*chosen, *bystanders], weight is not None
-        if not (is_given or self.has_several_batches):  # one batch of one process: it counts alone
+        if not (is_given or step.has_several_batches):  # one batch of one process: it counts alone
             self._clear(chosen, bystanders)
             step.note_backward(cleared)
             if self._parallel.has_others:

@@ -56,10 +56,9 @@ class SchedulerSteps:
             )
 
     @classmethod
-    def of(cls, operator: Any, info: Mapping[str, Any]) -> SchedulerSteps | None:
-        """Make them for an operator and the `info` of an epoch; None where there is no scheduler."""
-        given, freq, metric = _scheduling(operator)
-        return None if given is None else cls(given, freq, metric, validates=info.get(VALIDATES, False))
+    def of(cls, operator: Any, info: Mapping[str, Any]) -> SchedulerSteps:
+        """Make them for an operator that has a scheduler, and the `info` of an epoch."""
+        return cls(*_scheduling(operator), validates=info.get(VALIDATES, False))
 
     def after_step(self, precision: Precision, step: BatchStep) -> None:
         """Called after each step of the optimizer, taken or not."""

@@ -101,7 +101,7 @@ class Undo:
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
-    def begin(self, waiting: Sequence[torch.Tensor] = ()) -> None:
+    def begin_batch(self, waiting: Sequence[torch.Tensor] = ()) -> None:
         """Copy what the batch that begins may change.
 
         Args:
@@ -140,7 +140,7 @@ class Undo:
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 self._look_into(content, seen, tensors)
         parameters = self._parameters if copies_all else [*self._moving.values()]
-        self._copies.take([*parameters, *filter(_is_writable, tensors)])
+        self._copies.take_copies([*parameters, *filter(_is_writable, tensors)])
         self._is_copied, self.is_whole = True, copies_all
 
     def _look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
@@ -179,7 +179,7 @@ class Undo:
             self.copies_all = self.copies_all or _num_collectives() != self._num_collectives
         self._num_collectives = None
 
-    def end(self) -> None:
+    def end_batch(self) -> None:
         """The batch is complete."""
         self.note_return()
         is_telling = self.num_exchanges > 0 or not self._watches
@@ -246,7 +246,7 @@ class _Copies:
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def take(self, tensors: list[torch.Tensor]) -> None:
+    def take_copies(self, tensors: list[torch.Tensor]) -> None:
         """Copy tensors, and let go of the memory that this does not need."""
         for index, tensor in enumerate(tensors):
             kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]

@@ -295,7 +295,7 @@ class GlobalSteps:
             self._undo, self._num_parts = Undo(models, self._optimizers, copies=copies), num_parts
             self._undo.open_call()
         self._digests = None
-        self._undo.begin()
+        self._undo.begin_batch()
 
     def close_batch(self, mark: BatchStart) -> str:
         """Returns what became of a batch: "failed", "done", or "seen" where no step was taken.
@@ -320,7 +320,7 @@ class GlobalSteps:
             for optimizer in self._optimizers:  # user code may do so behind a step only, and skip that here
                 optimizer.zero_grad()
             return "failed"
-        self._undo.end()
+        self._undo.end_batch()
         if self._digests is not None and self._has_moved_since_step():
             self._undo.copies_all = True  # by user code, which goes on behind a step that does not count
         if self._has_exchanged and not is_done:
@@ -512,6 +512,6 @@ def batch_failed() -> bool:
 
 
 def _rebuild_buckets(model: DistributedDataParallel) -> None:
-    reducer = getattr(model, "reducer", None)
+    reducer: Any = getattr(model, "reducer", None)
     if hasattr(reducer, "_rebuild_buckets"):
         reducer._rebuild_buckets()

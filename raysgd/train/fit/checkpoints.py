@@ -88,7 +88,8 @@ class FitCheckpoints(CheckpointTaker):
         """
         self.flush()
         index, self.next_index = self.next_index, self.next_index + 1
-        self.landing = landing = Future()
+        landing: Future[Any] = Future()
+        self.landing = landing
         if receive is None:
             committed = self._commit(index)
             self._note_landing(committed)

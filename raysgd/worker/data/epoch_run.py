@@ -264,7 +264,7 @@ class EpochRun:
 
     def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
         """The answer of the rank that counts what ranks had measured that are gone."""
-        if not self.rows.lost or answer.metrics is None:
+        if answer.metrics is None:
             return answer
         lost = [WorkerMetrics(each, each.totals, each.objects) for each in self.rows.lost.values()]
         self._tell_what_is_missing(lost)

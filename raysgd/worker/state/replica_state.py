@@ -144,6 +144,7 @@ class StateCopies:
 
     Attributes:
         inside: Those taken inside a training call.
+        has_unmade: Whether one is still to be made, before the state changes.
     """
 
     def __init__(self, snapshot_every_n_steps: int | None, ledger: Ledger) -> None:
@@ -151,6 +152,7 @@ class StateCopies:
         self.inside = MidCallSnapshots(snapshot_every_n_steps)
         self._ledger = ledger
         self._usual_s: float | None = None
+        self.has_unmade = False
 
     def after_call(self, state: ReplicaState, rank: int, landed_token: int | None) -> Capture:
         """Copies the state once, between two calls; the driver has that of `landed_token` by now.
@@ -164,7 +166,8 @@ class StateCopies:
             if copy is not None and self._usual_s is None:
                 self._made(copy)
             part = self._pending.claimed(self._with(copy, Capture(state.own())))
-            return part if copy is None or copy.is_made else replace(part, seconds=self._usual_s or 0.0)
+            self.has_unmade = copy is not None and not copy.is_made
+            return replace(part, seconds=self._usual_s or 0.0) if self.has_unmade else part
 
     def inside_call(self, state: ReplicaState, rank: int, run: EpochRun) -> Capture:
         """The same inside a call, and at once; a copy that was not fetched gives way to this one."""
@@ -185,7 +188,7 @@ class StateCopies:
 
     def finish(self) -> None:
         """Makes what is still to be copied: the state is about to change."""
-        unmade = self._pending.unmade()
+        self.has_unmade, unmade = False, self._pending.unmade()
         if unmade:
             with self._ledger.copying():
                 for copy in unmade:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.data import RayBatches
-from raysgd.driver.predicting import dealt, next_size
+from raysgd.driver.predicting import dealt, next_round_size
 from raysgd.torch import TorchTrainer, TrainingOperator
 
 pytestmark = pytest.mark.integration
@@ -100,11 +100,11 @@ def test_three_workers_give_the_results_of_one_process_also_when_one_dies(ray_cl
 def test_rounds_are_long_enough_and_fit_in_memory() -> None:
     size = 1
     for _ in range(20):
-        size = next_size(size, seconds=0.01, num_bytes=1, num_batches=1, num_workers=2)
+        size = next_round_size(size, seconds=0.01, num_bytes=1, num_batches=1, num_workers=2)
     assert size == 1024
-    assert next_size(1024, seconds=0.5, num_bytes=2**20, num_batches=2, num_workers=4) == 32
-    assert next_size(32, seconds=5.0, num_bytes=1, num_batches=1, num_workers=4) == 16
-    assert next_size(16, seconds=5.0, num_bytes=2**40, num_batches=1, num_workers=4) == 1
+    assert next_round_size(1024, seconds=0.5, num_bytes=2**20, num_batches=2, num_workers=4) == 32
+    assert next_round_size(32, seconds=5.0, num_bytes=1, num_batches=1, num_workers=4) == 16
+    assert next_round_size(16, seconds=5.0, num_bytes=2**40, num_batches=1, num_workers=4) == 1
 
 
 def test_runs_of_batches_are_about_as_long() -> None:

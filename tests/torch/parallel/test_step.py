@@ -34,7 +34,7 @@ def run(step: BatchStep, totals: list[int], last: int | None = None) -> tuple[li
     """Batches of so many samples of all ranks, with a backward pass each; boundaries, and factors corrected."""
     boundaries, factors, window = [], [], []
     for index, total in enumerate(totals):
-        step.begin(1.0, total, total, is_last=index in (last, len(totals) - 1))
+        step.begin_batch(1.0, total, total, is_last=index in (last, len(totals) - 1))
         window.append(backward(step))
         boundaries.append(step.is_boundary)
         if step.is_boundary:
@@ -47,7 +47,7 @@ def run(step: BatchStep, totals: list[int], last: int | None = None) -> tuple[li
 def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -> None:
     step = BatchStep()
     for _ in range(3):
-        step.begin(0.5, 4)
+        step.begin_batch(0.5, 4)
         assert step.is_boundary
         assert not step.adds_to(OPTIMIZER)
         step.note_backward([OPTIMIZER])
@@ -59,7 +59,7 @@ def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -
 def test_a_step_without_samples_is_padding_and_an_unknown_number_is_not() -> None:
     step = BatchStep()
     assert not step.is_padding
-    step.begin(0.0, 0)
+    step.begin_batch(0.0, 0)
     assert step.is_padding
 
 
@@ -82,16 +82,16 @@ def test_a_pass_that_ends_in_between_ends_the_window() -> None:
 def test_equal_batches_need_no_correction() -> None:
     step, factors = joint(2), []
     for is_last in (False, True):
-        step.begin(1.0, 8, 8, is_last)
+        step.begin_batch(1.0, 8, 8, is_last)
         factors.append(backward(step))
     assert factors == corrected(step, factors) == [0.5, 0.5]
 
 
 def test_a_rank_counts_by_its_share_of_all_samples() -> None:
     step = joint(2)
-    step.begin(1.5, 3, 4, is_last=False)  # 3 of 4 samples on 2 ranks
+    step.begin_batch(1.5, 3, 4, is_last=False)  # 3 of 4 samples on 2 ranks
     factors = [backward(step, num_ranks=2)]
-    step.begin(0.0, 0, 4, is_last=True)
+    step.begin_batch(0.0, 0, 4, is_last=True)
     factors.append(backward(step, num_ranks=2))
     assert corrected(step, factors, num_ranks=2) == pytest.approx([2 * 3 / 8, 0.0])
 
@@ -99,22 +99,22 @@ def test_a_rank_counts_by_its_share_of_all_samples() -> None:
 def test_a_replica_by_itself_counts_its_own_samples_only() -> None:
     step = BatchStep()
     step.open_call(2)
-    step.begin(1.5, 3, 4, is_last=False)
+    step.begin_batch(1.5, 3, 4, is_last=False)
     factors = [backward(step)]
-    step.begin(1.0, None, 5, is_last=True)
+    step.begin_batch(1.0, None, 5, is_last=True)
     factors.append(backward(step))
     assert corrected(step, factors) == pytest.approx([3 / 8, 5 / 8])
 
 
 def test_gradients_wait_between_the_first_and_the_last_batch_of_a_window() -> None:
     step = joint(2)
-    step.begin(1.0, 4, 4, is_last=False)
+    step.begin_batch(1.0, 4, 4, is_last=False)
     assert not step.adds_to(OPTIMIZER), "the first clears what is left from the window before"
     backward(step)
     assert step.waiting is not None
     assert step.waiting is not None
     assert not step.waiting.is_exchanged
-    step.begin(1.0, 4, 4, is_last=True)
+    step.begin_batch(1.0, 4, 4, is_last=True)
     assert step.adds_to(OPTIMIZER)
     backward(step)
     backward(step)  # two losses of one batch
@@ -127,7 +127,7 @@ def test_gradients_wait_between_the_first_and_the_last_batch_of_a_window() -> No
 def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
     step, factors = joint(2), []
     for skips in (False, True, False):
-        step.begin(1.0, 4, 4, is_last=False)
+        step.begin_batch(1.0, 4, 4, is_last=False)
         if skips:
             step.skip()
         else:
@@ -137,7 +137,7 @@ def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
 
 def test_a_new_call_forgets_what_a_failed_one_left() -> None:
     step = joint(2)
-    step.begin(1.0, 4, 4, is_last=False)
+    step.begin_batch(1.0, 4, 4, is_last=False)
     backward(step)
     step.open_call(2)
     assert step.waiting is None
@@ -149,7 +149,7 @@ def test_who_exchanges_is_told_what_can_wait() -> None:
     step, told = joint(2), []
     step.defer = told.append
     for is_last in (False, False, True):
-        step.begin(1.0, 4, 4, is_last)
+        step.begin_batch(1.0, 4, 4, is_last)
         step.use()
     step.open_call(2)
     assert told == [True, False, False, False]
@@ -159,7 +159,7 @@ def test_who_exchanges_is_told_what_can_wait() -> None:
 
 
 def hand_out(step: BatchStep, weight: float = 1.0, num_samples: int = 4, is_last: bool = False) -> None:
-    step.begin(weight, num_samples, 8, is_last)
+    step.begin_batch(weight, num_samples, 8, is_last)
 
 
 def test_a_weight_ends_with_the_stream_and_with_the_call() -> None:
@@ -252,10 +252,10 @@ def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_wi
     step = joint(2)
     found = []
     for index in range(4):
-        step.begin(1.0, 4, 8, is_last=index == 3)
+        step.begin_batch(1.0, 4, 8, is_last=index == 3)
         found.append([step.begin_exchange() for _ in range(3)])
         step.use()
     assert found == [[False] * 3, [True, False, False]] * 2
     step.open_call(1)
-    step.begin(1.0, 4, 8)
+    step.begin_batch(1.0, 4, 8)
     assert step.begin_exchange()

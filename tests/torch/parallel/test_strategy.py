@@ -44,7 +44,7 @@ def test_wrappers_of_pytorch_are_taken_off_and_a_model_that_holds_a_module_is_no
 def test_a_step_without_samples_is_padding() -> None:
     step = NoParallel().step
     assert not step.is_padding, "unknown is not none"
-    step.begin(0.0, 0, 4)
+    step.begin_batch(0.0, 0, 4)
     assert step.is_padding
 
 
@@ -54,7 +54,7 @@ def weighed(parallel: NoParallel, model: torch.nn.Module, weight: float, factor:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     own_steps = OwnSteps(Precision(), StepOptions(), none, parallel.step, InstalledCallbacks())
     gradients = Gradients(Precision(), parallel, own_steps, Once())
-    parallel.step.begin(parallel.step.weight, 1)
+    parallel.step.begin_batch(parallel.step.weight, 1)
     loss = factor * model(torch.ones(1, 2)).sum()
     gradients.compute(loss, [optimizer], [], weight, model.parameters)
     gradient = unwrap(model).weight.grad  # type: ignore[union-attr]

@@ -40,7 +40,7 @@ class Bench:
         self.own_steps.begin_call()
 
     def begin(self, **begin: Any) -> None:
-        self.parallel.step.begin(1.0, 2, 2, **begin)
+        self.parallel.step.begin_batch(1.0, 2, 2, **begin)
 
     def backward(self, value: float, weight: float | None = None) -> None:
         loss = (self.parameter * value).sum()
