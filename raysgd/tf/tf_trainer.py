@@ -66,41 +66,46 @@ class TFTrainer(ChangingTrainer[OperatorT]):
     What is trained comes either from two functions, `model_creator` and `data_creator`, and is trained with Keras's own
     `fit`; or from an operator class.
 
-    Args:
+    Args: What is trained
         model_creator: `config` -> compiled Keras model.
         data_creator: `config` -> train dataset and test dataset, which may be None. A batch of theirs is that of all
             workers together.
+        training_operator_cls: The operator class, not an instance; instead of the creators.
         config: Passed to the creators, or to the operator. Creators: `fit_config` and `evaluate_config` hold options
             for `fit` and `evaluate`. Operators: under the key `BATCH_SIZE` it may hold the batch size of all workers.
+        seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
+        verbose: Keras's verbosity, on rank 0 only.
+
+    Args: Where it runs
+        num_workers: How many workers to train with. After failures there may be fewer for a while.
         num_replicas: How many workers to train with; the older name of `num_workers`.
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
         use_gpu: Whether to reserve a GPU for each worker.
-        verbose: Keras's verbosity, on rank 0 only.
-        training_operator_cls: The operator class, not an instance; instead of the creators.
-        num_workers: How many workers to train with. After failures there may be fewer for a while.
         resources_per_worker: What else each worker needs of Ray's custom resources, such as `{"fast_disk": 1}`.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
         placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
             workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             apply to a worker in the driver.
+        initialization_hook: Called without arguments in each worker process before anything else.
         backend: "sockets": each worker has its own model, and gradients are averaged. "mwms": one
             `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
+        timeout_s: Seconds that workers may wait for each other.
+        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
+        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
+            handle with the same methods. See `docs/detached.md`.
+
+    Args: What a step computes
         split_batches: False: a batch of an operator's dataset is that of one worker, unless it registers another
             `sharding`. True: it is that of all workers together, and so is `config[BATCH_SIZE]`, on any number of
             workers. With creators a batch always is.
-        initialization_hook: Called without arguments in each worker process before anything else.
-        timeout_s: Seconds that workers may wait for each other.
-        seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
-        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
+
+    Args: What follows a failure
+        recovery: What follows a failure: who waits for whom, limits of time, and snapshots; a `raysgd.Recovery`.
         min_workers: With fewer than these, wait for resources.
         spare_workers: How many more workers wait, ready, to step in for one that is lost. Until then they validate
             while the others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on
             one of them. They hold resources.
-        recovery: What follows a failure: who waits for whom, limits of time, and snapshots; a `raysgd.Recovery`.
-        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
-            handle with the same methods. See `docs/detached.md`.
-        **unknown: Refused, with a guess at what was meant.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.

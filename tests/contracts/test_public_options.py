@@ -18,14 +18,6 @@ STEP = (
     "accumulate_grad_batches clip_grad_norm clip_grad_value sync_batchnorm compile activation_checkpointing"
 )
 FAILURE = "recovery min_workers spare_workers"
-RULES = (
-    "in_place wait_for_workers resize_interval_s heartbeat_s form_timeout_s settle_timeout_s snapshot_every_s "
-    "snapshot_every_n_steps undo"
-)
-PACKAGE = (
-    "CreatorOperator Detached PyTorchTrainer Recovery TFTrainer TorchTrainer TrainingOperator __version__ attach "
-    "detached_trainers"
-)
 ONLY_KERAS = {"model_creator", "data_creator", "num_replicas", "verbose"}
 
 
@@ -49,33 +41,29 @@ def test_options_of_both_frameworks_have_one_name() -> None:
 
 
 def test_recovery_has_nine_rules() -> None:
-    assert [field.name for field in fields(Recovery)] == (
-        [
-            "in_place",
-            "wait_for_workers",
-            "resize_interval_s",
-            "heartbeat_s",
-            "form_timeout_s",
-            "settle_timeout_s",
-            "snapshot_every_s",
-            "snapshot_every_n_steps",
-            "undo",
-        ]
-    )
+    assert [field.name for field in fields(Recovery)] == [
+        "in_place",
+        "wait_for_workers",
+        "resize_interval_s",
+        "heartbeat_s",
+        "form_timeout_s",
+        "settle_timeout_s",
+        "snapshot_every_s",
+        "snapshot_every_n_steps",
+        "undo",
+    ]
 
 
 def test_the_package_has_few_names() -> None:
-    assert raysgd.__all__ == (
-        [
-            "CreatorOperator",
-            "Detached",
-            "PyTorchTrainer",
-            "Recovery",
-            "TFTrainer",
-            "TorchTrainer",
-            "TrainingOperator",
-            "__version__",
-            "attach",
-            "detached_trainers",
-        ]
-    )
+    assert raysgd.__all__ == [
+        "CreatorOperator",
+        "Detached",
+        "PyTorchTrainer",
+        "Recovery",
+        "TFTrainer",
+        "TorchTrainer",
+        "TrainingOperator",
+        "__version__",
+        "attach",
+        "detached_trainers",
+    ]
