@@ -12,7 +12,7 @@ import torch
 from raysgd.callbacks import EMA, SWA, Callback, Run
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, OwnEpochOperator
+from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]
 
@@ -135,11 +135,6 @@ class TestEMA:
         model = ema.get_model(trainer)
         assert near(model.weight, averaged(weights_after_steps(2, **options), 0.8))
         assert not near(model.weight, trainer.get_model().weight)
-
-    def test_follows_the_steps_of_a_loop_of_the_user(self, make_local: Make) -> None:
-        ema, trainer = EMA(decay=0.8), make_local(OwnEpochOperator)
-        trainer.fit(2, callbacks=[ema])
-        assert near(ema.get_model(trainer).weight, averaged(weights_after_steps(2), 0.8))
 
     def test_counts_each_step_on_a_batch(self, make_local: Make) -> None:
         ema, trainer = EMA(decay=0.8), make_local(SeveralSteps)

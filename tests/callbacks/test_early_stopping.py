@@ -50,12 +50,6 @@ def test_the_reason_says_what_was_best() -> None:
     assert run.history.stop_reason == "`val_loss` has not improved for 1 results; the best one was 2 in epoch 2"
 
 
-def test_a_run_that_improves_goes_on() -> None:
-    stopping = EarlyStopping("val_loss", patience=1)
-    assert not play(stopping, 3, 2, 1).is_stopping
-    assert (stopping.best, stopping.best_epoch) == (1, 3)
-
-
 def test_a_run_that_resumes_goes_on_counting() -> None:
     first = EarlyStopping("val_loss", patience=3)
     run = play(first, 1.0, 2.0, 2.0)

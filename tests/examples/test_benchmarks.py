@@ -101,40 +101,9 @@ def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str,
     return "\n".join(text), json.loads(last)
 
 
-LONG = {
-    "async_validation",
-    "callback_cost",
-    "checkpoint",
-    "compare_cost",
-    "determinism",
-    "epoch_cost",
-    "fit",
-    "function_api",
-    "goodput",
-    "gpu_throughput",
-    "handover",
-    "long_run",
-    "order",
-    "population",
-    "recovery",
-    "predict",
-    "ray_data",
-    "reload",
-    "scale",
-    "slow_worker",
-    "small_sums",
-    "startup",
-    "streams",
-    "tf_throughput",
-    "throughput",
-    "undo_cost",
-}
-
-
+@pytest.mark.soak
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.soak] if name in LONG else []) for name in sorted(FIGURES)]
-)
+@pytest.mark.parametrize("script", sorted(FIGURES))
 def test_a_smoke_test_ends_well_and_reports_all_figures(script: str, short_folder: str) -> None:
     text, result = run(script, short_folder, *(["--peers", "raw"] if script == "epoch_cost" else []))
     assert result.keys() == KEYS
@@ -161,28 +130,6 @@ def test_the_interval_brackets_the_median_and_narrows_with_more_samples(common: 
     assert many.high - many.low < few.high - few.low
 
 
-def test_equal_samples_leave_no_doubt(common: ModuleType) -> None:
-    assert common.estimate([3.0] * 5) == common.Estimate(3.0, 3.0, 3.0, 5)
-
-
-def test_no_samples_are_refused(common: ModuleType) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        common.estimate([])
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(1234.5, "1234"), (1.2345, "1.23"), (0.0012345, "0.00123"), (-21.37, "-21.4"), (0.0, "0.0")]
-)
-def test_numbers_have_three_significant_digits(common: ModuleType, value: float, text: str) -> None:
-    assert common.significant(value) == text
-
-
-def test_tables_are_markdown_with_even_columns(common: ModuleType) -> None:
-    assert common.markdown_table(["a", "bb"], [["ccc", "d"]]) == "\n".join(
-        ["| a   | bb |", "| --- | -- |", "| ccc | d  |"]
-    )
-
-
 @pytest.mark.parametrize(
     ("is_upper", "measured", "met"),
     [(True, 4.0, True), (True, 4.1, False), (False, 4.0, True), (False, 3.9, False), (True, None, None)],
@@ -203,26 +150,10 @@ def test_a_peer_that_is_not_installed_is_named_with_what_it_needs(common: Module
     assert chosen(common).status() == {"here": "run", "absent": "not installed (needs `no_such_package.part`)"}
 
 
-def test_a_peer_with_an_environment_of_its_own_is_there_if_its_python_is(common: ModuleType, tmp_path: Path) -> None:
-    python = tmp_path / "bin" / "python"
-    parser = common.make_parser("words", repetitions=1, peers={"apart": str(python)})
-    arguments = parser.parse_args([])
-    assert common.choose_peers(arguments, {"apart": str(python)}).absent == {"apart": str(python)}
-    python.parent.mkdir()
-    python.touch()
-    assert common.choose_peers(arguments, {"apart": str(python)}).selected == ("apart",)
-
-
 def test_peers_are_left_out_of_a_smoke_test_unless_they_are_named(common: ModuleType) -> None:
     assert chosen(common, "--smoke-test").selected == ()
     assert chosen(common, "--smoke-test", "--peers", "here").selected == ("here",)
     assert chosen(common, "--peers", "none").left_out == ("here", "absent")
-
-
-def test_an_unknown_peer_is_refused_with_the_known_ones(common: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        chosen(common, "--peers", "elsewhere")
-    assert "known are here, absent" in capsys.readouterr().err
 
 
 def report(common: ModuleType) -> Any:
@@ -249,14 +180,6 @@ def test_contenders_take_turns_and_a_peer_that_fails_is_left_out(
     assert order == ["raysgd", "peer", "raysgd", "peer", "raysgd"]
     assert found == {"raysgd": [1, 1, 1]}
     assert "it broke" in capsys.readouterr().out
-
-
-def test_a_failure_of_raysgd_itself_ends_the_benchmark(common: ModuleType) -> None:
-    def fail() -> None:
-        raise common.JobError("it broke")
-
-    with pytest.raises(common.JobError, match="it broke"):
-        common.take_turns({"raysgd, local": fail}, 1, report(common))
 
 
 def test_a_job_that_fails_says_what_it_wrote(common: ModuleType, tmp_path: Path) -> None:

@@ -117,6 +117,9 @@ LONG = {
 }
 """Scripts that take too long for every run of the tests, most of them because of what they import."""
 
+ALONE = {"active_learning.py", "torchmetrics_digits.py"}
+"""Scripts that every run of the tests runs in one process only: their workers do what those of others do."""
+
 # Not the scripts' own: Ray's logs of its sessions, PyTorch's cache, what TensorFlow leaves of a process that is killed,
 # and the lock of data creators, which stays so that nobody locks a file that somebody else removes.
 MAY_STAY = re.compile(r"ray|_ray_\w+|torchinductor_.*|__autograph_generated_file.*|__pycache__|\.raydata-\d+\.lock")
@@ -286,7 +289,7 @@ def test_a_script_is_short_and_says_on_what_it_trains(script: str) -> None:
     [
         pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
         for name in SCRIPTS
-        if name not in NEEDS_WORKERS and (name in LONG or name not in PRINT_THE_SAME)
+        if name not in NEEDS_WORKERS and (name in LONG | ALONE or name not in PRINT_THE_SAME)
     ],
 )
 def test_a_script_learns_in_one_process(script: str, runner: PageRunner, surroundings: Surroundings) -> None:
@@ -299,7 +302,7 @@ def test_a_script_learns_in_one_process(script: str, runner: PageRunner, surroun
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in sorted(PRINT_THE_SAME)]
+    "script", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG | ALONE)) for name in sorted(PRINT_THE_SAME)]
 )
 def test_a_script_prints_the_same_with_4_workers_as_in_one_process(
     script: str, runner: PageRunner, surroundings: Surroundings, address: str

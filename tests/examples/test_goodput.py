@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,69 +41,11 @@ def counted(modules: dict[str, Any]) -> Any:
 
 
 @pytest.fixture
-def contenders(modules: dict[str, Any]) -> Any:
-    return modules["_contenders"]
-
-
-@pytest.fixture
 def goodput(modules: dict[str, Any]) -> Any:
     return modules["goodput"]
 
 
 # ------------------------------------------------------------------------------------------------------ kills
-
-
-def test_kills_are_due_at_multiples_of_the_interval_whatever_a_contender_does(kills: Any) -> None:
-    schedule = kills.Schedule(15.0, seed=0)
-    assert list(islice(schedule.times(100.0), 4)) == [115.0, 130.0, 145.0, 160.0]
-
-
-def test_a_schedule_ends_after_as_many_kills_as_were_asked_for(kills: Any) -> None:
-    schedule = kills.Schedule(2.0, seed=0, max_kills=2)
-    seen = [(due, schedule.victim([7])) for due in schedule.times(0.0)]
-    assert seen == [(2.0, 7), (4.0, 7)]
-    assert schedule.num_kills == 2
-
-
-def test_a_kill_that_hits_nobody_does_not_count(kills: Any) -> None:
-    schedule = kills.Schedule(2.0, seed=0, max_kills=1)
-    alive: list[list[int]] = [[], [], [7]]
-    assert [schedule.victim(alive[index]) for index, _ in enumerate(schedule.times(0.0))] == [None, None, 7]
-    assert schedule.num_kills == 1
-
-
-def test_the_seed_decides_on_the_victims_and_each_may_be_one(kills: Any) -> None:
-    first, second = (kills.Schedule(1.0, seed=3) for _ in range(2))
-    victims = [first.victim([1, 2]) for _ in range(50)]
-    assert victims == [second.victim([1, 2]) for _ in range(50)]
-    assert set(victims) == {1, 2}
-
-
-def test_those_who_train_are_found_and_nobody_else(kills: Any, tmp_path: Path) -> None:
-    trail = kills.Trail(str(tmp_path))
-    assert not kills.has_begun(str(tmp_path))
-    trail.begin(16)
-    assert kills.has_begun(str(tmp_path))
-    assert kills.alive_in(str(tmp_path)) == [os.getpid()]
-
-
-def test_a_later_process_of_the_same_number_is_left_alone(kills: Any, tmp_path: Path) -> None:
-    started = kills.started_at(os.getpid())
-    (tmp_path / f"alive-{os.getpid()}-{started - 1}").touch()
-    assert kills.alive_in(str(tmp_path)) == []
-
-
-def test_samples_of_all_workers_are_added_up_with_those_of_broken_steps(kills: Any, tmp_path: Path) -> None:
-    trail = kills.Trail(str(tmp_path))
-    trail.begin(16)
-    trail.begin(5)
-    (tmp_path / "samples-0").write_text("." * 7)
-    assert kills.samples_begun(str(tmp_path)) == 28
-
-
-def test_time_counts_from_the_first_step_of_all(kills: Any, tmp_path: Path) -> None:
-    (tmp_path / "first").write_text("12.5\n10.0\n40.25\n")
-    assert kills.wall_of(str(tmp_path), 50.0) == 40.0
 
 
 def test_a_process_that_trains_is_killed(kills: Any, tmp_path: Path) -> None:
@@ -116,13 +55,6 @@ def test_a_process_that_trains_is_killed(kills: Any, tmp_path: Path) -> None:
     assert done.returncode == -9
     assert schedule.num_kills == 1
     assert kills.alive_in(str(tmp_path)) == []
-
-
-def test_nobody_is_killed_before_the_first_step_or_without_a_schedule(kills: Any, tmp_path: Path) -> None:
-    schedule = kills.Schedule(0.0, seed=0)
-    with kills.killing(str(tmp_path), schedule), kills.killing(str(tmp_path), None):
-        pass
-    assert schedule.num_kills == 0
 
 
 # ------------------------------------------------------------------------------------------------------ samples
@@ -162,21 +94,6 @@ def test_a_step_that_was_broken_off_leaves_no_marks(counted: Any) -> None:
     assert model.used[:4].tolist() == [0, 0, 1, 1]
 
 
-def test_growth_of_the_driver_counts_from_the_end_of_the_first_quarter(contenders: Any) -> None:
-    looks = [(100.0, 10, 1.0), (150.0, 30, 8.0), (151.0, 31, 9.0), (152.5, 29, 8.5)]
-    assert contenders.growth(looks) == {"driver_mib_grown": 2.5, "driver_fds_grown": -1.0, "store_mib_grown": 0.5}
-
-
-def test_a_look_at_the_driver_sees_its_memory_and_its_files(contenders: Any) -> None:
-    before = contenders.look()
-    with contextlib.ExitStack() as stack:
-        for _ in range(100):
-            stack.enter_context(Path(__file__).open())
-        after = contenders.look()
-    assert before[0] > 10
-    assert after[1] - before[1] == pytest.approx(100, abs=20), "other threads of this process have files too"
-
-
 # ------------------------------------------------------------------------------------------------------ rows
 
 
@@ -187,28 +104,6 @@ def plans(goodput: Any, *arguments: str) -> list[Any]:
 
 def row_of(plan: Any, **figures: float) -> dict[str, Any]:
     return {**asdict(plan), "goodput": 0.9, "samples_lost": 0.0, "samples_twice": 0.0, **figures}
-
-
-def test_each_contender_has_a_row_at_each_rate(goodput: Any) -> None:
-    found = plans(goodput, "--rates", "15:150,60:300")
-    assert len(found) == 14
-    assert {(plan.every_s, plan.seconds) for plan in found} == {(15.0, 150.0), (60.0, 300.0)}
-    assert sum(plan.expected_s for plan in found) < 120 * 60
-
-
-def test_a_smoke_test_is_short_for_all_contenders(goodput: Any) -> None:
-    found = plans(goodput, "--smoke-test")
-    assert [plan.max_kills for plan in found] == [1] * 7
-    assert sum(plan.num_calm * plan.calm_s + plan.seconds for plan in found) <= 70
-
-
-def test_only_some_contenders_are_measured_if_they_are_named(goodput: Any) -> None:
-    assert {plan.contender for plan in plans(goodput, "--contenders", "raysgd, spare; torchrun")} == {
-        "raysgd, spare",
-        "torchrun",
-    }
-    with pytest.raises(SystemExit, match="tarchrun`: known are raysgd, spare;"):
-        plans(goodput, "--contenders", "tarchrun")
 
 
 def test_lost_samples_are_no_goodput(goodput: Any, counted: Any) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,10 +104,6 @@ class TestTraining:
         with local_trainer(Labelled) as trainer:
             assert trainer.train()["num_samples"] == 40
 
-    def test_mixed_precision_can_be_asked_for(self) -> None:
-        with local_trainer(use_fp16=True) as trainer:
-            assert trainer.train(num_steps=2)["loss_d"] > 0
-
     def test_a_seed_decides_everything_and_another_seed_differently(self) -> None:
         def losses(seed: int) -> dict[str, float]:
             with local_trainer(config={**CONFIG, "seed": seed}) as trainer:
@@ -124,16 +119,6 @@ class TestTraining:
             state = trainer.state_dict()
         assert [optimizer["param_groups"][0]["lr"] for optimizer in state["optimizers"]] == [0.5, 0.25]
         assert state["models"][1]["weight"].shape == (1, 2)
-
-    def test_the_training_goes_on_from_a_checkpoint(self, tmp_path: Path) -> None:
-        with local_trainer() as trainer:
-            trainer.train()
-            trainer.save(tmp_path / "gan.pt")
-            validated = trainer.validate()
-        with local_trainer(config={**CONFIG, "seed": 1}) as other:
-            other.load(tmp_path / "gan.pt")
-            assert other.validate() == validated
-            assert other.train()["epoch"] == 2
 
 
 class TestValidation:
@@ -194,11 +179,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "said"),
         [
-            ({"lr": -1}, r"`config\['lr'\]=-1`"),
             ({"lr_generator": 0}, r"`config\['lr_generator'\]=0`"),
             ({"noise_dim": 1.5}, r"`config\['noise_dim'\]=1.5`"),
-            ({"batch_size": "8"}, r"`config\['batch_size'\]='8'`"),
-            ({"seed": 1.5}, r"`config\['seed'\]=1.5`"),
         ],
     )
     def test_a_config_that_makes_no_sense(self, config: dict[str, Any], said: str) -> None:

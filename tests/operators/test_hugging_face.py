@@ -54,7 +54,7 @@ def test_one_process_trains_what_the_trainer_of_transformers_trains(
     assert (lab.weights(ours) - lab.weights(lab.model_of(task))).abs().max() > 1e-3, "they were trained"
 
 
-@pytest.mark.parametrize("task", ["label words", "next words", "next words of GPT-2", "text to text", "label pixels"])
+@pytest.mark.parametrize("task", ["label words", "next words of GPT-2", "label pixels"])
 def test_small_batches_make_the_step_of_a_large_one_whatever_the_lengths_of_texts(lab: Any, task: str) -> None:
     _, small, _ = lab.train(task, config={"optimizer": "sgd"}, accumulate_grad_batches=6)
     _, large, _ = lab.train(task, config={"optimizer": "sgd", "batch_size": lab.NUM_SAMPLES})
@@ -62,7 +62,7 @@ def test_small_batches_make_the_step_of_a_large_one_whatever_the_lengths_of_text
     assert not torch.allclose(lab.weights(small), lab.weights(lab.model_of(task)), atol=1e-4), "they were trained"
 
 
-@pytest.mark.parametrize("task", ["classify texts", "a number", "masked words", "next words of GPT-2", "label pixels"])
+@pytest.mark.parametrize("task", ["a number", "masked words", "label pixels"])
 def test_it_learns(lab: Any, task: str) -> None:
     losses, _, validated = lab.train(task, num_epochs=6)
     assert losses[-1] < losses[0] * 0.97
