@@ -44,10 +44,13 @@ class PrivateNames:
 TESTED = {
     "horovod": "0.28.1",
     "keras": "3.15.1",
+    "lightning": "2.6.6",
+    "ray": "2.60.0",
     "tensorflow": "2.21.0",
     "tf_keras": "2.21.0",
     "torch": "2.13.0",
     "torchmetrics": "1.9.0",
+    "transformers": "5.23.0",
 }
 """The versions that the tests run with: those of `constraints-dev.txt`."""
 
@@ -71,7 +74,7 @@ TABLE = (
     ),
     PrivateNames(
         "torch.distributed:ProcessGroup",
-        ("allgather", "_allgather_base", "all_gather_single"),
+        ("allgather", "_allgather_base"),
         "torch.step.advice",
         f"gathers of different sizes are not noticed in that way of gathering; without any of them {_RAISES}",
     ),

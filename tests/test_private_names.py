@@ -8,7 +8,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -161,6 +162,9 @@ def test_every_name_of_the_table_is_used_where_it_says() -> None:
 def test_the_installed_versions_have_every_name(row: PrivateNames) -> None:
     if row.package in ("torch", "ray"):
         importlib.import_module(row.package)
+    is_tested = row.package in TESTED and util.find_spec(row.package) is not None
+    if is_tested and Version(metadata.version(row.package)) < Version(TESTED[row.package]):
+        pytest.skip("an older version, in which some names are still to come")
     assert missing_names(row) == []
 
 
@@ -223,7 +227,7 @@ def test_buckets_are_left_to_the_forward_pass_without(name: str, process_group: 
     global_steps._rebuild_buckets(model)
 
 
-@without("allgather", "_allgather_base", "all_gather_single")
+@without("allgather", "_allgather_base")
 def test_sizes_are_compared_in_other_ways_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist.ProcessGroup, name)
     before = dict(vars(dist.ProcessGroup))
