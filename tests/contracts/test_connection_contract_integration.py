@@ -219,30 +219,14 @@ def rig(ray_cluster: None) -> Iterator[Rig]:
     rig.group.kill(10)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_connected_ranks_add_up_and_part_without_a_trace(rig: Rig, case: Case, num_ranks: int) -> None:
-    assert rig.join(case, num_ranks) == [float("1" * num_ranks)] * num_ranks
-    rig.leave(num_ranks)
-    assert rig.on_each(num_ranks, changed_variables) == [[]] * num_ranks
-
-
-def test_a_group_on_one_node_listens_at_the_loopback_address_only(rig: Rig, case: Case) -> None:
-    rig.join(case, 2)
-    listening = rig.on_each(2, where_it_listens)
-    rig.leave(2)
-    assert {address.partition(":")[0] for addresses in listening for address in addresses} <= {"127.0.0.1"}
-
-
-def test_processes_can_form_one_group_after_the_other_in_any_size(rig: Rig, case: Case) -> None:
-    for num_ranks in (3, 2, 3):
+def test_processes_form_one_group_after_the_other_in_any_size_and_part_without_a_trace(rig: Rig, case: Case) -> None:
+    for num_ranks in (1, 3, 2, 3):
         assert rig.join(case, num_ranks) == [float("1" * num_ranks)] * num_ranks
+        listening = rig.on_each(num_ranks, where_it_listens)
         rig.leave(num_ranks)
-
-
-def test_leaving_twice_is_harmless(rig: Rig, case: Case) -> None:
-    rig.join(case, 2)
-    rig.leave(2)
-    rig.leave(2)
+        assert rig.on_each(num_ranks, changed_variables) == [[]] * num_ranks
+        assert {address.partition(":")[0] for addresses in listening for address in addresses} <= {"127.0.0.1"}
+    rig.leave(3)  # a second time, which is harmless
 
 
 def test_leaving_without_having_joined_is_harmless(case: Case) -> None:

@@ -309,6 +309,16 @@ def test_where_survivors_cannot_go_on_new_workers_begin_the_call_again(name: str
     assert trainer.controller.history.num_failures == 1
 
 
+def test_whoever_came_in_vain_is_sent_away_where_too_few_go_on() -> None:
+    trainer = Trainer(min_workers=3)
+    trainer.cluster.num_slots = 2
+    group = trainer.group
+    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
+    assert trainer.walk(5, Lost((1, 2), after={0: 2})) == [5, 5, 5]
+    assert len(group.standby.killed_standby) == 1
+    assert trainer.kinds == ["restored"]
+
+
 def test_ctrl_c_while_the_group_is_formed_anew_gives_it_up() -> None:
     for moment in ("stands", "regroups"):
         trainer = Trainer()

@@ -105,12 +105,12 @@ def test_workers_report_and_learn_what_one_process_does(
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("num_samples", [17, 23])
 def test_a_loop_of_the_users_own_learns_what_one_process_does(
-    num_samples: int, optimizer: str, lab: TorchTrainer
+    num_samples: int, optimizer: str, three: TorchTrainer
 ) -> None:
     experiment = Experiment(
         OwnEpochOperator, {"num_samples": num_samples, "optimizer": optimizer}, (("train", None), ("train", 3))
     )
-    together, alone = run_together(lab, experiment), run_alone(joined(experiment, lab.num_workers))
+    together, alone = run_together(three, experiment), run_alone(joined(experiment, three.num_workers))
     for model in together.model:
         assert_close(model, alone.model[0])
 
@@ -147,9 +147,9 @@ def test_all_workers_go_by_the_same_metric_when_they_lower_the_learning_rate(two
     assert [worker["best"] for worker in found.single[0]] == pytest.approx([10 / 21] * 2)
 
 
-def test_a_loop_of_the_users_own_counts_by_the_samples_that_it_reports(lab: TorchTrainer) -> None:
+def test_a_loop_of_the_users_own_counts_by_the_samples_that_it_reports(three: TorchTrainer) -> None:
     experiment = Experiment(OwnEpochOperator, {"num_samples": 23, "lr": 0.0})
-    [found], [expected] = run_together(lab, experiment).results, run_alone(experiment).results
+    [found], [expected] = run_together(three, experiment).results, run_alone(experiment).results
     assert found["num_samples"] == 23
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-6)
 
@@ -185,9 +185,9 @@ def test_if_one_rank_raises_in_an_evaluation_all_begin_with_the_first_batch_agai
     assert two.validate()["num_samples"] == 13 - 8
 
 
-def test_validation_uses_the_statistics_of_rank_0_on_all_ranks(lab: TorchTrainer) -> None:
+def test_validation_uses_the_statistics_of_rank_0_on_all_ranks(three: TorchTrainer) -> None:
     calls = (("train", None), ("train", None), ("validate", None))
-    together = run_together(lab, Experiment(BatchNormOperator, {"num_samples": 23}, calls))
+    together = run_together(three, Experiment(BatchNormOperator, {"num_samples": 23}, calls))
     alone = run_alone(Experiment(ValidatesWithStatistics, {"model": together.model[0]}, (("validate", None),)))
     assert together.results[-1]["val_loss"] == pytest.approx(alone.results[0]["val_loss"], rel=1e-6)
 
@@ -200,10 +200,10 @@ def test_a_pass_uses_each_sample_once(shuffle: bool, lab: TorchTrainer) -> None:
     assert numbers(findings) == list(range(num_samples))
 
 
-def test_a_rank_that_repeats_samples_does_not_count_them(lab: TorchTrainer) -> None:
-    findings = run_together(lab, Experiment(LinearOperator, {"num_samples": 4 * lab.num_workers + 1}))
-    assert findings.results[0]["num_samples"] == 4 * lab.num_workers + 1
-    assert len(numbers(findings)) == 5 * lab.num_workers
+def test_a_rank_that_repeats_samples_does_not_count_them(three: TorchTrainer) -> None:
+    findings = run_together(three, Experiment(LinearOperator, {"num_samples": 4 * three.num_workers + 1}))
+    assert findings.results[0]["num_samples"] == 4 * three.num_workers + 1
+    assert len(numbers(findings)) == 5 * three.num_workers
 
 
 def test_trainers_of_every_size_agree(two: TorchTrainer, three: TorchTrainer, make_local: Callable[..., Any]) -> None:
@@ -258,13 +258,13 @@ NOT_DIVIDED = {"add_dist_sampler": False}
 
 
 @pytest.mark.parametrize("base", [LinearOperator, OwnBatchOperator])
-def test_ranks_with_loaders_of_different_lengths_learn_from_all_samples(base: Any, lab: TorchTrainer) -> None:
+def test_ranks_with_loaders_of_different_lengths_learn_from_all_samples(base: Any, three: TorchTrainer) -> None:
     class Uneven(per_rank(uneven), base):  # type: ignore[misc]
         pass
 
     calls = (("train", None), ("train", None))
-    together = run_together(lab, Experiment(Uneven, {}, calls, NOT_DIVIDED))
-    alone = run_alone(Experiment(Joined, {"batches": uneven_steps(lab.num_workers)}, calls))
+    together = run_together(three, Experiment(Uneven, {}, calls, NOT_DIVIDED))
+    alone = run_alone(Experiment(Joined, {"batches": uneven_steps(three.num_workers)}, calls))
     for model in together.model:
         assert_close(model, alone.model[0])
     for found, expected in zip(together.results, alone.results, strict=True):
@@ -273,11 +273,11 @@ def test_ranks_with_loaders_of_different_lengths_learn_from_all_samples(base: An
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
-def test_all_ranks_take_the_steps_asked_for_however_little_data_they_have(num_steps: int, lab: TorchTrainer) -> None:
+def test_all_ranks_take_the_steps_asked_for_however_little_data_they_have(num_steps: int, three: TorchTrainer) -> None:
     calls = (("train", num_steps), ("train", num_steps), ("train", None))
-    together = run_together(lab, Experiment(per_rank(uneven), {}, calls, NOT_DIVIDED))
+    together = run_together(three, Experiment(per_rank(uneven), {}, calls, NOT_DIVIDED))
     assert len({len(seen) for seen in together.seen}) == 1
-    batches = uneven_steps(lab.num_workers)
+    batches = uneven_steps(three.num_workers)
     alone = run_alone(Experiment(Joined, {"batches": batches}, calls))
     assert [found["num_samples"] for found in together.results] == [found["num_samples"] for found in alone.results]
     assert [found["epoch"] for found in together.results] == [found["epoch"] for found in alone.results]
@@ -295,12 +295,12 @@ class Streams(LinearOperator):
         return DataLoader(Stream(), batch_size=4)
 
 
-def test_streams_of_different_lengths_do_not_hang(lab: TorchTrainer) -> None:
+def test_streams_of_different_lengths_do_not_hang(three: TorchTrainer) -> None:
     calls = (("train", None), ("validate", None), ("train", None))
-    together = run_together(lab, Experiment(Streams, {}, calls))
-    num_samples = sum(len(uneven(rank)) for rank in range(lab.num_workers))
+    together = run_together(three, Experiment(Streams, {}, calls))
+    num_samples = sum(len(uneven(rank)) for rank in range(three.num_workers))
     assert [found["num_samples"] for found in together.results] == [num_samples] * 3
-    alone = run_alone(Experiment(Joined, {"batches": uneven_steps(lab.num_workers)}, (("train", None),) * 2))
+    alone = run_alone(Experiment(Joined, {"batches": uneven_steps(three.num_workers)}, (("train", None),) * 2))
     assert_close(together.model[-1], alone.model[0])
 
 
@@ -314,9 +314,9 @@ def test_a_rank_without_data_is_an_error_and_not_a_wait(ray_cluster: None) -> No
         assert [info.pid for info in trainer.worker_group.infos] != pids, "rank 0 waited, and had to be ended"
 
 
-def test_an_epoch_without_any_data_is_no_error(lab: TorchTrainer) -> None:
+def test_an_epoch_without_any_data_is_no_error(three: TorchTrainer) -> None:
     empty = per_rank(lambda rank: [])
-    [found] = run_together(lab, Experiment(empty, {}, options=NOT_DIVIDED)).results
+    [found] = run_together(three, Experiment(empty, {}, options=NOT_DIVIDED)).results
     assert found == {"num_samples": 0, "epoch": 1, "batch_count": 0}
 
 
@@ -342,46 +342,46 @@ def reported(lab: TorchTrainer, report: Callable[[Any, int], dict[str, Any]], nu
     return run_together(lab, Experiment(Reports, {"num_samples": num_samples, "report": report}))
 
 
-def test_a_nan_on_any_rank_is_a_nan(lab: TorchTrainer) -> None:
+def test_a_nan_on_any_rank_is_a_nan(three: TorchTrainer) -> None:
     def report(operator: Any, batch_idx: int) -> dict[str, Any]:
         is_last = operator.world_rank == operator._raysgd.context.world.size - 1
         return {"score": math.nan if is_last and batch_idx == 0 else 1.0, "clean": 2.0}
 
-    [found] = reported(lab, report).results
+    [found] = reported(three, report).results
     assert math.isnan(found["score"])
     assert (found["last_score"], found["clean"]) == (1.0, 2.0)
 
 
-def test_tensors_are_averaged_like_numbers(lab: TorchTrainer) -> None:
+def test_tensors_are_averaged_like_numbers(three: TorchTrainer) -> None:
     def as_tensor(operator: Any, batch_idx: int) -> dict[str, Any]:
         return {"score": torch.tensor(operator.world_rank + batch_idx / 10)}
 
     def as_number(operator: Any, batch_idx: int) -> dict[str, Any]:
         return {"score": operator.world_rank + batch_idx / 10}
 
-    [of_tensors], [of_numbers] = reported(lab, as_tensor).results, reported(lab, as_number).results
+    [of_tensors], [of_numbers] = reported(three, as_tensor).results, reported(three, as_number).results
     assert list(of_tensors) == list(of_numbers)
     assert of_tensors["score"] == pytest.approx(of_numbers["score"], rel=1e-6)
 
 
-def test_a_metric_of_some_ranks_is_averaged_over_those(lab: TorchTrainer) -> None:
+def test_a_metric_of_some_ranks_is_averaged_over_those(three: TorchTrainer) -> None:
     def report(operator: Any, batch_idx: int) -> dict[str, Any]:
         return {f"of_{operator.world_rank}": 4.0} if batch_idx else {}
 
-    [found] = reported(lab, report, num_samples=8 * lab.num_workers).results
-    for rank in range(lab.num_workers):
+    [found] = reported(three, report, num_samples=8 * three.num_workers).results
+    for rank in range(three.num_workers):
         assert (found[f"of_{rank}"], found[f"last_of_{rank}"]) == (4.0, 4.0)
 
 
-def test_tensors_of_a_loop_of_the_users_own_are_averaged_too(lab: TorchTrainer) -> None:
+def test_tensors_of_a_loop_of_the_users_own_are_averaged_too(three: TorchTrainer) -> None:
     class Own(LinearOperator):
         def train_epoch(self, iterator: Iterable[Any], info: Any) -> dict[str, Any]:  # type: ignore[override]
             num_samples = sum(len(batch[1]) for batch in iterator)
             return {"rank": torch.tensor(float(self.world_rank)), "num_samples": num_samples, "name": "own"}
 
-    findings = run_together(lab, Experiment(Own, {"num_samples": 4 * lab.num_workers}))
+    findings = run_together(three, Experiment(Own, {"num_samples": 4 * three.num_workers}))
     [found] = findings.results
-    assert found["rank"] == pytest.approx((lab.num_workers - 1) / 2)
+    assert found["rank"] == pytest.approx((three.num_workers - 1) / 2)
     assert found["name"] == "own"
 
 
@@ -409,9 +409,9 @@ def classes(features: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor,
 
 
 @RunIf(modules=["torchmetrics"])
-def test_metric_objects_are_merged_exactly_and_start_anew_each_time(lab: TorchTrainer) -> None:
+def test_metric_objects_are_merged_exactly_and_start_anew_each_time(three: TorchTrainer) -> None:
     config = {"num_validation_samples": 29}
-    findings = run_together(lab, Experiment(Classifies, config, (("validate", None),) * 2))
+    findings = run_together(three, Experiment(Classifies, config, (("validate", None),) * 2))
     features, number, _ = dataset(29, seed=1).tensors
     predicted, target = classes(features, number)
     for found in findings.results:
@@ -421,8 +421,8 @@ def test_metric_objects_are_merged_exactly_and_start_anew_each_time(lab: TorchTr
 
 
 @RunIf(modules=["torchmetrics"])
-def test_without_merging_each_rank_has_the_value_of_its_own_share(lab: TorchTrainer) -> None:
-    findings = run_together(lab, Experiment(Classifies, {"num_validation_samples": 29}, (("validate", None),)))
+def test_without_merging_each_rank_has_the_value_of_its_own_share(three: TorchTrainer) -> None:
+    findings = run_together(three, Experiment(Classifies, {"num_validation_samples": 29}, (("validate", None),)))
     features, number, _ = dataset(29, seed=1).tensors
     for own, seen in zip(findings.single[0], findings.seen, strict=True):
         share = [index for batch in seen for index in batch]
@@ -432,8 +432,8 @@ def test_without_merging_each_rank_has_the_value_of_its_own_share(lab: TorchTrai
     assert len({own["accuracy"] for own in findings.single[0]}) > 1
 
 
-def test_scores_have_the_numerics_of_old(lab: TorchTrainer) -> None:
-    num_workers = lab.num_workers
+def test_scores_have_the_numerics_of_old(three: TorchTrainer) -> None:
+    num_workers = three.num_workers
     num_steps = math.ceil(600 / (4 * num_workers))
     config = {
         "num_samples": 600,
@@ -443,7 +443,7 @@ def test_scores_have_the_numerics_of_old(lab: TorchTrainer) -> None:
         "key": "score",
     }
     experiment = Experiment(get_test_metrics_operator(LinearOperator), config, (("train", None), ("validate", None)))
-    trained, validated = run_together(lab, experiment).results
+    trained, validated = run_together(three, experiment).results
     assert (trained["num_samples"], trained["batch_count"], trained["last_score"]) == (600, num_steps, 0)
     assert trained["score"] == pytest.approx(num_workers / 600)
     assert (validated["num_samples"], validated["last_score"]) == (500, 0)
