@@ -145,25 +145,24 @@ class TestMLflow:
 
         return mlflow.MlflowClient(str(tmp_path / "mlruns"))
 
-    def test_a_run_has_parameters_and_metrics(self, tmp_path: Path) -> None:
-        logger = MLflowLogger(tags={"team": "a"})
-        play(logger, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
-        found = self.client(tmp_path).get_run(logger.run_id)
-        assert found.data.params["lr"] == "0.1"
-        assert (found.info.run_name, found.info.status, found.data.tags["team"]) == ("digits", "FINISHED", "a")
-        history = self.client(tmp_path).get_metric_history(logger.run_id, "loss")
-        assert [(each.step, each.value) for each in history] == [(1, 2.0), (2, 1.0)]
+    def test_a_run_has_parameters_and_metrics_and_one_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
+        import mlflow
 
-    def test_a_run_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
-        first, later = MLflowLogger(), MLflowLogger()
-        play(first, tmp_path, {"loss": 2.0}, error=KeyboardInterrupt())
-        assert self.client(tmp_path).get_run(first.run_id).info.status == "FAILED"
+        first, later = MLflowLogger(tags={"team": "a"}), MLflowLogger()
+        odd: dict[Any, Any] = {"lr": 0.1, "": 1, "long": "x" * 10_000, 3: 4}
+        play(first, tmp_path, {"": 1.0, "loss": 2.0, "text": object()}, config=odd, error=KeyboardInterrupt())
+        found = self.client(tmp_path).get_run(first.run_id)
+        assert (found.info.run_name, found.info.status, found.data.tags["team"]) == ("digits", "FAILED", "a")
+        assert (found.data.params["lr"], found.data.metrics) == ("0.1", {"_": 1.0, "loss": 2.0})
         later.load_state_dict(json.loads(json.dumps(first.state_dict())))
         play(later, tmp_path, {"loss": 1.0}, epoch=1)
         assert later.run_id == first.run_id
-        assert len(self.client(tmp_path).get_metric_history(first.run_id, "loss")) == 2
+        assert self.client(tmp_path).get_run(first.run_id).info.status == "FINISHED"
+        history = self.client(tmp_path).get_metric_history(first.run_id, "loss")
+        assert [(each.step, each.value) for each in history] == [(1, 2.0), (2, 1.0)]
+        assert mlflow.active_run() is None
 
-    def test_a_parameter_with_another_value_costs_no_metric(
+    def test_a_run_that_is_active_is_used_and_left_open_and_a_parameter_with_another_value_costs_no_metric(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         import mlflow
@@ -172,30 +171,13 @@ class TestMLflow:
         mlflow.set_tracking_uri(str(tmp_path / "mlruns"))
         with mlflow.start_run() as active:
             mlflow.log_param("lr", "0.5")
-            play(MLflowLogger(), tmp_path, {"loss": 1.0}, config={"lr": 0.1, "width": 4})
+            logger = MLflowLogger()
+            play(logger, tmp_path, {"loss": 1.0}, config={"lr": 0.1, "width": 4})
+            assert logger.run_id == active.info.run_id
+            assert mlflow.active_run() is not None
         found = self.client(tmp_path).get_run(active.info.run_id).data
         assert (found.params, found.metrics) == ({"lr": "0.5", "width": "4"}, {"loss": 1.0})
         assert caplog.text.count("MLflow does not take all parameters") == 1
-
-    def test_odd_names_and_values_leave_no_run_open(self, tmp_path: Path) -> None:
-        import mlflow
-
-        logger = MLflowLogger()
-        play(logger, tmp_path, {"": 1.0, "loss": 2.0, "text": object()}, config={"": 1, "long": "x" * 10_000, 3: 4})
-        found = self.client(tmp_path).get_run(logger.run_id)
-        assert (found.info.status, found.data.metrics) == ("FINISHED", {"_": 1.0, "loss": 2.0})
-        assert mlflow.active_run() is None
-
-    def test_a_run_that_is_active_is_used_and_left_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import mlflow
-
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        mlflow.set_tracking_uri(str(tmp_path / "mlruns"))
-        with mlflow.start_run() as active:
-            logger = MLflowLogger()
-            play(logger, tmp_path, {"loss": 2.0})
-            assert logger.run_id == active.info.run_id
-            assert mlflow.active_run() is not None
 
     def test_a_store_that_refuses_costs_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("")
@@ -220,19 +202,14 @@ class TestWandb:
         with pytest.raises(ValueError, match=r"`mode='off'`: allowed are \"online\""):
             WandbLogger(mode="off")
 
-    def test_offline_runs_are_on_the_disk(self, tmp_path: Path) -> None:
-        logger = WandbLogger("digits", mode="offline", settings=self.SETTINGS)
-        play(logger, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
+    def test_offline_runs_are_on_the_disk_and_one_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
+        first, later = (WandbLogger("digits", mode="offline", settings=self.SETTINGS) for _ in range(2))
+        play(first, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
         [found] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-        assert logger.run_id in found.name
+        assert first.run_id in found.name
         wait_until(lambda: written(found, "loss") == [2.0, 1.0])  # the process of wandb may still be writing
-
-    def test_a_run_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
-        first = WandbLogger("digits", mode="offline", settings=self.SETTINGS)
-        later = WandbLogger("digits", mode="offline", settings=self.SETTINGS)
-        play(first, tmp_path, {"loss": 2.0})
         later.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        play(later, tmp_path / "later", {"loss": 1.0}, epoch=1)
+        play(later, tmp_path / "later", {"loss": 1.0}, epoch=2)
         [found] = (tmp_path / "later").glob("wandb/offline-run-*/run-*.wandb")
         assert (later.run_id, found.stem) == (first.run_id, f"run-{first.run_id}")
 

@@ -5,6 +5,8 @@ Covers `raysgd.callbacks.worker_callback`.
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +16,23 @@ import pytest
 import ray.cloudpickle
 import torch
 
+from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import (
     EMA,
     Callback,
     Checkpointing,
     EarlyStopping,
     GradientNorms,
+    HTMLReport,
     LearningRateMonitor,
     ProfilerTrace,
+    ProgressBar,
     Run,
 )
 from raysgd.history.history import History
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
+from tests.callbacks.test_report import Page
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import LinearOperator
 
@@ -44,9 +50,17 @@ def ships_the_operators() -> Iterator[None]:
 
 
 class KillInSecondEpoch(Callback):
+    """Keeps the progress of all calls, too."""
+
+    def __init__(self) -> None:
+        self.seen: list[CallProgress] = []
+
     def on_epoch_begin(self, run: Run) -> None:
         if run.epoch == 1:
             kill_worker(run.trainer, 1, at="step:1")
+
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
+        self.seen.append(progress)
 
 
 @dataclass
@@ -72,15 +86,29 @@ def train(trainer: TorchTrainer, folder: Path, *more: Callback, epochs: int = 9,
     return Story(history, ema.get_model(trainer).weight, loss_of_average, stopping, saving)
 
 
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """Has the log, and what else is written into it."""
+    stream, logger = io.StringIO(), logging.getLogger("raysgd")
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    yield stream
+    logger.removeHandler(handler)
+
+
 def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
-    ray_cluster: None, make_local: Callable[..., TorchTrainer], tmp_path: Path
+    ray_cluster: None, make_local: Callable[..., TorchTrainer], stream: io.StringIO, tmp_path: Path
 ) -> None:
     alone = train(make_local(config={"batch_size": JOINT_BATCH}), tmp_path / "alone")
     options: dict[str, Any] = {"config": {"batch_size": JOINT_BATCH // 2}, "num_workers": 2, "spare_workers": 1}
     with TorchTrainer(training_operator_cls=LinearOperator, **options) as trainer:
-        traces = ProfilerTrace(tmp_path / "traces", (1, 2))
-        together = train(trainer, tmp_path / "together", KillInSecondEpoch(), traces)
+        killing, traces = KillInSecondEpoch(), ProfilerTrace(tmp_path / "traces", (1, 2))
+        showing = [ProgressBar(stream=stream), HTMLReport(tmp_path / "report.html")]
+        together = train(trainer, tmp_path / "together", *showing, killing, traces)
         assert [event.is_failure for event in trainer.history.events].count(True) == 1
+        assert "continued" in trainer._repr_html_()
+    check_that_bar_and_report_show_the_loss(stream.getvalue().splitlines(), Page(tmp_path / "report.html"), together)
+    assert [each.kind for each in killing.seen if each.is_done] == ["train", "validation"] * len(together.history)
     for name in ("val_loss", "grad_norm", "max_grad_norm", "lr"):
         assert together.history[name] == pytest.approx(alone.history[name], abs=1e-6)
     assert torch.allclose(together.average, alone.average, rtol=0, atol=1e-6)
@@ -98,3 +126,13 @@ def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
     ]
     assert [len(each.history) for each in later] == [num_epochs] * 2
     assert torch.allclose(later[0].average, later[1].average, rtol=0, atol=1e-6)
+
+
+def check_that_bar_and_report_show_the_loss(lines: list[str], page: Page, story: Story) -> None:
+    assert [row["train_loss"] for row in page.data["history"]["rows"]] == story.history["train_loss"]
+    assert [event["kind"] for event in page.data["history"]["events"] if event["cause"].startswith("lost rank 1")]
+    assert any("mark bad" in (attributes["class"] or "") for attributes in page.all("g"))
+    assert any(attributes["class"] == "bad" for attributes in page.all("rect"))
+    shown = [line.split("  ")[0] for line in lines if line.startswith("epoch")]
+    assert shown == [f"epoch {number}/9" for number in story.history["epoch"]]
+    assert any(line.startswith("lost rank 1") for line in lines)

@@ -77,22 +77,21 @@ class OfRayData(TrainingOperator):
     def lose_a_worker(self, batch_info: dict[str, Any]) -> None:
         told = self.config.get("lose_a_worker")
         place = (self.world_rank, batch_info["epoch_idx"], batch_info["batch_idx"])
-        if told and place == (1, 1, 1) and not os.path.exists(told):
+        if told and place == (1, 0, 1) and not os.path.exists(told):
             Path(told).touch()
             os._exit(1)
 
 
-def alone(num_epochs: int, batch_size: int) -> torch.nn.Linear:
+def alone(batch_size: int) -> torch.nn.Linear:
     """What one process makes of the same rows, with the batch of all workers."""
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (torch.tensor([[row[name]] for row in rows(NUM_ROWS)]) for name in ("x", "y"))
-    for _ in range(num_epochs):
-        for start in range(0, NUM_ROWS, batch_size):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x[start : start + batch_size]), y[start : start + batch_size]).backward()
-            optimizer.step()
+    for start in range(0, NUM_ROWS, batch_size):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x[start : start + batch_size]), y[start : start + batch_size]).backward()
+        optimizer.step()
     return model
 
 
@@ -117,26 +116,19 @@ def test_registered_data_is_divided_without_a_loss(tmp_path: Path) -> None:
         "lose_a_worker": str(tmp_path / "lost"),
     }
     with TorchTrainer(training_operator_cls=OfRayData, num_workers=2, use_gpu=False, config=config) as trainer:
-        result = trainer.train()
-        assert (result["num_samples"], result["epoch"]) == (NUM_ROWS, 1)
-        assert seen_by(trainer) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
-        assert weights_of(trainer.get_model()) == weights_of(alone(1, batch_size=4))
-
         result = trainer.train()  # loses a worker, and begins its epoch again
-        assert (result["num_samples"], result["epoch"]) == (NUM_ROWS, 2)
+        assert (result["num_samples"], result["epoch"]) == (NUM_ROWS, 1)
         assert os.path.exists(config["lose_a_worker"])
         assert seen_by(trainer) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
-        assert weights_of(trainer.get_model()) == weights_of(alone(2, batch_size=4))
+        assert weights_of(trainer.get_model()) == weights_of(alone(batch_size=4))
 
         assert trainer.train(num_steps=2)["num_samples"] == 8
         assert trainer.train(num_steps=2)["num_samples"] == 7  # the rest of the pass, and the first batches of the next
         assert seen_by(trainer) == [[[0, 1], [4, 5], [8, 9], [0, 1]], [[2, 3], [6, 7], [10], [2, 3]]]
 
-        for _ in range(2):
-            result = trainer.validate()
-            assert (result["num_samples"], result["id"]) == (NUM_TO_VALIDATE, 2.0)
         assert trainer.validate(num_steps=1)["num_samples"] == 4
-        assert trainer.validate(num_steps=9)["num_samples"] == NUM_TO_VALIDATE
+        result = trainer.validate()
+        assert (result["num_samples"], result["id"]) == (NUM_TO_VALIDATE, 2.0)
 
 
 class Identity(TrainingOperator):

@@ -41,14 +41,14 @@ def rows_of(steps: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_shards", [1, 5, 100])
+@pytest.mark.parametrize("num_shards", [1, 100])
 def test_global_batches_do_not_depend_on_the_number_of_workers(num_shards: int, form: str, is_known: bool) -> None:
     stream = FORMS[form](MadeStream([500 // num_shards] * num_shards, is_known)).batch(24)
     alone = [joint(step) for step in read_together(pass_of(stream), 1)]
     rows = [row for batch in alone for row in batch]
     assert len(set(rows)) == len(rows) == (500 if form in ("plain", "shuffled") else len(rows))
     assert [len(batch) for batch in alone[:-1]] == [24] * (len(alone) - 1)
-    for world_size in range(2, 8):
+    for world_size in (2, 3, 7):
         steps = read_together(pass_of(stream), world_size, num_ahead=world_size % 4)
         assert [joint(step) for step in steps] == alone
         assert all(max(counts(step)) - min(counts(step)) <= 1 for step in steps if sum(counts(step)) >= 2 * world_size)
@@ -60,7 +60,7 @@ def test_a_filter_leaves_out_what_it_refuses_and_nothing_else() -> None:
     assert sorted(rows) == [(f"shard-{s}", row) for s, length in ((0, 70), (2, 31)) for row in range(length) if row % 3]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 30))])
 def test_a_pass_goes_on_after_any_changes_with_the_next_row(seed: int) -> None:
     """Shards of any length, known or not; workers that come and go at any step."""
     chance = random.Random(seed)

@@ -47,22 +47,17 @@ pytestmark = pytest.mark.integration
 CALLS = (("train", None), ("train", None), ("validate", None))
 
 # 21 samples in batches of 4: the last step has one sample for two workers. 13 to test on: the last batch likewise.
-CASES: dict[str, dict[str, Any]] = {
-    "sgd": {},
-    "adam": {"optimizer": "adam", "lr": 0.05},
-    "momentum_and_clipping": {"options": {"momentum": 0.9, "clipnorm": 0.1}},
-    "clipping_by_the_global_norm": {"options": {"global_clipnorm": 0.1}},
-    "regularized": {"layers": "regularized"},
+OF_FIT: dict[str, dict[str, Any]] = {
+    "regularized": {
+        "layers": "regularized",
+        "unbuilt": True,
+        "options": {"momentum": 0.9, "clipnorm": 0.1},
+        "num_test_samples": 1,
+    },
     "embedding": {"layers": "embedding", "optimizer": "adam", "lr": 0.05},
-    "dense_on_sequences": {"layers": "sequences"},
-    "unbuilt": {"unbuilt": True},
-    "one_sample_to_test_on": {"num_test_samples": 1},
-}
-ONLY_FIT: dict[str, dict[str, Any]] = {
+    "sequences": {"layers": "sequences", "fit_config": {"steps_per_epoch": 3}, "evaluate_config": {"steps": 2}},
+    "shuffled": {"fit_config": {"epochs": 3}, "shuffles": True, "compile": {"run_eagerly": True}},
     "steps_per_execution": {"compile": {"steps_per_execution": 2}, "num_samples": 20},
-    "eagerly": {"compile": {"run_eagerly": True}},
-    "shuffled_epochs": {"fit_config": {"epochs": 3}, "shuffles": True},
-    "steps": {"fit_config": {"steps_per_epoch": 3}, "evaluate_config": {"steps": 2}},
 }
 
 
@@ -94,24 +89,16 @@ def soaked(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
-# Of these, others have the optimizer and the code: "dense_on_sequences" and "embedding".
-PLAIN = ("sgd", "adam")
-
-
 @pytest.mark.keras_in_turns("keras3", "keras2")
-@pytest.mark.parametrize("case", [*(case for case in CASES if case not in PLAIN), *ONLY_FIT, *soaked(*PLAIN)])
+@pytest.mark.parametrize("case", OF_FIT)
 def test_fit_on_two_workers_is_fit_in_one_process(lab: TFTrainer, case: str) -> None:
-    assert_same(*both(lab, make_operator(make_model, make_data), {**CASES, **ONLY_FIT}[case]))
+    assert_same(*both(lab, make_operator(make_model, make_data), OF_FIT[case]))
 
 
-# The others make nothing of an operator that they do not make of `fit`, which averages with the same code.
-OF_OPERATORS = ("clipping_by_the_global_norm", "one_sample_to_test_on")
-
-
-@pytest.mark.keras_in_turns("keras2", "keras3")
-@pytest.mark.parametrize("case", [case if case in OF_OPERATORS else soaked(case)[0] for case in CASES])
-def test_an_operator_on_two_workers_is_one_in_one_process(lab: TFTrainer, case: str) -> None:
-    assert_same(*both(lab, Line, CASES[case]))
+# An operator makes nothing else of a case of `fit`, which averages with the same code.
+@pytest.mark.keras_in_turns("keras2")
+def test_an_operator_on_two_workers_is_one_in_one_process(lab: TFTrainer) -> None:
+    assert_same(*both(lab, Line, {"options": {"global_clipnorm": 0.1}, "num_test_samples": 1}))
 
 
 LOSSES = {
@@ -125,7 +112,7 @@ LOSSES = {
 
 @pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize(
-    "case", ["sum_and_weights", "masked_and_ignored", "own_step", *soaked("sum_and_weights_eagerly", "masked")]
+    "case", ["sum_and_weights", "own_step", *soaked("sum_and_weights_eagerly", "masked", "masked_and_ignored")]
 )
 def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrainer, case: str) -> None:
     model_creator, data_creator, config = LOSSES[case]
@@ -136,8 +123,9 @@ def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrain
     assert all(first == second for first, second in together.single), "what callbacks see, such as early stopping"
 
 
+@pytest.mark.soak
 @pytest.mark.keras_in_turns("keras2")
-@pytest.mark.parametrize("loss", ["weights", *soaked("sum")])
+@pytest.mark.parametrize("loss", ["weights", "sum"])
 def test_a_loss_of_an_operator_that_is_no_mean_over_samples_too(lab: TFTrainer, loss: str) -> None:
     assert_same(*both(lab, Weighted, {"loss": loss}))
 
@@ -174,6 +162,7 @@ def test_layers_that_are_trained_later_are_those_of_one_process(lab: TFTrainer) 
     assert np.abs(together.state[0]["models"][0][0] - first[0]).max() > 0.01
 
 
+@pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize(
     ("operator_cls", "message"),
     [
@@ -228,6 +217,7 @@ def test_a_worker_without_samples_takes_part_in_a_step_that_its_own_code_does_no
     assert together.seen == [[(2, 0, 0), (1, 1, 1), (2, 0, 2), (1, 1, 3)], [(2, 0, 0), (2, 0, 2)]]
 
 
+@pytest.mark.soak
 @pytest.mark.keras_in_turns("keras3", "keras2")
 def test_and_in_the_first_step_of_its_process(lab: TFTrainer) -> None:
     assert_same(*both(lab, Line, {"num_samples": 1, "layers": "embedding"}))
@@ -291,7 +281,7 @@ class Stopping(make_operator(make_model, make_data)):  # type: ignore[misc]
 
 
 @pytest.mark.keras_in_turns("keras3", "keras2")
-@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("batch", [1, pytest.param(5, marks=pytest.mark.soak)])
 def test_a_callback_that_stops_one_rank_stops_all_at_the_same_step(lab: TFTrainer, batch: int) -> None:
     found = run_together(lab, Experiment(Stopping, {"batch_size": 4, "batch": batch}))
     assert found.seen == [list(range(batch + 1))] * 2
@@ -342,7 +332,7 @@ FitOwnData = make_operator(make_model, make_own_data)
 
 # 4 batches on rank 0 and 2 on rank 1: the second epoch of three steps runs out of data on both.
 @pytest.mark.keras_in_turns("keras3", "keras2")
-@pytest.mark.parametrize("fit_config", [{}, {"steps_per_epoch": 3, "epochs": 3}])
+@pytest.mark.parametrize("fit_config", [{"steps_per_epoch": 3, "epochs": 3}, pytest.param({}, marks=pytest.mark.soak)])
 def test_fit_of_workers_with_different_numbers_of_batches_ends_together(
     lab: TFTrainer, fit_config: dict[str, Any]
 ) -> None:

@@ -56,6 +56,7 @@ def trainer_of(kind: str, num_workers: int, **options: Any) -> TFTrainer:
         num_cpus_per_worker=0.25,
         split_batches=True,
         seed=3,
+        use_local=num_workers == 1,
         **options,
     )
 

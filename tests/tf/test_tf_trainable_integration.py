@@ -43,6 +43,7 @@ def test_it_is_found_where_the_old_library_had_it() -> None:
         _ = tf_trainer.TFTrainables
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_a_trial_trains_saves_restores_and_serves_another_config(ray_cluster: None, keras: str, tmp_path: Path) -> None:
     trial = TFTrainable(dict(CONFIG))
     try:

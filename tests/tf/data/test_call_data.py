@@ -43,28 +43,16 @@ def trainer() -> Iterator[TFTrainer]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "data",
-    [
-        (X, Y),
-        Arrays((X, Y), batch_size=4),
-        Arrays(FRAME, feature_columns=list("abcd"), label_column=["y"]),
-        None,
-        batched,
-        Shards(),
-    ],
-)
-def test_a_call_with_data_of_its_own_is_as_one_with_registered_data(trainer: TFTrainer, data: Any) -> None:
-    data = (
-        batched() if data is None else data
-    )  # not made above: that would load TensorFlow wherever tests are collected
+def test_a_call_with_data_of_its_own_is_as_one_with_registered_data(trainer: TFTrainer) -> None:
+    arrays = Arrays((X, Y), batch_size=4), Arrays(FRAME, feature_columns=list("abcd"), label_column=["y"])
     state = trainer.state_dict()
     expected = [trainer.train(), trainer.validate(dataset=batched())]
-    trainer.load_state_dict(state)
-    found = [trainer.train(dataset=data), trainer.validate(dataset=data)]
-    assert found[0]["num_samples"] == found[1]["num_samples"] == 21
-    assert found[0]["train_loss"] == pytest.approx(expected[0]["train_loss"], abs=1e-6)
-    assert found[1]["val_loss"] == pytest.approx(expected[1]["val_loss"], abs=1e-6)
+    for data in ((X, Y), *arrays, batched(), batched, Shards()):
+        trainer.load_state_dict(state)
+        found = [trainer.train(dataset=data), trainer.validate(dataset=data)]
+        assert found[0]["num_samples"] == found[1]["num_samples"] == 21
+        assert found[0]["train_loss"] == pytest.approx(expected[0]["train_loss"], abs=1e-6)
+        assert found[1]["val_loss"] == pytest.approx(expected[1]["val_loss"], abs=1e-6)
 
 
 def test_calls_with_the_same_object_go_on_where_the_last_one_stopped(trainer: TFTrainer) -> None:
