@@ -638,15 +638,17 @@ def raise_an_error_of_tensorflow() -> None:
     raise tf.errors.UnavailableError(None, None, "the feature store: connection refused")
 
 
-def test_tensorflows_strategy_tells_errors_of_its_collectives_from_those_that_pass_through_tensorflow() -> None:
+def errors_of_tensorflow(replica: Any) -> list[tuple[bool, bool, bool]]:
+    """Of mistakes: whether TensorFlow raises them, with the user's words, and as a lost connection."""
     import tensorflow as tf
 
-    connection = MultiWorkerConnection()
-    for mistake in (read_a_dataset_that_fails, raise_an_error_of_tensorflow):
-        error = caught(mistake)
-        assert isinstance(error, tf.errors.OpError)
-        assert "connection refused" in str(error)
-        assert not connection.is_connection_error(error)
+    errors = [caught(mistake) for mistake in (read_a_dataset_that_fails, raise_an_error_of_tensorflow)]
+    is_lost = MultiWorkerConnection().is_connection_error
+    return [(isinstance(each, tf.errors.OpError), "connection refused" in str(each), is_lost(each)) for each in errors]
+
+
+def test_tensorflows_strategy_tells_errors_of_its_collectives_from_those_that_pass_through_tensorflow(rig: Rig) -> None:
+    assert rig.on_each(1, errors_of_tensorflow) == [[(True, True, False)] * 2]
 
 
 # -------------------------------------------------------------------------------------------- horovod

@@ -114,7 +114,7 @@ class TestARun:
 
     def test_fetches_a_large_dict_and_starts_from_what_it_is_given(self, tmp_path: Path) -> None:
         resume = Checkpoint.from_dict({"epoch": 0, "_current_checkpoint_id": 4})
-        result = trainer(tmp_path, payload=bytes(3 << 20), resume=resume).fit()
+        result = trainer(tmp_path, num_bytes=3 << 20, resume=resume).fit()
         assert [result.metrics["training_iteration"], result.metrics["epoch"]] == [2, 2]
         assert checkpoints_in(result) == ["checkpoint_000004", "checkpoint_000005"], "its number is used once more"
         assert len(result.checkpoint.to_dict()["payload"]) == 3 << 20
