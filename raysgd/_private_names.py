@@ -290,7 +290,7 @@ TABLE = (
     PrivateNames(
         "ray._private.worker",
         ("print_to_stdstream", "_global_node"),
-        "engine.placement, host.cluster, host.protocol",
+        "engine.placement, detached.cluster, detached.protocol",
         "Ray prints what it knows of each lost worker; a detached trainer ends with a program that has started Ray",
     ),
     PrivateNames(
@@ -302,8 +302,8 @@ TABLE = (
     PrivateNames(
         "ray.actor:ActorHandle",
         ("_actor_id",),
-        "engine.platform, host.handle",
-        "a worker that dies before its first answer is missed later, and a killed host leaves its journal",
+        "engine.platform, detached.handle",
+        "a worker that dies before its first answer is missed later; a killed detached trainer leaves its journal",
     ),
     PrivateNames(
         "ray.tune.trainable.trainable_fn_utils",

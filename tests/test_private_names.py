@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata, util
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -249,7 +250,7 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
 
     def take_step() -> bool:
         steps.open_call()
-        steps.begin()
+        steps.begin_batch()
         steps.note_step()
         steps.note_return()
         return steps.copies_all
@@ -364,10 +365,10 @@ def test_a_function_is_disabled_when_the_compiler_comes_without(name: str) -> No
     def function() -> str:
         return "enabled"
 
-    early = _compiler._Disabled(function, (), {})
-    assert early.call() == "enabled"
-    early.renew(SimpleNamespace(disable=lambda _: lambda: "disabled"))  # type: ignore[arg-type]
-    assert early.call() == "disabled"
+    early = _compiler._DeferredImport(ModuleSpec("torch._dynamo", None)).disable(function)
+    assert early() == "enabled"
+    early.renew(SimpleNamespace(disable=lambda _: lambda: "disabled"))
+    assert early() == "disabled"
     assert not hasattr(function, name)
 
 

@@ -120,6 +120,6 @@ def test_a_function_inside_of_a_run_is_that_of_today() -> None:
         return raysgd.v2.world_rank(), raysgd.v2.load_checkpoint()
 
     replica = FunctionReplica(World(rank=1, size=2))
-    replica.begin(FunctionSpec(function, dict, "_timestamp"), {"epoch": 2}, None)
+    replica.run_function(FunctionSpec(function, dict, "_timestamp"), {"epoch": 2}, None)
     replica.next()
     assert replica.next() == FunctionEnded((1, {"epoch": 2}))

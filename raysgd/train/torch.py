@@ -10,8 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from raysgd._files import check_local
 from raysgd._imports import lazy_names
 from raysgd.air._running import running_session
@@ -34,6 +32,8 @@ from raysgd.train._torch.process_group import TorchBackend, TorchConfig
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 if TYPE_CHECKING:
+    import torch
+
     from raysgd.train.data_parallel_trainer import TorchTrainer
 
 __all__ = [

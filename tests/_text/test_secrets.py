@@ -172,9 +172,9 @@ def test_a_run_of_a_function_leaves_none(tmp_path: Path, caplog: pytest.LogCaptu
     trainer = DataParallelTrainer(loop, train_loop_config=config)
     save_trainer(folder.experiment, DataParallelTrainer, trainer._arguments)
     recorder = Recorder(folder, {"train_loop_config": config}, RunConfig(), "DataParallelTrainer")
-    recorder.begin()
-    recorder.take({"loss": 1.0}, None)
-    recorder.end(ValueError(f"no such config: {config}"))
+    recorder.begin_attempt()
+    recorder.record({"loss": 1.0}, None)
+    recorder.end_run(ValueError(f"no such config: {config}"))
     assert_nothing_is_left_in(tmp_path)
     assert found_in(repr(trainer) + caplog.text) == []
     assert config == planted()
