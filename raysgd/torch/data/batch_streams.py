@@ -119,7 +119,7 @@ class DividedLoaderSource:
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
         if start_sum is not None and not _are_alike(own, start_sum, world_size):
-            kind = DistNetworkError if is_resumed else ValueError  # a rebuild makes all samplers again
+            kind = DistNetworkError if is_resumed else ValueError  # a restart makes all samplers again
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
                 "samples, which the sampler has to draw alike on every worker: from generators of torch, numpy or "

@@ -78,7 +78,7 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:
-    """Return whether a module keeps statistics of its batches, whoever wrote it, or exchanges them."""
+    """Return whether a module keeps statistics of its batches, also one of another library, or exchanges them."""
     has_statistics = any(name == "running_mean" for name, _ in part.named_buffers(recurse=False))
     return has_statistics or isinstance(part, torch.nn.SyncBatchNorm)
 
