@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,12 @@ Kills = dict[str, Any] | None
 
 
 def run_raysgd(
-    num_passes: int, kills: Kills, patience_s: float = 0.0, num_nodes: int = 0, **options: Any
+    num_passes: int,
+    kills: Kills,
+    patience_s: float = 0.0,
+    num_nodes: int = 0,
+    recovery: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """A trainer whose workers are killed, or, with `num_nodes` workers on as many nodes, told to go.
 
@@ -63,7 +68,7 @@ def run_raysgd(
                 training_operator_cls=CountedOperator,
                 num_workers=num_nodes or NUM_WORKERS,
                 config={"folder": folder},
-                recovery=Recovery(snapshot_every_n_steps=SAVE_EVERY),
+                recovery=Recovery(snapshot_every_n_steps=SAVE_EVERY, **recovery or {}),
                 **options,
             )
         )

@@ -38,8 +38,6 @@ from _contenders import run_ray_train, run_raysgd, run_torchft, run_torchrun
 from _counted import BATCH_SIZE, NUM_SAMPLES, NUM_WORKERS, STEPS_OF_PASS
 from _torchft import PYTHON as TORCHFT
 
-from raysgd import Recovery
-
 PEERS = {"torchrun": "torch", "torchft": str(TORCHFT), "torchft_tuned": str(TORCHFT), "ray_train": "ray.train"}
 GUESSED_STEP_S = 0.025
 START_S = 15.0  # of a run, about: until its first step, and behind its last one
@@ -48,8 +46,8 @@ PATIENCE = 3  # times the useful seconds; a contender that takes longer counts a
 
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
-    f"{OWN}, going on": {"recovery": Recovery(wait_for_workers=False, resize_interval_s=0.5)},
-    f"{OWN}, new process": {"recovery": Recovery(wait_for_workers=True, resize_interval_s=None)},
+    f"{OWN}, going on": {"recovery": {"wait_for_workers": False, "resize_interval_s": 0.5}},
+    f"{OWN}, new process": {"recovery": {"wait_for_workers": True, "resize_interval_s": None}},
 }
 BARS = {
     (f"{OWN}, spare", 15): 0.93,

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
     f"{OWN}, spare that validates": {"spare_workers": 1, "validates": True},
     f"{OWN}, going on": {"split_batches": True},
-    f"{OWN}, new process": {"recovery": Recovery(wait_for_workers=True, resize_interval_s=None)},
-    f"{OWN}, rebuild": {"recovery": Recovery(in_place=False)},
+    f"{OWN}, new process": {"recovery": {"wait_for_workers": True, "resize_interval_s": None}},
+    f"{OWN}, restart": {"recovery": {"in_place": False}},
 }
 _FIGURES = {
     "recovery_s": "kill -> end of the next step, s",
@@ -174,7 +174,13 @@ class NotingOperator(StockOperator):
             self.stamps.end(self.global_step, self.world_size)
 
 
-def run_raysgd(workload: str, num_losses: int = 1, validates: bool = False, **options: Any) -> dict[str, list[float]]:
+def run_raysgd(
+    workload: str,
+    num_losses: int = 1,
+    validates: bool = False,
+    recovery: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, list[float]]:
     """A trainer that loses workers inside its epochs. Spares, where there are any, are ready by then, or validate."""
     from raysgd import TorchTrainer
 
@@ -182,14 +188,18 @@ def run_raysgd(workload: str, num_losses: int = 1, validates: bool = False, **op
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + num_spares):
         config = config_of(STATES[workload], NUM_WORKERS, stamps=folder, num_losses=num_losses)
         with TorchTrainer(
-            training_operator_cls=NotingOperator, config=config, num_workers=NUM_WORKERS, **options
+            training_operator_cls=NotingOperator,
+            config=config,
+            num_workers=NUM_WORKERS,
+            recovery=Recovery(**recovery or {}),
+            **options,
         ) as trainer:
             for _ in range(num_losses):
                 trainer.train(num_steps=EPOCH)
                 _await_spares(trainer, num_spares)
                 trainer.train(num_steps=EPOCH)
                 handle = trainer.validate(dataset=_validation_data, blocking=False) if validates else None
-                trainer.train(num_steps=LONG_EPOCH if "global_batch" in options else EPOCH)
+                trainer.train(num_steps=LONG_EPOCH if "split_batches" in options else EPOCH)
                 if handle is not None and handle.done():
                     raise RuntimeError("the validation was over before the failure, or failed")
         return read_stamps(folder, num_losses)
@@ -539,7 +549,7 @@ def _recovery_targets(medians: dict[tuple[str, str], float]) -> list[Target]:
         targets.append(Target(f"{OWN}, {name} / Ray Train", 0.05, True, ratio(name, "ray_train")))
     targets.append(Target(f"{OWN}, new process / Ray Train", 0.40, True, ratio("new process", "ray_train")))
     targets.append(Target(f"{OWN}, new process / torchrun", 0.70, True, ratio("new process", "torchrun")))
-    targets.append(Target(f"{OWN}, rebuild / Ray Train", 1.0, True, ratio("restart", "ray_train")))
+    targets.append(Target(f"{OWN}, restart / Ray Train", 1.0, True, ratio("restart", "ray_train")))
     for name in ("spare", "going on", "new process"):
         targets.append(Target(f"{OWN}, {name}: batches again", 0, True, figure(name, "batches_again")))
     return targets

@@ -34,8 +34,6 @@ from _common import (
 )
 from _crowd import Crowd, crowd
 
-from raysgd import Recovery
-
 PEERS = {"bare": "ray", "torchrun": "torch"}
 CALLS_PER_TURN = 5
 LOSS_CALL_S = 2.0
@@ -118,7 +116,7 @@ def report_recovery(report: Report, size: int, repetitions: int, num_losses: int
     jobs: dict[str, Callable[[], Any]] = {
         f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1, num_losses=num_losses),
         f"{OWN}, new process": functools.partial(
-            run, OWN, num_losses=num_losses, recovery=Recovery(wait_for_workers=True, resize_interval_s=None)
+            run, OWN, num_losses=num_losses, recovery={"wait_for_workers": True, "resize_interval_s": None}
         ),
         **{name: functools.partial(run, name) for name in peers},
     }

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd import Recovery
 from raysgd.engine.shared.types import Rendezvous, StateHandover
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import SimConnection
@@ -88,7 +87,7 @@ class Crowd(Simulation):
         room = -(-num_workers // NUM_NODES) + SPARE_ROOM
         given = {
             "heartbeat_s": 30.0,
-            "recovery": Recovery(wait_for_workers=False, resize_interval_s=1.0),
+            "resize_interval_s": 1.0,
             "tells": False,
             **options,
         }

@@ -156,13 +156,13 @@ def test_each_batch_of_a_batch_sampler_is_a_global_batch_that_stays(
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "message"),
-    [("constant", "sampler Buckets drew different orders"), ("per_worker", "draws other batches on each worker")],
+    ("split_batches", "message"),
+    [(True, "sampler Buckets drew different orders"), (False, "draws other batches on each worker")],
 )
 def test_a_batch_sampler_that_draws_other_batches_on_each_rank_is_refused(
-    ray_cluster: None, global_batch: str, message: str
+    ray_cluster: None, split_batches: bool, message: str
 ) -> None:
-    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": True}, "global_batch": global_batch}
+    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": True}, "split_batches": split_batches}
     with (
         TorchTrainer(training_operator_cls=WithBuckets, num_workers=2, **options) as trainer,
         pytest.raises(ValueError, match=message),

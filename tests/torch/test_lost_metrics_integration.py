@@ -68,7 +68,7 @@ def in_peace_and_with_kills(
     operator_cls: type[Ledger], kills: dict[int, Any], num_workers: int = 3, **options: Any
 ) -> tuple[TorchTrainer, Any, Any]:
     """What a call returns without kills and with them: the step before which each happens, and the rank."""
-    batch_size = 12 if options.get("global_batch") == "constant" else 12 // num_workers
+    batch_size = 12 if options.get("split_batches") else 12 // num_workers
     config = {"num_samples": NUM_SAMPLES, "batch_size": batch_size, **options.pop("config", {})}
     trainer = TorchTrainer(
         training_operator_cls=operator_cls, num_workers=num_workers, config=config, **{**OPTIONS, **options}
