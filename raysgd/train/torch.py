@@ -14,7 +14,7 @@ from raysgd._files import check_local
 from raysgd._imports import lazy_names
 from raysgd.air._running import running_session
 from raysgd.train._torch.checkpoint import TorchCheckpoint, TorchPredictor
-from raysgd.train._torch.global_steps import batch_failed
+from raysgd.train._torch.global_steps import step_committed
 from raysgd.train._torch.loaders import prepare_data_loader
 from raysgd.train._torch.prepared import (
     accelerate,
@@ -45,7 +45,6 @@ __all__ = [
     "TorchWorkerProfiler",
     "accelerate",
     "backward",
-    "batch_failed",
     "enable_reproducibility",
     "gather_state",
     "get_device",
@@ -55,6 +54,7 @@ __all__ = [
     "prepare_model",
     "prepare_optimizer",
     "prepare_state",
+    "step_committed",
 ]
 lazy_names(__name__, {"TorchTrainer": "raysgd.train.data_parallel_trainer"})
 

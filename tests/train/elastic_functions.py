@@ -147,7 +147,7 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
                 optimizer.step()
             at("stepped", number)
             trail.at(BETWEEN)
-            if helpers.batch_failed():
+            if not helpers.step_committed():
                 failed += 1
                 trail.fail(failed)
                 continue

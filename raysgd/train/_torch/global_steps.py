@@ -273,7 +273,7 @@ class GlobalSteps:
                     "only one. Use one loader for both: over `StackDataset(first, second)`, say, or a `ConcatDataset`."
                 )
             if self.close_batch(self._open) == "failed" and self._num_steps:
-                raise _lost("the function left a pass in a batch that failed: ask `batch_failed()` before that")
+                raise _lost("the function left a pass in a batch that failed: ask `step_committed()` before that")
         mark = self._open = self._membership.open_batch(place, has_trained)
         self._at, self._is_left = at, False
         if not mark.has_failed and place is not self._met:
@@ -501,14 +501,14 @@ def _lost(words: str) -> Exception:
     return dist.DistNetworkError(words)
 
 
-def batch_failed() -> bool:
-    """Return whether the batch that the function is in has failed, because a worker was lost: it is repeated.
+def step_committed() -> bool:
+    """Return whether the batch that the function is in counts. Where it does not, a worker was lost: it is repeated.
 
-    Then the optimizer does not step, and what the function reports is dropped. Ask behind `optimizer.step()`, before
-    you count the batch or step a scheduler. False outside of runs with `elastic=True`.
+    Then the optimizer did not step, and what the function reports is dropped. Ask behind `optimizer.step()`, before
+    you count the batch or step a scheduler. True outside of runs with `elastic=True`.
     """
     session: Any = current_session()
-    return session is not None and bool(session.is_repeating)
+    return session is None or not session.is_repeating
 
 
 def _rebuild_buckets(model: DistributedDataParallel) -> None:
