@@ -100,7 +100,7 @@ def test_a_store_that_died_is_not_waited_for_again(
     again = [line for line in caplog.text.splitlines() if "trying again" in line]
     assert again
     assert [line for line in again if "/last?" not in line] == []
-    job.folder.close()
+    job.folder.remove_staging()
 
 
 def fail_at_the_store() -> None:

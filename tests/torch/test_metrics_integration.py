@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.training_operator import get_test_metrics_operator
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.run_if import RunIf
@@ -117,7 +118,7 @@ def test_a_loop_of_the_users_own_learns_what_one_process_does(
 
 @pytest.mark.parametrize("operator_cls", [LinearOperator, OwnBatchOperator])
 def test_the_gradient_of_all_workers_is_clipped_whoever_steps(operator_cls: Any, two: TorchTrainer) -> None:
-    options = {"clip_grad_norm": 0.5}
+    options = {"step_options": StepOptions(clip_grad_norm=0.5)}
     experiment = Experiment(operator_cls, {"num_samples": 19}, (("train", None),), options)
     together, alone = run_together(two, experiment), run_alone(joined(experiment, two.num_workers))
     for model in together.model:

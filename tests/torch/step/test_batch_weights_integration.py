@@ -371,7 +371,7 @@ def test_a_loss_during_a_step_changes_no_weight(ray_cluster: None, tmp_path: Pat
         num_workers=2,
         num_cpus_per_worker=0.5,
         config=config,
-        step_options=StepOptions(accumulate_grad_batches=2),
+        accumulate_grad_batches=2,
     ) as trainer:
         trainer.train()
         assert (tmp_path / "note").exists()
