@@ -177,7 +177,7 @@ def test_a_worker_that_does_not_fit_the_others_is_named_and_the_function_starts_
     assert kinds[-1] == "restored"
     assert words in caplog.text
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
-    assert returned[0]["first"] in (2, 3)
+    assert returned[0]["first"] >= 2, "not from the beginning"
     if flaw != "scheduler":
         check_weights(tmp_path)
 
