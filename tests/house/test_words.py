@@ -55,7 +55,7 @@ GOALS = {r"bars?(?=:)|bars?(?= \|)|the bars? (?:is|are) \d+|met": "the figure al
 
 # Names of the first design, and those that took their place.
 NAMES = {
-    r"[Jj]oint batch(?:es)?|joint_batch": "global batch",
+    r"joint batch(?:es)?|Joint batch(?:es)?|joint_batch": "global batch",
     r"[Rr]ejoin(?:s|ed|ing)?": "continue in place",
     r"an? rebuild": "restart from the snapshot",
     r"Party": "NextGroup",
