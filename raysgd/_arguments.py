@@ -98,6 +98,13 @@ def refuse_text(**switches: Any) -> None:
             raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
 
 
+def check_switch(name: str, value: Any, *others: Any) -> None:
+    """Refuses anything but True, False, and those others."""
+    if not isinstance(value, bool) and value not in others:
+        allowed = ", ".join(['"auto"' if other == "auto" else repr(other) for other in others] + ["True and False"])
+        raise ValueError(f"`{name}={value!r}`: allowed are {allowed}.")
+
+
 def check_kind(name: str, value: Any, kind: type[Any]) -> None:
     """Refuses anything but an object of a class of the library."""
     if not isinstance(value, kind):

@@ -289,7 +289,7 @@ def make_bar(style: Style, stream: Any, purpose: str) -> LineBar:
     """
     if style == "tqdm":
         require("tqdm", extra="progress", purpose=purpose)
-    if style == "plain" or not (is_terminal(stream) or is_notebook()):
+    if style == "plain" or not is_watched(stream):
         return LineBar(stream)
     try:
         return TqdmBar(stream, purpose)

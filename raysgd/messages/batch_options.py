@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments import check_count, did_you_mean, is_integer, refuse_text, with_entries
+from raysgd._arguments import check_count, check_switch, did_you_mean, is_integer, refuse_text, with_entries
 from raysgd.messages.batching import check_global_size, config_for_worker, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
@@ -38,8 +38,7 @@ class BatchOptions:
     num_shards: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.split_batches, bool):
-            raise ValueError(f"`split_batches={self.split_batches!r}`: allowed are True and False.")
+        check_switch("split_batches", self.split_batches)
         if self.micro_batch_size is not None:
             count = check_count(
                 "micro_batch_size", self.micro_batch_size, "It is what fits into the memory of one worker."

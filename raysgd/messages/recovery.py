@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from raysgd import _arguments as checks
 from raysgd.engine.shared.group_spec import EverySeconds
@@ -59,8 +59,8 @@ class Recovery:
     undo: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_switch("in_place", self.in_place)
-        _check_switch("wait_for_workers", self.wait_for_workers, "auto")
+        checks.check_switch("in_place", self.in_place)
+        checks.check_switch("wait_for_workers", self.wait_for_workers, "auto")
         if self.resize_interval_s is not None:
             checks.check_seconds("resize_interval_s", self.resize_interval_s, may_be_least=False)
         checks.check_seconds("heartbeat_s", self.heartbeat_s, checks.MIN_HEARTBEAT_S)
@@ -70,11 +70,4 @@ class Recovery:
         if self.snapshot_every_n_steps is not None:
             hint = "None copies the state between calls only."
             checks.check_count("snapshot_every_n_steps", self.snapshot_every_n_steps, hint)
-        _check_switch("undo", self.undo, None)
-
-
-def _check_switch(name: str, value: Any, *others: Any) -> None:
-    """Refuses anything but True, False, and those others."""
-    if not isinstance(value, bool) and value not in others:
-        allowed = ", ".join(['"auto"' if other == "auto" else repr(other) for other in others] + ["True and False"])
-        raise ValueError(f"`{name}={value!r}`: allowed are {allowed}.")
+        checks.check_switch("undo", self.undo, None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments import check_count, is_number
+from raysgd._arguments import check_count, check_switch, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,7 @@ class StepOptions:
             if bound is not None and not (is_number(bound) and bound > 0):
                 raise ValueError(f"`{name}={bound!r}`: need a positive number, or None not to clip.")
         for name in ("sync_batchnorm", "activation_checkpointing"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}={getattr(self, name)!r}`: allowed are True and False.")
+            check_switch(name, getattr(self, name))
         if not isinstance(self.compile, bool | Mapping):
             raise ValueError(
                 f"`compile={self.compile!r}`: allowed are True, False, and a dict of options for `torch.compile`."
