@@ -62,8 +62,8 @@ def train(num_epochs: int, callbacks: list[Callback], **options: Any) -> dict[st
             print(f"  epoch {row['epoch']:2d}: loss {loss:.3f}, accuracy {accuracy:.3f}, workers {trainer.num_workers}")
             data = trainer.status().data
             used.append((data.used, data.due))
-        losses = [event for event in trainer.status().events if event.is_failure]
-        return {"model": trainer.get_model(to_cpu=True), "accuracy": accuracy, "used": used, "losses": losses}
+        failures = [event for event in trainer.status().events if event.is_failure]
+        return {"model": trainer.get_model(to_cpu=True), "accuracy": accuracy, "used": used, "failures": failures}
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
         f"of one process up to {apart:.0e}.",
         accuracy=found["accuracy"],
         accuracy_of_one_process=alone["accuracy"],
-        lost_workers=sum(event.old_size - event.new_size for event in found["losses"]),
+        lost_workers=sum(event.old_size - event.new_size for event in found["failures"]),
         each_used_once=once,
         difference_to_one_process=apart,
         epochs=num_epochs,

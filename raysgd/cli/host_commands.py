@@ -34,7 +34,7 @@ def _in_cluster(command: Command) -> Command:
 @click.command("list")
 @_in_cluster
 def list_hosts() -> None:
-    """List the trainers that live in hosts."""
+    """List the detached trainers."""
     from raysgd.detached import cluster
 
     found = cluster.detached_trainers()

@@ -23,8 +23,7 @@ def in_words(num_workers: int | None, max_replicas: int, backend: str, history: 
     told = ["shut down" if num_workers is None else f"{num_workers} of {most}", backend]
     if history.records:
         told.insert(1, f"epoch {history.records[-1].epoch}")
-    losses = sum(event.is_failure for event in history.events)
-    return told + ([f"{readable.counted(losses, 'failure', 'failures')} of workers"] if losses else [])
+    return told + readable.failures(history.events)
 
 
 def show_options(trainer: object, *settings: Any) -> None:

@@ -145,9 +145,7 @@ def shown_events(events: Events) -> list[GroupEvent]:
 
 
 def _in_words(rows: Rows, events: Events) -> list[str]:
-    losses = sum(event.is_failure for event in events)
-    told = [readable.counted(len(rows), "epoch")]
-    return told + ([f"{readable.counted(losses, 'failure', 'failures')} of workers"] if losses else [])
+    return [readable.counted(len(rows), "epoch"), *readable.failures(events)]
 
 
 def _series(name: str, index: int, rows: Rows) -> Series:

@@ -69,6 +69,12 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
     return f"{how_many} {thing if how_many == 1 else things or thing + 's'}"
 
 
+def failures(events: Iterable[Any]) -> list[str]:
+    """Return in words how many failures of workers are among these events; nothing if none is."""
+    number = sum(event.is_failure for event in events)
+    return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
+
+
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
     """The throughput of a row, or of the metrics of a call with its `seconds`; None where it is not known."""
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)

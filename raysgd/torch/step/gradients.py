@@ -272,7 +272,7 @@ class Gradients:
             raise ValueError(
                 "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
                 "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
-                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the failure."
+                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
             )
 
     # ------------------------------------------------------------------------------------ backward passes
