@@ -48,9 +48,14 @@ def missing_requirements(
         missing.append("Python {}.{} or later".format(*min_python))
     if num_gpus_needed and num_gpus() < num_gpus_needed:
         missing.append(f"{num_gpus_needed} GPU(s) with CUDA, sees {num_gpus()}")
-    missing += [f"package `{module}`" for module in modules if importlib.util.find_spec(module) is None]
+    missing += [f"package `{module}`" for module in modules if not _is_installed(module)]
     missing += [f"program `{program}`" for program in programs if shutil.which(program) is None]
     return missing
+
+
+def _is_installed(module: str) -> bool:
+    package, _, rest = module.partition(".")
+    return importlib.util.find_spec(package) is not None and (not rest or importlib.util.find_spec(module) is not None)
 
 
 def num_gpus() -> int:

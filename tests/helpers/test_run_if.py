@@ -20,6 +20,11 @@ def test_an_older_python_than_asked_for_is_named() -> None:
 
 def test_a_package_that_is_not_installed_is_named() -> None:
     assert missing_requirements(modules=["json", "no_such_package"]) == ["package `no_such_package`"]
+    assert missing_requirements(modules=["no_such.module", "json.none"]) == [
+        "package `no_such.module`",
+        "package `json.none`",
+    ]
+    assert missing_requirements(modules=["json.decoder"]) == []
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2])
