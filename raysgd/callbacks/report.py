@@ -125,7 +125,8 @@ def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
     trainer = run.trainer
     options = {"trainer": type(trainer).__name__, "num_workers": getattr(trainer, "max_replicas", None)}
     options |= {name: getattr(trainer, name, None) for name in _OPTIONS}
-    versions = {name: sys.modules[name].__version__ for name in _PACKAGES if name in sys.modules}  # imports nothing
+    loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}  # nothing is imported for this
+    versions = {name: str(getattr(module, "__version__", "unknown")) for name, module in loaded.items()}
     texts = reprlib.Repr()
     texts.maxstring = texts.maxother = texts.maxlong = 300
     texts.maxdict = texts.maxlist = texts.maxtuple = 50

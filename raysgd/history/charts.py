@@ -41,6 +41,7 @@ def as_line(rows: Rows, events: Events, stop_reason: str | None) -> str:
 def as_text(rows: Rows, events: Events, stop_reason: str | None) -> str:
     """Return the last epochs as a table, and what happened to the workers. It fits the terminal."""
     lines, metrics = ["no epochs"], readable.metrics_of(rows)
+    names = metrics
     for most in range(_MOST_METRICS, 0, -1) if rows else ():
         names = readable.most_telling(metrics, most)
         lines = _columns(*table_of(rows, names))
@@ -60,7 +61,7 @@ def as_card(rows: Rows, events: Events, stop_reason: str | None) -> str:
     curves = ""
     if len(rows) > 1 and grouped(rows, names) and importlib.util.find_spec("matplotlib") is not None:
         content = io.BytesIO()
-        save_plot(rows, content, names, ink=_GRAY)
+        save_plot(rows, content, names)
         curves = cards.picture(content.getvalue(), f"{', '.join(names)} by epoch")
     told = _in_words(rows, events)
     told += [f"the last {_MOST_ROWS} are shown"] if len(rows) > _MOST_ROWS else []
@@ -70,14 +71,13 @@ def as_card(rows: Rows, events: Events, stop_reason: str | None) -> str:
     return cards.card("History", curves, cards.grid(*table_of(rows, names)), reason, folded, note=", ".join(told))
 
 
-def save_plot(rows: Rows, place: Any, metrics: Sequence[str] | None = None, ink: str | None = None) -> None:
-    """Draws the metrics over the epochs with matplotlib.
+def save_plot(rows: Rows, place: Any, metrics: Sequence[str] | None = None) -> None:
+    """Draws the metrics over the epochs with matplotlib, on white in a file, and on nothing in the memory.
 
     Args:
         rows: The epochs.
         place: The file; the ending of its name says what it is, such as `.png`, `.svg`, or `.pdf`.
         metrics: Which metrics; all if None. `train_loss` and `val_loss` share a picture.
-        ink: The color of all but the lines, on a ground that is transparent; None for black on white.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -93,27 +93,27 @@ def save_plot(rows: Rows, place: Any, metrics: Sequence[str] | None = None, ink:
     figure = matplotlib.Figure(figsize=(4.6 * columns, 3.2 * num_rows), layout="constrained", dpi=120)
     places = figure.subplots(num_rows, columns, squeeze=False)
     for axes, (base, names) in zip(places.flat, groups.items(), strict=False):
-        _plot_one(axes, base, names, rows, ink or "black")
+        _plot_one(axes, base, names, rows)
     for axes in places.flat[len(groups) :]:
         axes.set_axis_off()
-    figure.savefig(place, transparent=ink is not None)
+    figure.savefig(place, transparent=isinstance(place, io.BytesIO))
 
 
-def _plot_one(axes: Any, base: str, names: Sequence[str], rows: Rows, ink: str) -> None:
+def _plot_one(axes: Any, base: str, names: Sequence[str], rows: Rows) -> None:
     for index, name in enumerate(names):
         points = _points(rows, name)
         marker = "o" if len(points) <= 40 else None
         x, y = zip(*points, strict=True)
         axes.plot(x, y, color=COLORS[color_of(name, index)], label=name, marker=marker, markersize=3.5)
-    axes.set_title(base, loc="left", fontsize=11, fontweight="bold", parse_math=False, color=ink)
-    axes.set_xlabel("epoch", color=ink)
+    axes.set_title(base, loc="left", fontsize=11, fontweight="bold", parse_math=False, color=_GRAY)
+    axes.set_xlabel("epoch", color=_GRAY)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(colors=ink)
+    axes.tick_params(colors=_GRAY)
     axes.grid(axis="y", color=_GRAY, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(ink)
+    axes.spines[["bottom", "left"]].set_color(_GRAY)
     if [*names] != [base]:
-        for text in axes.legend(frameon=False, fontsize=9, labelcolor=ink).get_texts():
+        for text in axes.legend(frameon=False, fontsize=9, labelcolor=_GRAY).get_texts():
             text.set_parse_math(False)
 
 
