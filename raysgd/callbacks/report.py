@@ -27,7 +27,7 @@ from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.engine.shared import time_spent
 from raysgd.history import readable
-from raysgd.history.charts import color_of, grouped, shown_events, table_of, told_at
+from raysgd.history.charts import NUM_COLORS, color_of, grouped, shown_events, table_of, told_at
 from raysgd.history.history import History
 from raysgd.writers.sink import FailureWarnings
 
@@ -43,14 +43,7 @@ _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
 _MOST_POINTS = 2000  # of each curve, in the data of the page
-_COLORS = {
-    **dict.fromkeys((time_spent.AGAIN, *time_spent.RECOVERY), "bad"),
-    time_spent.USEFUL: "0",
-    time_spent.EXCHANGE: "1",
-    time_spent.SNAPSHOT: "2",
-    time_spent.DATA: "3",
-    time_spent.SLOWER_RANK: "5",
-}
+_BAD = (time_spent.AGAIN, *time_spent.RECOVERY)
 
 
 class HTMLReport(Callback):
@@ -265,7 +258,8 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
     if goodput is None:
         return _note("There is no account of it.")
     shown = [name for name in time_spent.BINS if inside.get(name, 0.0) >= time_spent.SHOWN_FROM * total]
-    parts = [(time_spent.BINS[name], _COLORS.get(name, "other"), inside.pop(name)) for name in shown]
+    colors = ["bad" if name in _BAD else str(index % NUM_COLORS) for index, name in enumerate(shown)]
+    parts = [(time_spent.BINS[name], color, inside.pop(name)) for name, color in zip(shown, colors, strict=True)]
     if inside:
         parts.append((f"{len(inside)} more, each below {time_spent.SHOWN_FROM:.1%}", "other", sum(inside.values())))
     bar = "".join(f'<i class="c{color}" style="flex-grow:{took / total:.5f}"></i>' for _, color, took in parts)

@@ -17,8 +17,7 @@ from raysgd.history import readable
 Rows = Sequence[Mapping[str, Any]]
 Events = Sequence[GroupEvent]
 
-COLORS = ("#2a78d6", "#e0662f", "#1a9a6c", "#c08a00", "#d0568a", "#7463d4")
-"""Of lines: they can be told apart on light and on dark ground."""
+NUM_COLORS = 6
 
 _PREFIXES = ("train_", "val_")
 _MOST_METRICS = 4
@@ -104,7 +103,7 @@ def _plot_one(axes: Any, base: str, names: Sequence[str], rows: Rows) -> None:
         points = _points(rows, name)
         marker = "o" if len(points) <= 40 else None
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, color=COLORS[color_of(name, index)], label=name, marker=marker, markersize=3.5)
+        axes.plot(x, y, color=f"C{color_of(name, index)}", label=name, marker=marker, markersize=3.5)
     axes.set_title(base, loc="left", fontsize=11, fontweight="bold", parse_math=False, color=_GRAY)
     axes.set_xlabel("epoch", color=_GRAY)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -152,7 +151,7 @@ def grouped(rows: Rows, metrics: Sequence[str] | None = None) -> dict[str, list[
 
 def color_of(name: str, index: int) -> int:
     """Return which of the colors a line has that is the `index`-th of a chart: validation has always the same."""
-    return 1 if name.startswith("val_") else 0 if index == 0 else (index + 1) % len(COLORS)
+    return 1 if name.startswith("val_") else 0 if index == 0 else (index + 1) % NUM_COLORS
 
 
 def shown_events(events: Events) -> list[GroupEvent]:
