@@ -265,7 +265,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _running(sign: str, at: Any, now: Callable[[], float]) -> str:
-    """Return the state of a run that has noted no end: nobody can tell a long epoch from a driver that is gone."""
+    """Return the state of a run that has noted no end: no one can tell a long epoch from a driver that is gone."""
     if _number(at) <= 0:
         return f"running, or its driver is gone: there is no {sign}"
     word = "running" if now() - _number(at) < _SILENT_S else "silent, a long epoch or its driver is gone"

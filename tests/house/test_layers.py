@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 STANDS_ON = {
     "_imports": "",
-    "_numbers": "",
     "_private_names": "",
     "_state": "",
     "_text": "",
+    "_numbers": "_text",
     "_version": "",
     "_files": "_text",
     "exceptions": "_text",
