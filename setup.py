@@ -50,6 +50,6 @@ setup(
     long_description_content_type="text/markdown",
     packages=sorted({*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators"}),
     package_dir=package_dir(),
-    package_data={"raysgd": ["py.typed"]},
+    package_data={"raysgd": ["py.typed"], "raysgd.callbacks": ["page/*.*", "page/uplot/*"]},
     zip_safe=False,
 )

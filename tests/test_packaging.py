@@ -97,6 +97,13 @@ def test_the_wheel_says_that_it_is_typed_and_carries_the_licence(wheel: zipfile.
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
 
 
+def test_the_wheel_has_the_page_of_the_report_with_the_license_of_its_charts(wheel: zipfile.ZipFile) -> None:
+    page = ROOT / "raysgd" / "callbacks" / "page"
+    files = {str(path.relative_to(ROOT)) for path in page.rglob("*") if path.is_file()}
+    assert files <= set(wheel.namelist())
+    assert "raysgd/callbacks/page/uplot/LICENSE" in files
+
+
 def test_type_checkers_find_an_editable_install_because_it_is_a_plain_path(source: Path, tmp_path: Path) -> None:
     source = shutil.copytree(source, tmp_path / "checkout")
     (source / "raysgd" / "operators").unlink()

@@ -101,7 +101,7 @@ def main() -> None:
         folder = Path(name)
         subprocess.run([sys.executable, HERE / "digits_run.py", "plain", folder], check=True, stdout=subprocess.DEVNULL)
         photograph(folder / "report.html", "report", 1240, 2800, is_page=True)
-        photograph(folder / "report.html", "report-narrow-dark", 460, 1032, is_dark=True, is_page=True)
+        photograph(folder / "report.html", "report-narrow-dark", 500, 1032, is_dark=True, is_page=True)
         card = (folder / "trainer.html").read_text(encoding="utf-8")
         write_card(folder, "trainer-card", card, is_dark=True, width="880px")
         shutil.copy(folder / "curves.png", HERE / "history-plot.png")

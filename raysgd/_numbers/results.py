@@ -59,6 +59,13 @@ class Metrics(dict[str, Any]):
         """Passes over the training data so far; only calls of `train` have it."""
         return int(self._counted("epoch"))
 
+    def _repr_html_(self) -> str:
+        """A card for a notebook."""
+        from raysgd._text.cards import card, two_column_table
+
+        shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value)[:80] for name, value in self.items()}
+        return card("Result", two_column_table(shown.items()))
+
     def __missing__(self, name: object) -> Any:
         raise KeyError(f"{name!r}: this result has {', '.join(map(repr, self)) or 'nothing'}")
 

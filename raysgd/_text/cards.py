@@ -1,8 +1,14 @@
-"""Cards for notebooks: small pieces of HTML that are readable on light and on dark ground. All text is escaped."""
+"""Facts for people: as cards in notebooks, readable on light and on dark ground, and as lines that fit a terminal.
+
+All text in HTML is escaped.
+"""
 
 from __future__ import annotations
 
+import base64
 import html
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 
 _STYLE = """<style>
@@ -61,6 +67,30 @@ def folded(summary: str, lines: Sequence[str]) -> str:
 def note(text: str) -> str:
     """A line of text."""
     return f'<div class="raysgd-note">{safe(text)}</div>'
+
+
+def picture(content: bytes, told: str) -> str:
+    """A picture in PNG, as part of the page, with what it shows in words."""
+    data = base64.b64encode(content).decode()
+    return f'<img style="max-width:100%" alt="{safe(told)}" src="data:image/png;base64,{data}">'
+
+
+def fitted(text: str, indent: int = 2) -> str:
+    """A line as wide as the terminal at most. What is left goes into more lines, indented.
+
+    Where there is no terminal, 80 columns are one; the environment variable COLUMNS says otherwise.
+    """
+    return textwrap.fill(text, width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def width() -> int:
+    """The columns of the terminal, 40 at least."""
+    return max(40, shutil.get_terminal_size().columns)
+
+
+def named_lines(rows: Iterable[tuple[str, str]], indent: int = 12) -> list[str]:
+    """Names and values, one below the other, as lines that fit the terminal."""
+    return [fitted(f"{name + ':':<{indent}}{value}", indent) for name, value in rows]
 
 
 def safe(text: object) -> str:

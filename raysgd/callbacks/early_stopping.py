@@ -213,7 +213,8 @@ class EarlyStopping(Callback):
             return f"`{name}` is {value:.6g}, as good as the threshold {self.threshold:g}"
         if self.num_without_improvement >= self.patience:
             best = "never" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch}"
-            return f"`{name}` has not improved for {self.patience} results; the best one was {best}"
+            by = f" of more than {self.min_delta:g}" if self.min_delta else ""
+            return f"no improvement{by} of `{name}` for {self.patience} results; the best one was {best}"
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _NAME_OF_PART = re.compile(r"history-[0-9a-f]{16}\.json")
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "epoch": lambda value: type(value) is int,
     "callbacks": lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
-    "pending": lambda value: value is None or type(value) is int,
+    **dict.fromkeys(("pending", "epochs"), lambda value: value is None or type(value) is int),
     "parts": lambda value: (
         isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
     ),
@@ -41,12 +41,14 @@ class Sidecar:
         history: Of the run, up to the checkpoint.
         callbacks: For each callback its class and its state.
         pending: The epoch whose result was not complete yet, because its validation was running; None if there is none.
+        epochs: The last epoch of the run; None if that is not known.
     """
 
     epoch: int
     history: History
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     pending: int | None = None
+    epochs: int | None = None
 
 
 class Sidecars:
@@ -73,6 +75,7 @@ class Sidecars:
             "parts": list(parts),
             "callbacks": plain(sidecar.callbacks),
             "pending": sidecar.pending,
+            "epochs": sidecar.epochs,
         }
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
@@ -138,7 +141,8 @@ def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"`{files.shown(beside)}` is damaged: {error}. Delete it to resume without it.") from error
-    return Sidecar(content["epoch"], history, content["callbacks"], content.get("pending")), content["parts"]
+    sidecar = Sidecar(content["epoch"], history, content["callbacks"], content.get("pending"), content.get("epochs"))
+    return sidecar, content["parts"]
 
 
 def _part(checkpoint: str, name: str) -> History:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd._text.cards import named_lines
 from raysgd.air.reports import FILLED_IN
+from raysgd.history import readable
 from raysgd.storage import Folder, open_folder
 
 _RUN = re.compile(r"run_\d{3,}")
@@ -22,6 +24,8 @@ _PART = re.compile(r"history-[0-9a-f]{16}\.json")  # see `raysgd/callbacks/sidec
 _CHECKPOINT = "checkpoint_"
 _TAIL_OF_ERROR = 12
 _LONGEST = 300
+_MOST_METRICS = 4
+_SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
 """Values of a report that this library filled in, or Ray; they are no metrics of the user."""
 
@@ -43,7 +47,8 @@ class RunStatus:
     Attributes:
         folder: Where its files are.
         kind: What wrote them.
-        state: How it is, in words.
+        state: How it is, in a word ("finished", "stopped", "failed", "running", or "silent" if nothing was written for
+            a while), and why, or since when.
         facts: Names and values to show.
         error: The end of what it failed with.
     """
@@ -56,7 +61,7 @@ class RunStatus:
 
     def __str__(self) -> str:
         rows = [("run", self.folder), ("kind", self.kind), ("state", self.state), *self.facts]
-        lines = [f"{name + ':':<13}{printable(value)}" for name, value in rows]
+        lines = named_lines([(name, printable(value)) for name, value in rows], indent=13)
         return "\n".join([*lines, *(f"  {printable(line)}" for line in self.error)])
 
 
@@ -126,9 +131,8 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
     if status == "ERROR" or (status is None and has_error):
         return "failed"
     if status == "TERMINATED" or (status is None and last.get("done") is True):
-        return "ended well"
-    after_failure = ", after a failure" if has_error else ""
-    return f"running{after_failure}, or its driver is gone: {_last_sign(last.get('timestamp'), now)}"
+        return "finished"
+    return _running("last report", last.get("timestamp"), now) + (", after a failure" if has_error else "")
 
 
 def _function_run(folder: Folder, num_runs: int, now: Callable[[], float]) -> RunStatus:
@@ -139,9 +143,7 @@ def _function_run(folder: Folder, num_runs: int, now: Callable[[], float]) -> Ru
     checkpoints = sorted(name for name in (folder / "checkpoints").names() if name.startswith(_CHECKPOINT))
     told = _counted(reports, now) if folder.has("results.json") else "not written: add a `JsonLoggerCallback`"
     facts = [("reports", told), *_metrics(last), ("checkpoints", _listed(checkpoints)), ("runs", str(num_runs))]
-    return RunStatus(
-        str(folder), "Trainer.run()", f"not noted: {_last_sign(last.get('_timestamp'), now)}", tuple(facts)
-    )
+    return RunStatus(str(folder), "Trainer.run()", _running("last report", last.get("_timestamp"), now), tuple(facts))
 
 
 def _is_report_list(entry: Any) -> bool:
@@ -168,7 +170,8 @@ def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> Run
         ("checkpoints", _listed(sorted(name.removesuffix(_SIDECAR) for _, name in sidecars))),
         *[("event", f"{event.get('kind')}: {event.get('cause')}") for event in events],
     ]
-    state = f"stopped: {stopped}" if isinstance(stopped, str) else f"not noted: {_last_call(history, now)}"
+    is_over = 0 < _number(newest.get("epochs")) <= _number(newest.get("epoch"))
+    state = f"stopped: {stopped}" if isinstance(stopped, str) else "finished" if is_over else _since(history, now)
     return RunStatus(str(folder), "trainer.fit()", state, tuple(facts))
 
 
@@ -178,12 +181,11 @@ def _newest(sidecars: Iterable[tuple[Folder, str]]) -> tuple[Folder, dict[str, A
     return max(found, key=lambda each: _number(each[1].get("epoch")), default=None)
 
 
-def _last_call(history: Mapping[str, Any], now: Callable[[], float]) -> str:
+def _since(history: Mapping[str, Any], now: Callable[[], float]) -> str:
+    """Return the state of a run that has noted no end, from the last call before the newest checkpoint."""
     records = [record for record in _list(history, "records") if isinstance(record, dict)]
-    if not records:
-        return "there is no checkpoint to tell"
-    ended = _number(records[-1].get("began_at")) + _number(records[-1].get("seconds"))
-    return f"the newest checkpoint is {_ago(ended, now)}"
+    last = records[-1] if records else {}
+    return _running("newest checkpoint", _number(last.get("began_at")) + _number(last.get("seconds")), now)
 
 
 # ------------------------------------------------------------------------------------------------- files and words
@@ -237,15 +239,13 @@ def _number(value: Any) -> float:
 
 
 def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The numbers of the last report in one row."""
-    shown = [
-        f"{name}={_shown(value)}"
+    """The numbers of the last report that say most, in one row."""
+    names = [
+        name
         for name, value in report.items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and name not in _NOT_OF_USER
-        and not name.startswith("_")
+        if readable.is_metric(name, value) and name not in _NOT_OF_USER and not name.startswith("_")
     ]
+    shown = [f"{name}={_shown(report[name])}" for name in readable.most_telling(names, _MOST_METRICS)]
     return [("metrics", ", ".join(shown))] if shown else []
 
 
@@ -262,6 +262,14 @@ def _counted(reports: Sequence[Mapping[str, Any]], now: Callable[[], float]) -> 
 
 def _listed(names: Sequence[str]) -> str:
     return f"{len(names)}, the newest is {names[-1]}" if names else "none"
+
+
+def _running(sign: str, at: Any, now: Callable[[], float]) -> str:
+    """Return the state of a run that has noted no end: no one can tell a long epoch from a driver that is gone."""
+    if _number(at) <= 0:
+        return f"running, or its driver is gone: there is no {sign}"
+    word = "running" if now() - _number(at) < _SILENT_S else "silent, a long epoch or its driver is gone"
+    return f"{word}: the {sign} is {_ago(_number(at), now)}"
 
 
 def _last_sign(at: Any, now: Callable[[], float]) -> str:

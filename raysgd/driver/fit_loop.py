@@ -381,7 +381,7 @@ class Fit:
         current = self._current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
-        return Sidecar(epoch, self._run.history, self._calls.states(), pending)
+        return Sidecar(epoch, self._run.history, self._calls.states(), pending, self._run.epochs)
 
     def _note_progress(self) -> None:
         """Tells a host how far the run is."""

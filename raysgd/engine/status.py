@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from raysgd._text.cards import card, folded, grid, two_column_table
+from raysgd._text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd._text.log_lines import listed
 from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.engine.shared.time_spent import TimeLedger
@@ -119,11 +119,16 @@ class TrainerStatus:
         row_bytes = self.data.row_bytes if self.data is not None else None
         return None if row_bytes is None or self.samples_per_s is None else row_bytes * self.samples_per_s
 
+    @property
+    def state(self) -> str:
+        """In a word: "running" while workers are in a call, "idle" between calls, "ended" after their Ray session."""
+        phases = {each.heartbeat.phase for each in self.workers if each.heartbeat is not None}
+        return "ended" if self.has_session_ended else "running" if phases - {"idle", "between calls"} else "idle"
+
     def __str__(self) -> str:
-        lines = [f"{name + ':':<12}{value}" for name, value in self._rows()]
-        lines += [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
+        lines = [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
         lines += [f"  {_at(event)} {event}" for event in self.events]
-        return "\n".join(lines)
+        return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
 
     def _repr_html_(self) -> str:
         return self.as_card("Trainer")
@@ -142,6 +147,7 @@ class TrainerStatus:
         failures = "failure" if self.num_failures == 1 else "failures"
         workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
         rows = [
+            ("state", self.state),
             ("workers", "its Ray session has ended" if self.has_session_ended else workers),
             ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
             (

@@ -84,8 +84,11 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Return whether it is a number that can be drawn."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether it is a number that can be drawn: not NaN or infinity, and no integer that no float can be."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_metric(name: str, value: Any) -> bool:
@@ -103,6 +106,20 @@ def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The names of the metrics to look at, in the order in which they are first met."""
     return list(dict.fromkeys(name for row in rows for name, value in row.items() if is_metric(name, value)))
+
+
+def most_telling(names: Iterable[str], most: int) -> list[str]:
+    """Return so many metrics at most: those of validation first, losses before others. They keep their order.
+
+    Examples:
+        >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)
+        ['train_loss', 'grad_norm', 'val_loss', 'val_accuracy']
+        >>> most_telling(["lr", "train_loss", "train_accuracy"], 2)
+        ['train_loss', 'train_accuracy']
+    """
+    names = [*names]
+    by_rank = sorted(names, key=lambda name: (name == "lr", not name.startswith("val_"), "loss" not in name))
+    return [name for name in names if name in by_rank[:most]]
 
 
 def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str, Any]:

@@ -239,16 +239,16 @@ class EventFile(Sink):
             self._opening.result().close()
 
     def _write_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
         writer = self._opening.result()
-        for row, step in waiting:
-            self._write_row(writer, row, step)
+        while self._waiting:  # those behind one that fails wait for the next time
+            self._write_row(writer, *self._waiting.pop(0))
         if self._flushes:
             writer.flush()
 
     def _write_row(self, writer: Any, row: Mapping[str, Any], step: int) -> None:
         scalars = {}
         for name, value in flattened(row).items():
+            value = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
             if not isinstance(value, self.VALID_SUMMARY_TYPES):
                 self._write_value(writer, f"{self._prefix}{name}", value, step)
             elif not math.isnan(value):

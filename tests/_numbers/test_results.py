@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd._numbers.results import WorkerMetrics, as_number, merge, with_lost
+from raysgd._numbers.results import Metrics, WorkerMetrics, as_number, merge, with_lost
 
 
 def plain(**values: Any) -> WorkerMetrics:
@@ -242,3 +242,11 @@ def test_metric_objects_of_lost_workers_are_merged() -> None:
     own = WorkerMetrics({"num_samples": 1, "hits": 3}, objects={"hits": Counter(3)})
     lost = WorkerMetrics({"num_samples": 2, "hits": 4}, objects={"hits": Counter(4)})
     assert with_lost(own, [lost], {"hits"}).values == {"num_samples": 3, "hits": 7}
+
+
+def test_a_result_is_a_card_in_a_notebook() -> None:
+    card = Metrics({"num_samples": 64, "train_loss": 1 / 3, "<b>": np.zeros(1000)})._repr_html_()
+    assert "<th>train_loss</th><td>0.3333</td>" in card
+    assert "<th>num_samples</th><td>64</td>" in card
+    assert "<b>" not in card
+    assert len(card) < 3000

@@ -47,7 +47,7 @@ def test_when_it_stops(options: dict[str, Any], values: list[float | None], epoc
 
 def test_the_reason_says_what_was_best() -> None:
     run = play(EarlyStopping("val_loss", patience=1), 3.0, 2.0, 4.0)
-    assert run.history.stop_reason == "`val_loss` has not improved for 1 results; the best one was 2 in epoch 2"
+    assert run.history.stop_reason == "no improvement of `val_loss` for 1 results; the best one was 2 in epoch 2"
 
 
 def test_a_run_that_resumes_goes_on_counting() -> None:

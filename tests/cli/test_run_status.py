@@ -43,7 +43,7 @@ def make_trial(folder: Path, **note: Any) -> Path:
 class TestARunOfFitInTheStyleOfAir:
     @pytest.mark.parametrize(
         ("status", "words"),
-        [("TERMINATED", "ended well"), ("ERROR", "failed"), ("RUNNING", "running, or its driver is gone: the last")],
+        [("TERMINATED", "finished"), ("ERROR", "failed"), ("RUNNING", "running: the last report is 2 min old")],
     )
     def test_the_experiment_leads_to_its_trial(self, tmp_path: Path, status: str, words: str) -> None:
         make_trial(tmp_path, status=status)
@@ -56,9 +56,9 @@ class TestARunOfFitInTheStyleOfAir:
 
     def test_the_trial_alone_says_whether_it_is_done(self, tmp_path: Path) -> None:
         trial = make_trial(tmp_path)
-        assert "running, or its driver is gone" in status_of(trial)
+        assert "state:       running: the last report is" in status_of(trial)
         write_lines(trial / "result.json", {"loss": 0.1, "done": True})
-        assert "ended well" in status_of(trial)
+        assert "finished" in status_of(trial)
 
     def test_an_error_is_shown_as_text_and_its_pickle_is_not_read(self, tmp_path: Path) -> None:
         trial, trap = make_trial(tmp_path, status="ERROR"), tmp_path / "trap"
@@ -102,7 +102,7 @@ class TestARunOfAFunctionTrainer:
         (tmp_path / "run_010" / "checkpoints" / "checkpoint_000002").mkdir(parents=True)
         text = status_of(tmp_path)
         assert "run_010" in text
-        assert "not noted: the last report is 30 s old" in text
+        assert "running: the last report is 30 s old" in text
         assert "loss=0.125" in text
         assert "1, the newest is checkpoint_000002" in text
         assert "runs:        2" in text
@@ -137,7 +137,31 @@ class TestARunOfAClassBasedTrainer:
         assert "train_loss=0.5, val_accuracy=0.75" in text
         assert "2, the newest is epoch_0003.ckpt" in text
         assert "continued: lost rank 1" in text
-        assert "not noted: the newest checkpoint is 60 s old" in text
+        assert "running: the newest checkpoint is 60 s old" in text
+
+    def test_a_run_that_says_nothing_for_a_while_may_be_over(self, tmp_path: Path) -> None:
+        self.write_sidecar(tmp_path, 3, records=[{"began_at": NOW - 7500, "seconds": 0}])
+        words = "state:       silent, a long epoch or its driver is gone: the newest checkpoint is 2 h old"
+        assert words in " ".join(status_of(tmp_path).replace("\n" + 13 * " ", " ").splitlines())
+
+    def test_a_run_that_has_trained_all_its_epochs_is_finished(self, tmp_path: Path) -> None:
+        self.write_sidecar(tmp_path, 3)
+        beside = tmp_path / "epoch_0003.ckpt.run.json"
+        for epochs, state in ((3, "finished"), (4, "running:"), ("3", "running:")):
+            beside.write_text(json.dumps({**json.loads(beside.read_text()), "epochs": epochs}))
+            assert f"state:       {state}" in status_of(tmp_path)
+
+    def test_the_text_fits_the_terminal_and_has_four_metrics(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        names = ["grad_norm", "lr", "train_loss", "num_samples", "val_loss", "val_accuracy", "seconds"]
+        row = {"epoch": 3, **dict.fromkeys(names, 0.5)}
+        self.write_sidecar(tmp_path, 3, rows=[row], stop_reason=20 * "because ")
+        text = status_of(tmp_path).replace(str(tmp_path), "folder")
+        assert max(map(len, text.splitlines())) <= 60
+        assert "grad_norm=0.5, train_loss=0.5, val_loss=0.5, val_accuracy=0.5" in " ".join(text.split())
+        assert "lr=" not in text
 
     def test_what_happened_is_read_from_all_parts_of_the_history(self, tmp_path: Path) -> None:
         self.write_sidecar(tmp_path, 3)
@@ -204,7 +228,7 @@ def test_a_folder_in_a_store_is_read_by_its_uri() -> None:
     finally:
         memory.rm("/status-bucket", recursive=True)
     assert "loss=0.125" in text
-    assert "ended well" in text
+    assert "finished" in text
 
 
 def test_what_could_be_read_without_an_end_is_refused(tmp_path: Path) -> None:

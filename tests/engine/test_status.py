@@ -18,6 +18,11 @@ BEATS = {0: Heartbeat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Heartb
 INFOS = (WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12))
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 class OnItsWay:
     """A transfer that does not arrive."""
 
@@ -93,6 +98,27 @@ def test_the_text_says_what_there_is() -> None:
     text = str(status())
     for part in ("2 of 3, 1 spare", "1234 samples/s", "wait for rank 1", "epoch 3: 60 of 100 samples used", "step 17"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "running"),
+        ({"heartbeats": {0: Heartbeat(), 1: Heartbeat(phase="between calls")}}, "idle"),
+        ({"has_session_ended": True}, "ended"),
+    ],
+)
+def test_the_state_is_one_word(changes: dict[str, Any], state: str) -> None:
+    assert str(status(**changes)).splitlines()[0] == f"state:      {state}"
+
+
+def test_the_text_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = str(status(num_spares=10**70))
+    monkeypatch.setenv("COLUMNS", "60")
+    found = replace(status(), global_batch=20 * "words ", failures=("x",))
+    assert max(map(len, str(found).splitlines())) <= 60
+    assert str(found).count("words") == 20
+    assert max(map(len, wide.splitlines())) > 60
 
 
 def test_bytes_per_second_are_told_where_rows_are_measured() -> None:

@@ -1,17 +1,19 @@
-"""A history as a line, as text, as a card, and as a picture; and charts.
+"""A history as a line, as text, as a card, and as a picture.
 
-Covers `raysgd.history.charts`, which draws the lines.
+Covers `raysgd.history.charts`, which makes them.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.history.charts import Series, line_chart, nice_ticks, time_ticks, whole_ticks
+from raysgd.history.charts import grouped
 from raysgd.history.history import CallRecord, History
 
 HOSTILE = "<script>$x^{$"
@@ -48,7 +50,7 @@ def test_the_text_is_a_table_with_what_happened() -> None:
         "    1       1.000  0.1000        0.5000  2.5 s",
     ]
     assert "rank 1 was lost" in lines[4]
-    assert lines[5:] == ["stopped: good enough"]
+    assert lines[6:] == ["stopped: good enough"]
     assert str(History()) == "no epochs"
 
 
@@ -72,7 +74,7 @@ def test_the_card_escapes_what_comes_from_outside() -> None:
     card = history._repr_html_()
     assert "<script>" not in card
     assert card.count("&lt;script&gt;") >= 4
-    assert "<polyline" in card
+    assert "data:image/png;base64," in card
 
 
 def test_an_empty_history_has_a_card() -> None:
@@ -111,33 +113,55 @@ def test_a_plot_says_what_it_cannot_draw(tmp_path: Path, monkeypatch: pytest.Mon
         make_history().plot(tmp_path / "x.png")
 
 
-def test_a_gap_in_the_numbers_is_a_gap_in_the_line() -> None:
-    chart = line_chart([Series("x", [(1, 1.0), (2, 2.0), (3, float("nan")), (4, 1.0), (5, 2.0)])])
-    assert chart.count("<polyline") == 2
-    assert chart.count("<circle") == 4
-    assert "no finite values" in line_chart([Series("x", [(1, float("nan"))])])
+def test_a_card_without_matplotlib_has_no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    card = make_history()._repr_html_()
+    assert "<img" not in card
+    assert "val_accuracy" in card
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (-5, 7), (0.001, 0.0011), (3, 3), (0, 0), (-1e9, 1e12), (1e-12, 2e-12)]
-)
-def test_ticks_enclose_the_values_and_are_few(low: float, high: float) -> None:
-    ticks = nice_ticks(low, high)
-    assert ticks[0] <= low <= high <= ticks[-1]
-    assert 2 <= len(ticks) <= 8
-    assert ticks == sorted(set(ticks))
+def test_any_values_have_a_card() -> None:
+    nan, inf = math.nan, math.inf
+    odd = [(nan, nan), (inf, -inf), (0, 0.0), (1e300, -1e300), (10**400, 2), (True, None), (np.float32(1), 2)]
+    history = History()
+    for epoch in (1, 2):
+        row = {f"val_{number}": values[epoch - 1] for number, values in enumerate(odd)}
+        history.add(CallRecord("train", epoch, row, 100.0 + epoch, 0.0, 1))
+    assert "<img" in history._repr_html_()
+    assert [*grouped(history)] == ["2", "4", "6"]
 
 
-@pytest.mark.parametrize("end", [0.001, 0.5, 3, 59, 100, 4000, 90_000, 5e6])
-def test_ticks_of_time_are_few_and_inside(end: float) -> None:
-    ticks = time_ticks(end)
-    assert 1 < len(ticks) <= 12
-    assert ticks[0] == 0
-    assert ticks[-1] <= end
+def test_a_metric_shares_its_chart_with_its_sister_of_validation() -> None:
+    row = {
+        "epoch": 1,
+        "lr": 0.1,
+        "train_loss": 1.0,
+        "val_loss": 2.0,
+        "loss": 1.0,
+        "val_auc": math.nan,
+        "grad_norm": 3.0,
+    }
+    assert grouped([row]) == {"loss": ["train_loss", "val_loss"], "grad_norm": ["grad_norm"], "lr": ["lr"]}
+    assert grouped([row], ["val_loss"]) == {"loss": ["val_loss"]}
 
 
-@pytest.mark.parametrize("last", [1, 2, 7, 30, 999, 12345])
-def test_ticks_of_epochs_are_whole(last: int) -> None:
-    ticks = whole_ticks(1, last)
-    assert 1 <= len(ticks) <= 10
-    assert all(tick == int(tick) for tick in ticks)
+@pytest.mark.parametrize(("columns", "names"), [(120, 4), (60, 4), (45, 3)])
+def test_the_text_fits_the_terminal(columns: int, names: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    history = History([GroupEvent("restored", 2, 2, 1.0, "rank 1 was lost", "from the last snapshot", at=15.0)])
+    metrics = {
+        "grad_norm": 1.0,
+        "train_loss": 0.5,
+        "lr": 0.1,
+        "val_loss": 0.25,
+        "val_acc": 0.75,
+        "time_lost": 2.0,
+    }
+    history.add(CallRecord("train", 1, metrics, 10.0, 2.5, 2))
+    history.stop_reason = "because of " + 10 * "very " + "good reasons"
+    lines = str(history).splitlines()
+    assert max(map(len, lines)) <= columns
+    shown = [name for name in metrics if name in lines[0]]
+    assert (len(shown), "val_loss" in shown) == (names, True)
+    assert lines[2].startswith("also measured: ")
+    assert "".join(lines).count("very") == 10

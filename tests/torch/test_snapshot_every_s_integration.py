@@ -80,7 +80,7 @@ def test_what_no_snapshot_covers_is_run_again_and_a_file_is_written_from_the_cop
         os.kill(trainer.status().workers[1].pid, signal.SIGKILL)
         assert trainer.train()["epoch"] == 3
         assert trainer.status().failures == ("from the last snapshot, with 2 completed calls since run again",)
-        assert "every 3600 s" in str(trainer.status())
+        assert "every 3600 s" in trainer.status().snapshot_pace
         assert equal(trainer.state_dict()["models"], expected["models"])
         trainer.apply_all_operators(load_up)
         trainer.save(tmp_path / "last.pt", blocking=False)

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysgd.writers.files import EventFile
@@ -91,6 +92,16 @@ def test_a_file_for_tensorboard_is_opened_with_the_first_row_and_again_for_the_n
         sink.close()
         assert list(events(tmp_path / name / "logs")) == [("mine/loss", 1, 0.5), ("mine/loss", 2, 1.0)]
     sink.close()
+
+
+@RunIf(modules=["tensorboardX"])
+def test_a_number_in_an_array_is_a_number_for_tensorboard_and_costs_no_other_row(tmp_path: Path) -> None:
+    sink = EventFile("logs", "")
+    sink.open(RunInFolder(tmp_path))
+    for step in (1, 2, 3, 4):
+        sink.write({"loss": np.array(step / 2) if step == 2 else step / 2, "words": np.array("x")}, step)
+    sink.close()
+    assert list(events(tmp_path / "logs")) == [("loss", step, step / 2) for step in (1, 2, 3, 4)]
 
 
 def test_a_failure_costs_one_warning_for_each_kind_of_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,8 +38,8 @@ BINS: Mapping[str, str] = {
 }
 """Names of the bins, and words for them."""
 
-_SHOWN_FROM = 0.005
-_OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
+SHOWN_FROM = 0.005
+OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
 _LOST = (AGAIN, SNAPSHOT, UNDO, *RECOVERY)
 _AVOIDABLE = {
     "waiting for data": (DATA,),
@@ -135,7 +135,7 @@ class TimeLedger:
         total = self.total()
         everything = sum(total.values())
         shares = {name: spent / everything for name, spent in total.items()}
-        parts = [f"{words} {shares[name]:.1%}" for name, words in BINS.items() if shares.get(name, 0.0) >= _SHOWN_FROM]
+        parts = [f"{words} {shares[name]:.1%}" for name, words in BINS.items() if shares.get(name, 0.0) >= SHOWN_FROM]
         goodput = self.goodput
         head = [] if goodput is None else [f"goodput {goodput:.1%}"]
         return "; ".join([*head, *([", ".join(parts)] if parts else []), *self.notes])
@@ -154,4 +154,4 @@ def goodput_of(seconds: Mapping[str, float]) -> float | None:
 
 def _inside(seconds: Mapping[str, float]) -> float:
     """Seconds in training calls, recoveries included."""
-    return sum(spent for name, spent in seconds.items() if name not in _OUTSIDE)
+    return sum(spent for name, spent in seconds.items() if name not in OUTSIDE)
