@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from raysgd._private_names import find_name
@@ -26,8 +25,6 @@ from raysgd.engine.transfers import SharedValue, Transfer
 from raysgd.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
 from raysgd.exceptions import WorkerFault
 
-_TICK_S = 0.01
-_NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
 _TOGETHER_S = 0.01  # answers to short calls come together: one look at all takes less than one at each
 _TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
@@ -77,14 +74,6 @@ class Platform:
         entry = actors(identity.hex())
         pid, place = entry.get("Pid"), entry.get("Address", {})
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
-
-    def watch_process(self, info: WorkerInfo) -> Any:
-        """Asks whether a process works, also one whose interpreter is locked, on any node that Ray reaches.
-
-        Returns:
-            Ray's reference to the answer, which takes some seconds where it is no.
-        """
-        return _run_beside(info, _works)
 
     def kill_process(self, info: WorkerInfo) -> None:
         """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
@@ -188,21 +177,3 @@ def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
 def _sigkill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _works(pid: int) -> bool:
-    """Return whether a process gets processor time within some seconds; False where the system does not tell."""
-    try:
-        before = _processor_ticks(pid)
-        for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
-            time.sleep(_TICK_S)
-            if _processor_ticks(pid) > before:
-                return True
-    except OSError:
-        pass
-    return False
-
-
-def _processor_ticks(pid: int) -> int:
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(after_name[11]) + int(after_name[12])  # in user mode, and in the kernel

@@ -282,9 +282,6 @@ class SimPlatform:
         assert isinstance(worker, SimWorker)
         return worker.process.info if worker.process.is_up else None
 
-    def watch_process(self, info: WorkerInfo) -> Call:
-        return self._process_of(info).look()
-
     def kill_process(self, info: WorkerInfo) -> None:
         process = self._process_of(info)
         self._invariants.check_ended(process)

@@ -155,9 +155,6 @@ class Simulation:
     def start_s(self) -> float:
         return self.rng.uniform(0.05, 0.4)
 
-    def is_seen(self) -> bool:
-        return self.rng.random() < 0.9
-
     def point_of(self, label: str, process: Process) -> Iterable[float]:
         return self.befalling.at(label, process)
 
