@@ -72,22 +72,19 @@ class StreamData:
     @cached_property
     def signature(self) -> StreamSignature:
         """The signature to compare across ranks."""
-        digest = hashlib.blake2b("\n".join(self._texts).encode(), digest_size=8).hexdigest()
+        text = "\n".join(f"{shard.name}\t{shard.num_rows}\t{shard.version}" for shard in self.shards)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return StreamSignature(len(self.shards), self.batch_size, digest)
-
-    @property
-    def _texts(self) -> list[str]:
-        return [f"{shard.name}\t{shard.num_rows}\t{shard.version}" for shard in self.shards]
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What a saved position belongs to, as plain data: what orders rows, and four digits for each shard."""
+        """What a saved position belongs to, as plain data: what orders rows, and the shards."""
         loader = self.loader
         return {
             "shuffle": [loader.buffer, loader.seed],
             "num_filters": sum(step.is_filter for step in loader.steps),
             "on_error": "skip" if loader.skips else "raise",
-            "shards": "".join(hashlib.blake2b(text.encode(), digest_size=2).hexdigest() for text in self._texts),
+            "num_shards": len(self.shards),
             "digest": self.signature.digest,
         }
 
@@ -107,14 +104,8 @@ class StreamData:
             if then[name] != now[name]:
                 raise _misfit(f"a stream with {words.format(then[name])}, which has {words.format(now[name])} now")
         if then["digest"] != now["digest"]:
-            before, after = (
-                [each["shards"][at : at + 4] for at in range(0, len(each["shards"]), 4)] for each in (then, now)
-            )
-            changed = [
-                repr(each.name) for at, each in enumerate(self.shards) if before[at : at + 1] != after[at : at + 1]
-            ]
-            which = ", ".join(changed[:3]) or "some"
-            raise _misfit(f"other shards ({len(before)} then, {len(after)} now; {which} changed)")
+            numbers = f"{then['num_shards']} then, {now['num_shards']} now"
+            raise _misfit(f"other shards ({numbers}), or other versions of them")
         lanes, turn, num_parts = position["lanes"], position["turn"], -(-len(self.shards) // NUM_LANES)
         end = self.loader.num_rows(self.shards) or self.loader.limit
         needs_lanes = bool(position["consumed"]) and not self.open_pass(0, 0).is_known

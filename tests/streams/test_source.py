@@ -161,8 +161,8 @@ def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out
     state = json.loads(json.dumps({"consumed": 8, "is_mid_pass": True, **source.state(8, True)}))
     way_out = r".* or leave it out and begin an epoch, with `load\(path, parts="
     for other, words in (
-        (MadeStream([10, 21]).shuffle(80), r"other shards \(2 then, 2 now; 'shard-1' changed\)"),
-        (MadeStream([10, 20, 1]).shuffle(80), r"other shards \(2 then, 3 now; 'shard-2' changed\)"),
+        (MadeStream([10, 21]).shuffle(80), r"other shards \(2 then, 2 now\), or other versions of them"),
+        (MadeStream([10, 20, 1]).shuffle(80), r"other shards \(2 then, 3 now\)"),
         (stream.shuffle(90), r"`shuffle\(80, seed=None\)`, which has `shuffle\(90, seed=None\)` now"),
         (stream.shuffle(80, seed=3), r"which has `shuffle\(80, seed=3\)` now"),
         (stream.shuffle(80).filter(bool), "0 filters, which has 1 filters now"),
