@@ -214,23 +214,6 @@ def test_of_many_strangers_only_the_latest_stay_connected(
         assert waiting.result() == [(1, 0)]
 
 
-@pytest.mark.parametrize("where", HOSTS)
-def test_strangers_that_use_up_the_descriptors_do_not_keep_a_group_from_forming(stack: ExitStack, where: str) -> None:
-    resource = pytest.importorskip("resource")
-    host, peer = Rank(stack, 0, host=where), Rank(stack, 1, host=where)
-    for _ in range(20):
-        stack.enter_context(connect_to(host.address))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as highest:
-        most = highest.fileno() + 8
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    try:
-        met = at_once(lambda: host.lanes([], 1, 1, Deadline(60)), lambda: peer.lanes([host], 0, 1, Deadline(60)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert met == [[(1, 0)], [(0, 0)]]
-
-
 def heard_by(stranger: socket.socket) -> bytes:
     heard = b""
     while part := stranger.recv(1000):
