@@ -465,7 +465,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             note(add, result, began_at, time.perf_counter() - began)
             return result
 
-        return self._background.begin_beside(take_state, evaluate)
+        return self._background.begin(take_state, evaluate)
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str]) -> Any:

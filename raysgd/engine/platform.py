@@ -21,7 +21,6 @@ from raysgd.engine.call_lines import LineCall
 from raysgd.engine.placement import Reservation, Slot
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.types import Failure, Outcome, WorkerInfo
-from raysgd.engine.transfers import SharedValue, Transfer
 from raysgd.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
 from raysgd.exceptions import WorkerFault
 
@@ -35,15 +34,23 @@ class Platform:
 
     make_reservation: Callable[..., Reservation] = Reservation
     """Asks for resources; takes what `Reservation` takes."""
+    ensure_running = staticmethod(placement.ensure_ray)
+    """Connects to the cluster, or starts one."""
+    transfer = staticmethod(transfers.transfer)
+    """Takes a call; returns what it will return, on its way."""
+    store = staticmethod(transfers.store)
+    """Puts a value where all workers can take it from, once."""
+    now = staticmethod(time.monotonic)
+    """Seconds, on a clock that only goes forward."""
+    sleep = staticmethod(time.sleep)
+    """Waits."""
+    make_event = threading.Event
+    """Makes something that has not happened yet."""
 
     @property
     def home(self) -> str:
         """The node of the driver."""
         return node_here()[0]
-
-    def ensure_running(self) -> None:
-        """Connects to the cluster, or starts one."""
-        placement.ensure_ray()
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
         """Begins to start a worker process. Does not wait."""
@@ -58,10 +65,6 @@ class Platform:
         thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
         thread.start()
         return thread.join
-
-    def make_event(self) -> threading.Event:
-        """Something that has not happened yet."""
-        return threading.Event()
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         """The process of a worker that has not answered yet; None while there is none.
@@ -82,28 +85,12 @@ class Platform:
         else:
             _run_beside(info, _sigkill)
 
-    def transfer(self, call: Any) -> Transfer:
-        """Return what a call will return, on its way."""
-        return transfers.transfer(call)
-
-    def store(self, value: Any) -> SharedValue:
-        """Puts a value where all workers can take it from, once."""
-        return transfers.store(value)
-
     @property
     def is_running(self) -> bool:
         """True if there is still a cluster to listen to."""
         import ray
 
         return bool(ray.is_initialized())
-
-    def now(self) -> float:
-        """Seconds, on a clock that only goes forward."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Waits."""
-        time.sleep(seconds)
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
         """Those of `references` that came to an end; waits for the first one, or until the time is over.

@@ -32,7 +32,6 @@ class StandbyWorker:
 
     worker: RemoteWorker
     info: WorkerInfo
-    facts: Any
 
 
 class Loan:
@@ -361,9 +360,8 @@ class StandbyWorkers:
                 self._kill(worker)
                 num_died += result.failure.kind == "died"
             else:
-                info, facts = result.value.value
-                note_processes([info])
-                self._ready.append(StandbyWorker(worker, info, facts))
+                note_processes([result.value.value])
+                self._ready.append(StandbyWorker(worker, result.value.value))
         self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:

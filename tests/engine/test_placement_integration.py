@@ -326,7 +326,7 @@ def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ra
 
 
 def test_what_is_asked_for_is_reserved_as_soon_as_somebody_else_gives_it_back(holder: Any) -> None:
-    slots = Slots(ONE)
+    slots = Slots(partial(Reservation, ONE))
     try:
         slots.ask_up_to(2, 0)
         wait_until(lambda: slots.take_granted() is None and len(slots) == 1)
@@ -346,6 +346,6 @@ def test_a_wait_for_room_ends_when_it_is_there(holder: Any) -> None:
         remove_placement_group(holder)
         time.sleep(seconds)
 
-    Slots(ONE).await_room(2, 60.0, sleep)
+    Slots(partial(Reservation, ONE)).await_room(2, 60.0, sleep)
     assert sum(pauses) < 60
     wait_until(nothing_is_reserved)

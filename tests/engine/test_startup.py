@@ -180,7 +180,7 @@ class Spare:
         if self.now() < call[1]:
             return Outcome(rank, answered=False)
         info = WorkerInfo("node", "10.0.0.1", 7)
-        return Outcome(rank, WorkerAnswer((info, None)) if call[0] == "prepare_standby" else info)
+        return Outcome(rank, WorkerAnswer(info) if call[0] == "prepare_standby" else info)
 
     def kill(self) -> None:
         self.ended.append("kill")
@@ -334,7 +334,7 @@ class Scene:
     def __init__(self, found: Outcome | None = None) -> None:
         self.clock, self.found, self.is_silent = FakeClock(), found, False
         self.calls: list[str] = []
-        self.loan = Loan(StandbyWorker(cast(Any, self), INFO, None), 1, cast(Platform, self), SPEC)
+        self.loan = Loan(StandbyWorker(cast(Any, self), INFO), 1, cast(Platform, self), SPEC)
 
     def submit(self, method: str, *args: Any) -> str:
         self.calls.append(method)

@@ -41,7 +41,7 @@ from raysgd.engine.shared.types import (
 )
 from raysgd.engine.snapshots import Snapshots
 from raysgd.engine.startup import Replacements, StandbyWorkers
-from raysgd.engine.transfers import FetchedParts
+from raysgd.engine.transfers import Transfer, together
 from raysgd.engine.worker import WorkerAnswer
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
@@ -496,9 +496,9 @@ class FakeGroup(WorkerGroup):
 
     fetch = beside
 
-    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> FetchedParts:
+    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
-        return FetchedParts(parts, [info.node_id for info in self.infos])
+        return together(parts, [info.node_id for info in self.infos], {})
 
     def share(self, value: Any) -> list[Any]:
         return [value] * self.num_workers
@@ -728,6 +728,7 @@ class FakeTransfer:
     group: FakeGroup
     produce: Callable[[], Any]
     waited_s: float = 0.0
+    reference: None = None
 
     def result(self, timeout_s: float | None) -> Any:
         if not self.group.is_alive:

@@ -315,15 +315,15 @@ class Process:
         yield from self._point("prepare")
         yield self.host.work_s()
         if make_replica is None:
-            return WorkerAnswer((self.info, None))
+            return WorkerAnswer(self.info)
         alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
         yield from self.connection.joining(alone, World(rank=0, size=1), even_alone=True)
         self.replica = self.host.make_replica(world, self.connection, str(self.pid))
-        facts = self.replica.setup()
+        self.replica.setup()
         yield from self._point("warm up")
         yield self.host.work_s()
         self.ready_at = self.host.kernel.now
-        return WorkerAnswer((self.info, facts))
+        return WorkerAnswer(self.info)
 
     def _leave_group(self, host: str) -> Task:
         yield from self._point("leave")

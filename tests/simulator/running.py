@@ -88,14 +88,11 @@ class Simulation:
         )
         return ElasticController(
             spec,
-            ScalingPolicy(
-                schedule.num_workers, schedule.min_workers, draw=lambda: 0.5, num_local=int(schedule.use_local)
-            ),
+            ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=int(schedule.use_local)),
             FailurePolicy(schedule.continues),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
             view=self.cluster.view,
             clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel), lambda: Condition(kernel)),
-            release_timeout_s=10.0,
             rules=ElasticRules(*_waiting(schedule.resize_interval_s), self._leaving, keeps_global_batch=lambda: True),
             hooks=self.invariants.hooks,
         )
