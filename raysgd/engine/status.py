@@ -113,12 +113,6 @@ class TrainerStatus:
     global_batch: str = ""
     has_session_ended: bool = False
 
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Throughput in bytes of a stream, as they are in memory; None where they are not measured."""
-        row_bytes = self.data.row_bytes if self.data is not None else None
-        return None if row_bytes is None or self.samples_per_s is None else row_bytes * self.samples_per_s
-
     def __str__(self) -> str:
         lines = [f"{name + ':':<12}{value}" for name, value in self._rows()]
         lines += [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
@@ -138,7 +132,6 @@ class TrainerStatus:
 
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
-        speed += "" if self.bytes_per_s is None else f", {self.bytes_per_s / 1e6:.4g} MB/s"
         failures = "failure" if self.num_failures == 1 else "failures"
         workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
         rows = [

@@ -9,12 +9,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from raysgd.arrays.division import Division, ShardedGlobalBatch
 from raysgd.streams.global_reader import StartSum
-from raysgd.streams.source import StreamData, StreamSource, num_bytes, stream_data
+from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from tests.streams.made import MadeStream
 
@@ -60,14 +59,6 @@ def data_of(stream: Stream, name: str = "train", world_size: int = 1) -> StreamD
 
 def source_of(data: StreamData, seed: int = 0, rank: int = 0, world_size: int = 1) -> StreamSource:
     return StreamSource(data, Place(rank, world_size), seed, Tuples(), Item, "no batch")
-
-
-def test_the_size_of_a_row_is_the_mean_of_those_that_were_read() -> None:
-    source = source_of(data_of(MadeStream([4]).map(lambda row: {"text": "ab" * row[1], "x": np.zeros(2)}).batch(2)))
-    assert source.row_bytes is None
-    sizes = [source.row_bytes for _ in source.open(0, 0)]
-    assert sizes == [16 + 1.0, 16 + 3.0]
-    assert num_bytes(("abc", [b"de", 7], {"a": np.zeros(3)})) == 5 + 24
 
 
 @pytest.mark.parametrize("is_known", [True, False])
