@@ -80,6 +80,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     min_workers: int
     spare_workers: int
     recovery: Recovery
+    _settings: Any
     _runner_cls: Any
     """The class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str

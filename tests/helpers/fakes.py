@@ -491,8 +491,8 @@ class FakeGroup(WorkerGroup):
             outcomes.append(Outcome(rank, answer) if is_heard else Outcome(rank, answered=False))
         return GroupReport(tuple(outcomes))
 
-    def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> FakeTransfer:
-        return FakeTransfer(self, lambda: function(self.replicas[rank], *args))
+    def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
+        return Transfer(FakeTransfer(self, lambda: function(self.replicas[rank], *args)).result)
 
     fetch = beside
 
@@ -728,7 +728,6 @@ class FakeTransfer:
     group: FakeGroup
     produce: Callable[[], Any]
     waited_s: float = 0.0
-    reference: None = None
 
     def result(self, timeout_s: float | None) -> Any:
         if not self.group.is_alive:
