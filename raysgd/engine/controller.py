@@ -432,16 +432,13 @@ class ElasticController(Lifecycle):
         Raises:
             WorkersLostError: It was lost on its way again and again.
         """
-        with self.turns.take_turn():
-            try:
-                for _ in range(_NUM_COPIES):
-                    self._monitor.await_snapshot()
-                    landed = self.snapshots.landed
-                    if landed is not None and self._is_known:
-                        return landed
-                    self.run(copy_call())
-            finally:
-                self._monitor.is_on = False
+        with self._turn_to_copy():
+            for _ in range(_NUM_COPIES):
+                self._monitor.await_snapshot()
+                landed = self.snapshots.landed
+                if landed is not None and self._is_known:
+                    return landed
+                self.run(copy_call())
         raise WorkersLostError(
             f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
             "too little memory in Ray's object store is a frequent one."
@@ -449,15 +446,12 @@ class ElasticController(Lifecycle):
 
     def newest_snapshot(self) -> NewestSnapshot:
         """The same as soon as it is copied: it may be on its way to the driver."""
-        with self.turns.take_turn():
-            try:
-                self.snapshots.poll()
-                if not self._is_known:
-                    self._monitor.await_snapshot()
-                    self.run(copy_call())
-                return self.snapshots.newest()
-            finally:
-                self._monitor.is_on = False
+        with self._turn_to_copy():
+            self.snapshots.poll()
+            if not self._is_known:
+                self._monitor.await_snapshot()
+                self.run(copy_call())
+            return self.snapshots.newest()
 
     @property
     def _is_known(self) -> bool:
@@ -465,12 +459,18 @@ class ElasticController(Lifecycle):
 
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
+        with self._turn_to_copy():
+            self._monitor.await_snapshot()
+            return self.snapshots.landed if self.snapshots.shares_current else None
+
+    @contextmanager
+    def _turn_to_copy(self) -> Iterator[None]:
+        """A turn at whose end nothing is watched any more."""
         with self.turns.take_turn():
             try:
-                self._monitor.await_snapshot()
+                yield
             finally:
                 self._monitor.is_on = False
-            return self.snapshots.landed if self.snapshots.shares_current else None
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
         """Return how the workers are doing. Asks them.
