@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from raysgd import Recovery
-from raysgd.engine import placement
+from raysgd.engine.platform import Platform
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.driver import arguments
@@ -44,7 +44,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> None:
         raise AssertionError("the trainer was about to start actors")
 
-    monkeypatch.setattr(placement, "ensure_ray", look)
+    monkeypatch.setattr(Platform, "ensure_running", staticmethod(look))
     monkeypatch.setattr("raysgd.train.executor.ensure_ray", look)
 
 

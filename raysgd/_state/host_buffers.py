@@ -39,16 +39,18 @@ class HostBuffers:
     """Memory that comes back by itself when the last view of it is gone."""
 
     def __init__(self) -> None:
-        self._spare: list[_MappedMemory | _PinnedMemory] = []
+        self._spare: list[_Memory] = []
         self._lent: set[int] = set()  # identities, because several threads may give back at once
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
         """Returns that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
-        kind = _PinnedMemory if pinned else _MappedMemory
-        memory = self._fitting(num_bytes, kind)
+        fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
+        memory = next(fitting, None)
         if memory is None:
             self._spare.clear()  # Too small, or of the other kind. Before the new one is there.
-            memory = kind(num_bytes)
+            memory = _Memory(num_bytes, pinned)
+        else:
+            self._spare.remove(memory)
         whole = memory.view()
         self._lent.add(id(memory))
         finalize(whole, self._give_back, memory).atexit = False
@@ -56,43 +58,26 @@ class HostBuffers:
         assert content.base is whole, "every view, also of a view, must keep `whole` alive"
         return content
 
-    def _fitting(
-        self, num_bytes: int, kind: type[_MappedMemory] | type[_PinnedMemory]
-    ) -> _MappedMemory | _PinnedMemory | None:
-        for index, memory in enumerate(self._spare):
-            if memory.num_bytes >= num_bytes and type(memory) is kind:
-                return self._spare.pop(index)
-        return None
-
-    def _give_back(self, memory: _MappedMemory | _PinnedMemory) -> None:
+    def _give_back(self, memory: _Memory) -> None:
         """Called in whichever thread let go of the last view."""
         self._lent.discard(id(memory))
         if len(self._lent) + len(self._spare) < _MAX_BUFFERS:
             self._spare.append(memory)
 
 
-class _MappedMemory:
-    """Ordinary memory."""
+class _Memory:
+    """Some memory, ordinary or such as the system never moves."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(self, num_bytes: int, is_pinned: bool) -> None:
+        self.num_bytes, self.is_pinned = num_bytes, is_pinned
+        if is_pinned:
+            import torch
 
-    def view(self) -> Bytes:
-        """A new array over all of it."""
-        return np.frombuffer(self._memory, dtype=np.uint8)
-
-
-class _PinnedMemory:
-    """Memory that the system never moves."""
-
-    def __init__(self, num_bytes: int) -> None:
-        import torch
-
-        self.num_bytes = num_bytes
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._content: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            self._content = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def view(self) -> Bytes:
         """A new array over all of it."""
-        content: Bytes = self._memory.numpy()
+        content: Bytes = self._content.numpy() if self.is_pinned else np.frombuffer(self._content, dtype=np.uint8)
         return content

@@ -89,7 +89,7 @@ class GlooConnections:
         return all(connection.is_open for connection in self.found or ())
 
     def _find(self) -> list[OpenSocket]:
-        connections = opened_since({}).connections
+        connections, _ = opened_since({})
         hosts = {address.rpartition(":")[0] for connection in connections for address in connection.ends}
         return between_ranks(connections, addresses_in(self._board.values, hosts))
 
@@ -150,19 +150,6 @@ class OpenSocket:
                 os.close(duplicate)
 
 
-@dataclass(frozen=True)
-class OpenedSockets:
-    """TCP sockets that were opened meanwhile.
-
-    Attributes:
-        connections: Those with two ends.
-        listening: Where others listen.
-    """
-
-    connections: list[OpenSocket]
-    listening: list[str]
-
-
 def open_sockets() -> dict[int, int]:
     """The sockets of this process by number, with their identity."""
     found = {}
@@ -181,16 +168,20 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def opened_since(before: dict[int, int]) -> OpenedSockets:
-    """The TCP sockets that exist now and did not when `before` was taken."""
-    opened = OpenedSockets([], [])
+def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
+    """The TCP sockets that exist now and did not when `before` was taken.
+
+    Returns:
+        Those with two ends; and where others listen.
+    """
+    connections, listening = list[OpenSocket](), list[str]()
     for number, identity in open_sockets().items():
         ends = _ends(number) if before.get(number) != identity else ()
         if len(ends) == 2:
-            opened.connections.append(OpenSocket(number, identity, ends))
+            connections.append(OpenSocket(number, identity, ends))
         else:
-            opened.listening.extend(ends)
-    return opened
+            listening.extend(ends)
+    return connections, listening
 
 
 def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:

@@ -213,7 +213,7 @@ class TorchConnection(Connection):
         self._beside.append(group)
         if self._gloo is not None:
             if self.transport != "gloo":  # gloo told it to PyTorch's own store
-                self._tell_where_gloo_listens(opened_since(before).listening)
+                self._tell_where_gloo_listens(opened_since(before)[1])
             self._gloo.look()
         if self._is_cut:  # meanwhile, by another thread
             self._cut()

@@ -201,7 +201,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             ValueError: An argument cannot work, there is no such metric, or no rate can be set.
             WorkerError: The operator raised; also of the class that it raised. The state is put back.
         """
-        test = RangeTest(start, end, num_steps, metric, stop_at)
+        test = RangeTest(start, end, num_steps, stop_at)
         self._check_takes_steps("find_lr")
         snapshot = self._snapshot()
         try:

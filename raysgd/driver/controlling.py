@@ -85,7 +85,6 @@ def make_controller(
         group,
         scaling,
         FailurePolicy(continues),
-        release_timeout_s=reservation_timeout_s,
         rules=ElasticRules(recovery.wait_for_workers, recovery.resize_interval_s, draining_nodes, keeps_global_batch),
     )
     return controller

@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from raysgd.engine.controller import ElasticController, PlaceInLine
+from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import CallHandle
 from raysgd.engine.transfers import run_into
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 _END_S = 10.0
@@ -66,53 +65,35 @@ class BackgroundCalls:
         self._controller, self._at_once = controller, at_once
         self._threads: list[threading.Thread] = []
 
-    def begin(self, work: Callable[[], T]) -> CallHandle[T]:
+    def begin(
+        self, work: Callable[[], Any], rest: Callable[[Any, Callable[[], None]], Any] | None = None
+    ) -> CallHandle[Any]:
         """Begins a call; whatever the trainer is told from now on comes after it.
 
         Args:
-            work: The call, with its arguments.
+            work: The call, with its arguments. Where there is a rest, what has to be done ahead of later calls.
+            rest: The larger part, which runs on a spare while calls to the workers that train go on. Called outside of
+                turns with the result of `work`, and with what raises once the call is to end.
 
         Raises:
             TrainerShutdownError: After `shutdown`.
         """
-        place = self._controller.turns.reserve()
+        turns = self._controller.turns
+        place, future = turns.reserve(), Future[Any]()
 
-        def run() -> T:
-            with self._controller.turns.take_turn(place):
-                return work()
-
-        return self._run(run, place)
-
-    def begin_beside(self, work: Callable[[], S], rest: Callable[[S, Callable[[], None]], T]) -> CallHandle[T]:
-        """Begins a call of which the larger part runs on a spare, while calls to the workers that train go on.
-
-        Args:
-            work: What has to be done ahead of these calls.
-            rest: What is done outside of turns with the result of `work`, and with what raises once the call is to end.
-
-        Raises:
-            TrainerShutdownError: After `shutdown`.
-        """
-        place = self._controller.turns.reserve()
-
-        def run() -> T:
-            with self._controller.turns.take_turn(place):
+        def run() -> Any:
+            with turns.take_turn(place):
                 begun = work()
-            return rest(begun, place.check_wanted)
-
-        return self._run(run, place)
-
-    def _run(self, work: Callable[[], T], place: PlaceInLine) -> CallHandle[T]:
-        future: Future[T] = Future()
+            return begun if rest is None else rest(begun, place.check_wanted)
 
         if self._at_once:
-            run_into(future, work)
+            run_into(future, run)
         else:
             self._threads = [each for each in self._threads if each.is_alive()]
-            thread = threading.Thread(target=run_into, args=(future, work), name="raysgd-call", daemon=True)
+            thread = threading.Thread(target=run_into, args=(future, run), name="raysgd-call", daemon=True)
             self._threads.append(thread)
             thread.start()
-        return BackgroundCall(future, partial(self._controller.turns.interrupt_call, place))
+        return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:
         """Waits for the threads, whose calls were ended."""

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.keeper import CallNumber, keeper
-from raysgd.engine.lifecycle import START_ATTEMPTS, Clock, ElasticRules, Lifecycle
+from raysgd.engine.lifecycle import RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
 from raysgd.engine.liveness import quiet_s
 from raysgd.engine.monitor import LEAVING, ROOM, Monitor, ask_heartbeats
 from raysgd.engine.placement import cluster_view
@@ -184,7 +184,7 @@ class Turns:
             lifecycle.kill_workers()
         # For a call whose workers were killed; one in this process does not end any sooner.
         is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
-        if not self._lock.acquire(timeout=0.0 if is_driver_only else lifecycle.release_timeout_s):
+        if not self._lock.acquire(timeout=0.0 if is_driver_only else RELEASE_S):
             logger.warning("a call is running in this process; its worker stops when the call ends")
             return
         try:
@@ -193,21 +193,15 @@ class Turns:
             self._lock.release()
 
 
-class ElasticController:
+class ElasticController(Lifecycle):
     """Runs calls on a group of replicas and replaces or mends the group when workers are lost.
 
     Args:
-        spec: What a group is started from.
+        spec: As for `Lifecycle`, and so are those that are not named here.
         scaling: Decides the number of workers.
         failures: Decides what follows a failed call.
-        make_group: Makes a group that is not started yet.
-        view: Reads the cluster.
-        clock: Time.
-        release_timeout_s: How long to wait until Ray has taken the reservation back.
-        rules: How the group follows the cluster.
         start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
             costs nothing.
-        hooks: What the front end does when a group starts and ends.
     """
 
     def __init__(
@@ -218,55 +212,24 @@ class ElasticController:
         make_group: Callable[[GroupSpec, int], WorkerGroup] = WorkerGroup,
         view: Callable[[], ClusterView] = cluster_view,
         clock: Clock | None = None,
-        release_timeout_s: float = 100.0,
         rules: ElasticRules | None = None,
         start_budget: RetryBudget | None = None,
         hooks: GroupHooks | None = None,
     ) -> None:
-        self._spec, self._view, self._start_budget = spec, view, start_budget
+        super().__init__(spec, scaling, make_group, view, clock, rules or ElasticRules(), hooks or GroupHooks())
+        self._start_budget = start_budget
         _OF_THIS_PROGRAM.add(self)
-        self._lifecycle = Lifecycle(
-            spec,
-            scaling,
-            make_group,
-            view,
-            clock,
-            release_timeout_s,
-            rules or ElasticRules(),
-            hooks or GroupHooks(),
-            self._make_room,
-        )
-        self.snapshots, self.history = self._lifecycle.snapshots, self._lifecycle.history
         # A driver that is the only worker, and that no spare waits for, follows nothing that happens in the cluster.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
-        self._monitor = Monitor(self._lifecycle)
-        self.recovery = Recovery(self._lifecycle, self._monitor, failures or FailurePolicy(), start_budget)
-        self.turns = Turns(self._lifecycle)
+        self._monitor = Monitor(self)
+        self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
+        self.turns = Turns(self)
         self._nodes_due = float("-inf")
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers now; while there is no group, that which the next one is meant to have."""
-        return self._lifecycle.num_workers
 
     @property
     def is_stopped(self) -> bool:
         """True if `stop` was called."""
-        return self._lifecycle.stopped.is_set()
-
-    @property
-    def has_session_ended(self) -> bool:
-        """True if the workers ended with their Ray session, and `stop` was not called."""
-        return self._lifecycle.has_session_ended and not self.is_stopped
-
-    @property
-    def facts(self) -> list[Any]:
-        """The facts that the replicas told of themselves when they were set up, by rank."""
-        return self._lifecycle.facts
-
-    def keep_facts(self, facts: list[Any]) -> None:
-        """Takes over what replicas say of themselves, instead of what they said before."""
-        self._lifecycle.keep_facts(facts)
+        return self.stopped.is_set()
 
     @property
     def monitor(self) -> Monitor | None:
@@ -277,16 +240,6 @@ class ElasticController:
         """Calls `observer` about once a second while a call runs, and when one failed for good."""
         self._monitor.observer = observer
 
-    @property
-    def group(self) -> WorkerGroup | None:
-        """The running group; None where the last one was killed and no call has started another one yet.
-
-        Raises:
-            TrainerShutdownError: After `stop`.
-        """
-        self._lifecycle.check_active()
-        return self._lifecycle.group
-
     def ensure_group(self) -> WorkerGroup:
         """Starts a group from the last snapshot if there is none. Returns the running group.
 
@@ -294,37 +247,29 @@ class ElasticController:
             WorkersLostError: Too few workers could be had.
             TrainerShutdownError: After `stop`.
         """
-        self._lifecycle.check_active()
-        if self._lifecycle.group is not None:
-            return self._lifecycle.group
+        self.check_active()
+        if self.group is not None:
+            return self.group
         with self.turns.take_turn():
-            if self._lifecycle.group is None:  # it may be there by now, if another thread was first
+            if self.group is None:  # it may be there by now, if another thread was first
                 self.recovery.restart_workers("restarted", "the last workers were stopped")
-            return self._lifecycle.running
+            return self.running
 
     def stand_by(self) -> None:
         """Begins to start spares, and the workers that the group lacks as far as there is room for them."""
         with self.turns.take_turn():
-            self._lifecycle.start_spares()
-            self._lifecycle.start_standby()
-
-    def admits_others(self) -> bool:
-        """Return whether all replicas would let others join where they are. Asks them, beside their work."""
-        return self._lifecycle.group is not None and self._lifecycle.admits_others()
+            self.start_spares()
+            self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
         with self.turns.take_turn():
-            if self._lifecycle.take_over():
+            if self.take_over():
                 self._monitor.settle_last_hold()
             elif as_fits:
                 self.recovery.restart_workers("started", "a new trainer")
             else:
-                self._lifecycle.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
-
-    def kill_group(self) -> None:
-        """Kills the workers, whatever they are doing; the next call starts new ones."""
-        self._lifecycle.kill_group()
+                self.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
     def stop(self, force: bool = False) -> None:
         """Stops everything, from any thread; a call that is running then raises. A second time it does nothing.
@@ -334,18 +279,18 @@ class ElasticController:
         """
         self.turns.stop(force)
 
-    def _make_room(self) -> str:
-        """Where room is missing, frees trainers that nothing refers to any more, and lets idle ones give way.
+    def make_room(self) -> str:
+        """Frees trainers that nothing refers to any more, and lets idle ones give way, where room is missing.
 
         Returns:
             The trainers of this program that still hold what is missing, in words; empty if there are none.
         """
-        if not self._others() or self._lifecycle.has_room():
+        if not self._others() or self.has_room():
             return ""
         gc.collect()
-        while not self._lifecycle.has_room():
+        while not self.has_room():
             if not any(other.give_way() for other in self._others()):
-                return ", ".join(dict.fromkeys(other._spec.words.name for other in self._others()))
+                return ", ".join(dict.fromkeys(other.spec.words.name for other in self._others()))
         return ""
 
     def _others(self) -> list[ElasticController]:
@@ -353,15 +298,15 @@ class ElasticController:
         return [
             each
             for each in tuple(_OF_THIS_PROGRAM)
-            if each._view is self._view
-            and each._spec.make_replica is not self._spec.make_replica  # not this very trainer, which may have two
+            if each.view is self.view
+            and each.spec.make_replica is not self.spec.make_replica  # not this very trainer, which may have two
             and each._holds_room
         ]
 
     @property
     def _holds_room(self) -> bool:
-        group = self._lifecycle.group
-        return group is not None and not group.is_driver_only and not self._lifecycle.has_session_ended
+        group = self.group
+        return group is not None and not group.is_driver_only and not self.has_session_ended
 
     def give_way(self) -> bool:
         """Stops the workers after a snapshot, if they are idle; the next call starts them again from it.
@@ -369,7 +314,7 @@ class ElasticController:
         Returns:
             Whether they are stopped. Not where something would be lost, or the snapshot is in parts on the nodes.
         """
-        spec = self._spec
+        spec = self.spec
         if not spec.captures or spec.use_local or spec.num_spares or keeper() is not None:
             return False
         with self.turns.take_if_free() as is_free:
@@ -382,7 +327,7 @@ class ElasticController:
                 logger.debug("no snapshot of an idle trainer: %r", error)
                 return False
             cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
-            self._lifecycle.end_call(f"{cause}; the next call starts its workers again")
+            self.end_call(f"{cause}; the next call starts its workers again")
             return True
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
@@ -404,14 +349,14 @@ class ElasticController:
                 if self._follows_cluster:
                     self._adapt(call)
                 # Where only workers have the state, unless those that survive a failure could continue the call.
-                has_group = self._lifecycle.group is not None
-                if self._spec.captures and has_group and self.snapshots.is_only_in_workers and not call.can_continue:
+                has_group = self.group is not None
+                if self.spec.captures and has_group and self.snapshots.is_only_in_workers and not call.can_continue:
                     self._run(copy_call(), budget)
                 values = self._run(call, budget)
-                if self._spec.captures_after_calls and self.snapshots.is_overdue:  # it took much longer than expected
+                if self.spec.captures_after_calls and self.snapshots.is_overdue:  # it took much longer than expected
                     self._run(copy_call(), budget)
                 if self._follows_cluster:
-                    self._lifecycle.start_owed_spares()
+                    self.start_owed_spares()
                 has_failed = False
                 return values
             finally:
@@ -424,13 +369,13 @@ class ElasticController:
         with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
             if loan is None:
-                self._lifecycle.start_spares()
+                self.start_spares()
             return loan
 
     @property
     def has_spares(self) -> bool:
         """True if there is a spare, or will be: also one that is lent."""
-        standby = self._lifecycle.running.standby
+        standby = self.running.standby
         return bool(standby.num_coming + standby.num_ready)
 
     def run_on_spare(
@@ -479,7 +424,7 @@ class ElasticController:
                         "The spare that ran this call was lost, or has replaced a lost worker, and no other is left."
                     )
             if loan is None:
-                self._lifecycle.sleep(_SPARE_POLL_S)
+                self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered.
@@ -487,16 +432,13 @@ class ElasticController:
         Raises:
             WorkersLostError: It was lost on its way again and again.
         """
-        with self.turns.take_turn():
-            try:
-                for _ in range(_NUM_COPIES):
-                    self._monitor.await_snapshot()
-                    landed = self.snapshots.landed
-                    if landed is not None and self._is_known:
-                        return landed
-                    self.run(copy_call())
-            finally:
-                self._monitor.is_on = False
+        with self._turn_to_copy():
+            for _ in range(_NUM_COPIES):
+                self._monitor.await_snapshot()
+                landed = self.snapshots.landed
+                if landed is not None and self._is_known:
+                    return landed
+                self.run(copy_call())
         raise WorkersLostError(
             f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
             "too little memory in Ray's object store is a frequent one."
@@ -504,28 +446,31 @@ class ElasticController:
 
     def newest_snapshot(self) -> NewestSnapshot:
         """The same as soon as it is copied: it may be on its way to the driver."""
-        with self.turns.take_turn():
-            try:
-                self.snapshots.poll()
-                if not self._is_known:
-                    self._monitor.await_snapshot()
-                    self.run(copy_call())
-                return self.snapshots.newest()
-            finally:
-                self._monitor.is_on = False
+        with self._turn_to_copy():
+            self.snapshots.poll()
+            if not self._is_known:
+                self._monitor.await_snapshot()
+                self.run(copy_call())
+            return self.snapshots.newest()
 
     @property
     def _is_known(self) -> bool:
-        return self.snapshots.is_known(has_group=self._lifecycle.group is not None)
+        return self.snapshots.is_known(has_group=self.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
+        with self._turn_to_copy():
+            self._monitor.await_snapshot()
+            return self.snapshots.landed if self.snapshots.shares_current else None
+
+    @contextmanager
+    def _turn_to_copy(self) -> Iterator[None]:
+        """A turn at whose end nothing is watched any more."""
         with self.turns.take_turn():
             try:
-                self._monitor.await_snapshot()
+                yield
             finally:
                 self._monitor.is_on = False
-            return self.snapshots.landed if self.snapshots.shares_current else None
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
         """Return how the workers are doing. Asks them.
@@ -533,8 +478,10 @@ class ElasticController:
         Args:
             samples_per_s: Throughput of the last training call, for when none is running.
         """
+        if self.is_stopped or not self.has_session_ended:
+            self.check_active()
         group = None if self.has_session_ended else self.group
-        asked = ask_heartbeats(group, quiet_s(self._spec.heartbeat_s)) if group is not None else {}
+        asked = ask_heartbeats(group, quiet_s(self.spec.heartbeat_s)) if group is not None else {}
         return self._status(asked, samples_per_s)
 
     def glance(self, last_heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
@@ -549,20 +496,19 @@ class ElasticController:
         return self._status(heartbeats if is_training else last_heartbeats, samples_per_s)
 
     def _status(self, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
-        group, monitor = self._lifecycle.group, self.monitor
-        if self.has_session_ended:
-            group = None
+        monitor, has_ended = self.monitor, self.has_session_ended and not self.is_stopped
+        group = None if has_ended else self.group
         present = monitor.samples_per_s if monitor is not None else None
         return compose(
             infos=group.infos if group is not None else (),
             heartbeats=heartbeats,
-            num_wanted=self._lifecycle.scaling.max_workers,
+            num_wanted=self.scaling.max_workers,
             num_spares=group.standby.num_ready if group is not None else 0,
             samples_per_s=samples_per_s if present is None else present,
             history=self.history,
             snapshots=self.snapshots,
-            pace=self.snapshots.pace if self._spec.captures else None,
-            has_session_ended=self.has_session_ended,
+            pace=self.snapshots.pace if self.spec.captures else None,
+            has_session_ended=has_ended,
         )
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
@@ -584,10 +530,10 @@ class ElasticController:
                 is_inside = recovery.change_held(report) if report.ok else recovery.recover(call, report, budget)
             except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
                 if not isinstance(error, kept):
-                    self._lifecycle.end_call(type(error).__name__, unless_local=True)
+                    self.end_call(type(error).__name__, unless_local=True)
                 if isinstance(error, RanksDifferError):
                     self.snapshots.forget_calls()  # in one of them they may have parted
-                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
+                self.snapshots.note_broken_off(call, has_group=self.group is not None)
                 raise
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
@@ -612,7 +558,7 @@ class ElasticController:
                 call.on_wait()
 
         self.snapshots.poll()
-        began, has_others, captures = self._lifecycle.now(), not group.is_driver_only, self.snapshots.is_due_after(call)
+        began, has_others, captures = self.now(), not group.is_driver_only, self.snapshots.is_due_after(call)
         if has_others:
             self._monitor.watch(call)
         else:
@@ -639,8 +585,8 @@ class ElasticController:
             if not is_right:
                 self._monitor.await_snapshot()  # of the call before, while a worker can still send it
         if call.is_kept:
-            self.snapshots.note_call(call, self._lifecycle.now() - began)
-        if self._spec.captures or captures:  # a reply that a process before this one had asked for may have one, too
+            self.snapshots.note_call(call, self.now() - began)
+        if self.spec.captures or captures:  # a reply that a process before this one had asked for may have one, too
             copies = [answer.capture for answer in report.values if answer.capture is not None]
             if copies:
                 self.snapshots.take_from(group, copies)
@@ -655,10 +601,10 @@ class ElasticController:
         kept_by = keeper()
         if kept_by is not None and kept_by.found is not None:
             return
-        now = self._lifecycle.now()
+        now = self.now()
         if now >= self._nodes_due:
             self._nodes_due = now + _NODES_S
-            if self._lifecycle.leaving_nodes_in_use():
+            if self.leaving_nodes_in_use():
                 self._leave_nodes()
         if call.changes_state:
             self._grow_if_possible(call)
@@ -670,7 +616,7 @@ class ElasticController:
         if in_place is None:  # a failure, which the call will come upon
             return
         if in_place:
-            failed = self.recovery.change(self._lifecycle.leaving_nodes_in_use(), LEAVING)
+            failed = self.recovery.change(self.leaving_nodes_in_use(), LEAVING)
         else:
             self.snapshot()
             failed = "left", LEAVING
@@ -679,8 +625,8 @@ class ElasticController:
 
     def _grow_if_possible(self, call: Call) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""
-        group, most = self.ensure_group(), self._lifecycle.scaling.max_workers
-        self._lifecycle.start_spares()
+        group, most = self.ensure_group(), self.scaling.max_workers
+        self.start_spares()
         if len(group) >= most:
             return
         self._monitor.watch()
@@ -688,12 +634,12 @@ class ElasticController:
         if in_place is None:  # a failure, which the call will come upon: it is told and counted as one there
             return
         if in_place:
-            num_awaited = most if call.resume is None else self._lifecycle.resizing.num_awaited_by_call
+            num_awaited = most if call.resume is None else self.resizing.num_awaited_by_call
             failed = self.recovery.grow(num_awaited, ROOM)
             if failed is not None:
                 self.recovery.restart_workers(*failed)
             return
-        num_more = self._lifecycle.find_room()
+        num_more = self.find_room()
         if not num_more:
             return
         target = len(group) + num_more

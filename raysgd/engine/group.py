@@ -22,7 +22,7 @@ from raysgd.engine.policies import Diagnosis, classify, words
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
 from raysgd.engine.startup import StandbyWorker, StandbyWorkers, StartupCheck
-from raysgd.engine.transfers import FetchedParts, SharedValue, StoredPart, Transfer
+from raysgd.engine.transfers import SharedValue, StoredPart, Transfer, together
 from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker, notes_of, pack, packed_bytes, with_rank
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
@@ -51,9 +51,8 @@ class WorkerGroup:
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
         self._spec = spec
         self._platform = platform = platform or Platform()
-        self.slots = Slots(
-            spec.resources, spec.packs, spec.within, spec.words.when_not_granted, platform.make_reservation
-        )
+        placed = {"packs": spec.packs, "within": spec.within, "when_not_granted": spec.words.when_not_granted}
+        self.slots = Slots(partial(platform.make_reservation, spec.resources, **placed))
         self.standby = StandbyWorkers(spec, self.slots, platform)
         self._startup = StartupCheck(platform, spec.heartbeat_s)
         self._is_cancelled = False
@@ -359,7 +358,7 @@ class WorkerGroup:
         """Does what `beside` does, for what may be gigabytes or wait for the device. A heartbeat never waits for it."""
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
-    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> FetchedParts:
+    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
         """Does what `fetch` does with `function(replica, token)` on each rank, for parts that have to outlive a node.
 
         A part goes to a partner on another node, or where there is none, to the driver.
@@ -368,10 +367,9 @@ class WorkerGroup:
         keepers = rank_rules.keepers(self.infos, self._platform.home)
         relays = {}
         for rank, keeper in keepers.items():
-            part: Any = parts[rank]
-            arrival, copy = self.submit(keeper, "relay", [part.reference])
+            arrival, copy = self.submit(keeper, "relay", [parts[rank].reference])
             relays[rank] = self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy)
-        return FetchedParts(parts, [info.node_id for info in self.infos], relays)
+        return together(parts, [info.node_id for info in self.infos], relays)
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
+RELEASE_S = 60.0  # until Ray has taken a reservation back
 _REPLACEMENTS = START_ATTEMPTS - 1  # of each worker that dies while a group starts: as many as there are retries
 SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _RETURN_S = 10.0  # and on a busy machine by seconds, until what a removed placement group held is free
@@ -79,8 +81,10 @@ class ElasticRules:
     keeps_global_batch: Callable[[], bool] = lambda: False
 
 
-class Lifecycle:
+class Lifecycle(ABC):
     """Holds the group of a trainer. Only here a group is started and ended; nowhere once it is stopped.
+
+    `ElasticController` runs calls on it.
 
     Args:
         spec: What a group is started from.
@@ -88,10 +92,8 @@ class Lifecycle:
         make_group: Makes a group that is not started yet.
         view: Reads the cluster.
         clock: Time; by default a wait ends when the trainer is stopped.
-        release_timeout_s: How long to wait until Ray has taken the reservation back.
         rules: How the group follows the cluster.
         hooks: What the front end does when a group starts and ends.
-        make_room: Where `has_room` says no, lets the program itself give some back; returns who holds it still.
 
     Attributes:
         group: The group; None before the first start, and after it was killed.
@@ -109,16 +111,13 @@ class Lifecycle:
         make_group: Callable[[GroupSpec, int], WorkerGroup],
         view: Callable[[], ClusterView],
         clock: Clock | None,
-        release_timeout_s: float,
         rules: ElasticRules,
         hooks: GroupHooks,
-        make_room: Callable[[], str],
     ) -> None:
-        self.spec, self.scaling, self.hooks, self.make_room = spec, scaling, hooks, make_room
+        self.spec, self.scaling, self.hooks = spec, scaling, hooks
         self.make_group, self.view, self._rules = make_group, view, rules
         self.stopped = threading.Event()
         self.clock = clock or Clock(sleep=self.stopped.wait)
-        self.release_timeout_s = release_timeout_s
         self.snapshots = Snapshots(spec, self.now)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
@@ -135,6 +134,10 @@ class Lifecycle:
     def num_workers(self) -> int:
         """The number of workers now; while there is no group, that which the next one is meant to have."""
         return self.group.num_workers if self.group is not None else self.scaling.max_workers
+
+    @abstractmethod
+    def make_room(self) -> str:
+        """Where `has_room` says no, lets the program itself give some back; returns who holds it still, in words."""
 
     @property
     def running(self) -> WorkerGroup:
@@ -390,8 +393,8 @@ class Lifecycle:
 
     def admits_others(self) -> bool:
         """Return whether all replicas would let others join where they are. Asks them, beside their work."""
-        reports = self.running.ask_beside("beside", replica.replica_progress)
-        return len(reports) == len(self.running) and all(each.admits and not each.obstacle for each in reports.values())
+        reports = self.group.ask_beside("beside", replica.replica_progress) if self.group is not None else {}
+        return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:
         """Begins to start as many workers as are to wait as spares, and were used up or lost."""
@@ -525,7 +528,7 @@ class Lifecycle:
             if not force:
                 self.hooks.on_stop(group)
         finally:
-            end(self.release_timeout_s)
+            end(RELEASE_S)
 
 
 def pay_for_start(budget: RetryBudget) -> None:

@@ -493,18 +493,14 @@ class Slot:
 
 
 class Slots:
-    """All that is reserved, what of it is free, and what was requested beside it."""
+    """All that is reserved, what of it is free, and what was requested beside it.
 
-    def __init__(
-        self,
-        need: Resources,
-        packs: bool = False,
-        within: Any = "default",
-        when_not_granted: str = "",
-        make_reservation: Callable[..., Reservation] = Reservation,
-    ) -> None:
-        self._need, self._packs, self._within, self._when_not_granted = need, packs, within, when_not_granted
-        self._make_reservation = make_reservation
+    Args:
+        reserve: Asks for room. Takes for how many workers, and whether the first of them is this very process.
+    """
+
+    def __init__(self, reserve: Callable[[int, bool], Reservation]) -> None:
+        self._reserve = reserve
         self._reservations: list[Reservation] = []
         self._free: list[Slot] = []
         self._asked: list[Reservation] = []
@@ -526,7 +522,7 @@ class Slots:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
         self._ask_for(0)
-        reservation = self._new(count, has_driver)
+        reservation = self._reserve(count, has_driver)
         reservation.wait(timeout_s, check)
         self._add(reservation)
 
@@ -545,7 +541,7 @@ class Slots:
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)
         for _ in range(count - len(self._asked)):
-            reservation = self._new(1)
+            reservation = self._reserve(1, False)
             if not reservation.is_own:  # inside a placement group there is no more to get
                 return
             self._asked.append(reservation)
@@ -563,7 +559,7 @@ class Slots:
 
         Nothing stays reserved: how many are started is decided by what is there then.
         """
-        reservation, waited_s = self._new(count, has_driver), 0.0
+        reservation, waited_s = self._reserve(count, has_driver), 0.0
         try:
             while waited_s < timeout_s and not (reservation.is_own and reservation.is_granted()):
                 pause_s = min(_LOOK_S, timeout_s - waited_s)
@@ -571,9 +567,6 @@ class Slots:
                 waited_s += pause_s
         finally:
             reservation.close(_CLOSE_S)
-
-    def _new(self, count: int, has_driver: bool = False) -> Reservation:
-        return self._make_reservation(self._need, count, has_driver, self._packs, self._within, self._when_not_granted)
 
     def _add(self, reservation: Reservation) -> None:
         self._reservations.append(reservation)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from raysgd._private_names import find_name
@@ -22,12 +21,9 @@ from raysgd.engine.call_lines import LineCall
 from raysgd.engine.placement import Reservation, Slot
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.types import Failure, Outcome, WorkerInfo
-from raysgd.engine.transfers import SharedValue, Transfer
 from raysgd.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
 from raysgd.exceptions import WorkerFault
 
-_TICK_S = 0.01
-_NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
 _TOGETHER_S = 0.01  # answers to short calls come together: one look at all takes less than one at each
 _TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
@@ -38,15 +34,23 @@ class Platform:
 
     make_reservation: Callable[..., Reservation] = Reservation
     """Asks for resources; takes what `Reservation` takes."""
+    ensure_running = staticmethod(placement.ensure_ray)
+    """Connects to the cluster, or starts one."""
+    transfer = staticmethod(transfers.transfer)
+    """Takes a call; returns what it will return, on its way."""
+    store = staticmethod(transfers.store)
+    """Puts a value where all workers can take it from, once."""
+    now = staticmethod(time.monotonic)
+    """Seconds, on a clock that only goes forward."""
+    sleep = staticmethod(time.sleep)
+    """Waits."""
+    make_event = threading.Event
+    """Makes something that has not happened yet."""
 
     @property
     def home(self) -> str:
         """The node of the driver."""
         return node_here()[0]
-
-    def ensure_running(self) -> None:
-        """Connects to the cluster, or starts one."""
-        placement.ensure_ray()
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
         """Begins to start a worker process. Does not wait."""
@@ -62,10 +66,6 @@ class Platform:
         thread.start()
         return thread.join
 
-    def make_event(self) -> threading.Event:
-        """Something that has not happened yet."""
-        return threading.Event()
-
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         """The process of a worker that has not answered yet; None while there is none.
 
@@ -78,14 +78,6 @@ class Platform:
         pid, place = entry.get("Pid"), entry.get("Address", {})
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
-    def watch_process(self, info: WorkerInfo) -> Any:
-        """Asks whether a process works, also one whose interpreter is locked, on any node that Ray reaches.
-
-        Returns:
-            Ray's reference to the answer, which takes some seconds where it is no.
-        """
-        return _run_beside(info, _works)
-
     def kill_process(self, info: WorkerInfo) -> None:
         """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
         if info.node_id == self.home:
@@ -93,28 +85,12 @@ class Platform:
         else:
             _run_beside(info, _sigkill)
 
-    def transfer(self, call: Any) -> Transfer:
-        """Return what a call will return, on its way."""
-        return transfers.transfer(call)
-
-    def store(self, value: Any) -> SharedValue:
-        """Puts a value where all workers can take it from, once."""
-        return transfers.store(value)
-
     @property
     def is_running(self) -> bool:
         """True if there is still a cluster to listen to."""
         import ray
 
         return bool(ray.is_initialized())
-
-    def now(self) -> float:
-        """Seconds, on a clock that only goes forward."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Waits."""
-        time.sleep(seconds)
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
         """Those of `references` that came to an end; waits for the first one, or until the time is over.
@@ -188,21 +164,3 @@ def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
 def _sigkill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _works(pid: int) -> bool:
-    """Return whether a process gets processor time within some seconds; False where the system does not tell."""
-    try:
-        before = _processor_ticks(pid)
-        for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
-            time.sleep(_TICK_S)
-            if _processor_ticks(pid) > before:
-                return True
-    except OSError:
-        pass
-    return False
-
-
-def _processor_ticks(pid: int) -> int:
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(after_name[11]) + int(after_name[12])  # in user mode, and in the kernel

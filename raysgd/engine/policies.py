@@ -6,8 +6,7 @@ Facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Literal
@@ -18,6 +17,7 @@ from raysgd.exceptions import WorkerFault
 
 _TOLERANCE = 1e-6  # Ray counts resources in 1/10000; sums of floats may be off by less
 _REASON_LENGTH = 160
+_LONGEST_DELAY_S = 60.0
 # What Ray says of a lost worker in a sentence, in two or three words.
 _DEATHS = {
     "ActorDiedError": "its process died",
@@ -66,10 +66,7 @@ class ScalingPolicy:
         max_workers: Never more than this.
         min_workers: Never fewer than this.
         num_attempts: How often to look for resources before giving up.
-        first_delay_s: The first wait; each further one is twice as long.
-        max_delay_s: No wait is longer.
-        jitter: Each wait is lengthened by up to this share, so that many trainers do not look at once.
-        draw: Source of the jitter, a number in [0, 1).
+        first_delay_s: The first wait; each further one is twice as long, up to a minute.
         num_local: Workers that run in the driver, reserved or not.
     """
 
@@ -77,9 +74,6 @@ class ScalingPolicy:
     min_workers: int = 1
     num_attempts: int = 10
     first_delay_s: float = 1.0
-    max_delay_s: float = 60.0
-    jitter: float = 0.1
-    draw: Callable[[], float] = random.random
     num_local: int = 0
 
     def decide(self, view: ClusterView, need: Resources, attempt: int) -> int | WaitForWorkers:
@@ -97,9 +91,8 @@ class ScalingPolicy:
         return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
 
     def delay_s(self, attempt: int) -> float:
-        """Exponential back-off: 1, 2, 4, ... seconds, capped and jittered."""
-        delay = min(self.max_delay_s, self.first_delay_s * 2.0**attempt)
-        return delay * (1.0 + self.jitter * self.draw())
+        """Exponential back-off: 1, 2, 4, ... seconds."""
+        return min(_LONGEST_DELAY_S, self.first_delay_s * 2.0**attempt)
 
 
 Wait = bool | Literal["auto"]

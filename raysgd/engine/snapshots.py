@@ -100,7 +100,7 @@ class NewestSnapshot:
             raise
         except Exception as error:  # of Ray, for the death of the worker; or what its copy has come to there
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
-        return Snapshot(state, self.rank_states, self.progress, getattr(self.transfer, "reference", None))
+        return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
 
 
 def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float, num_calls: int) -> bool:

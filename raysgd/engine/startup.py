@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +23,7 @@ logger = logging.getLogger(__name__)
 
 _ROUND_S = 0.5
 _POLL_S = 0.1
-_LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
-_LONGEST_WATCH_S = 60.0  # on a busy machine the process that looks takes as long to start; a dead node says nothing
-_MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
+_LOADING_S = 120.0  # the interpreter may be locked for as long while a library is loaded on a busy machine
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,6 @@ class StandbyWorker:
 
     worker: RemoteWorker
     info: WorkerInfo
-    facts: Any
 
 
 class Loan:
@@ -125,24 +121,20 @@ class StartupCheck:
     It asks them for heartbeats, beside whatever they do.
 
     A worker counts from its first answer on. One that has never answered counts from when Ray knows its process: before
-    that, the process may not exist yet. One that is silent but uses the processor is not frozen: on a busy machine a
-    library takes long to load.
+    that, the process may not exist yet.
 
     Args:
         platform: What the workers run on.
-        heartbeat_s: A worker that does not answer for so long is killed unless it works; never less than a library
-            takes to load.
+        heartbeat_s: A worker that does not answer for so long is killed; never less than a library takes to load.
     """
 
     def __init__(self, platform: Platform, heartbeat_s: float) -> None:
-        self._platform, self._poll, self._now = platform, platform.outcome, platform.now
+        self._platform, self._now = platform, platform.now
         self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
-            max(heartbeat_s, _LOADING_S), lambda worker, call: self._poll(-1, call), self._now
+            max(heartbeat_s, _LOADING_S), lambda worker, call: platform.outcome(-1, call), platform.now
         )
         self._workers: list[RemoteWorker] = []
         self._infos: dict[RemoteWorker, WorkerInfo] = {}
-        self._watches: dict[RemoteWorker, tuple[Any, float]] = {}
-        self._num_watches: Counter[RemoteWorker] = Counter()
         self._next_round = self._now()
 
     def watch_worker(self, worker: RemoteWorker) -> None:
@@ -155,49 +147,22 @@ class StartupCheck:
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
-            self._forget_silence(worker)
             self._liveness.remove(worker)
 
     def poll(self) -> None:
         """Reads the answers, kills silent workers, and asks again when that is due. Call it now and then."""
         answers, silent = self._liveness.poll()
         for worker, found in answers:
-            self._forget_silence(worker)
             if found.ok:
                 self._infos[worker] = found.value
         for worker, _ in silent:
-            self._judge(worker)
-        for worker, (watch, _) in list(self._watches.items()):
-            self._look_at(worker, watch)
+            if worker in self._infos:
+                self._end(worker, self._infos[worker])
+            elif (info := self._platform.find_process(worker)) is not None:  # it may have been made just now
+                self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
             self._ask(self._workers)
-
-    def _judge(self, worker: RemoteWorker) -> None:
-        """Has a silent worker looked at from beside. The worker itself is asked again in the next round."""
-        info = self._infos.get(worker)
-        if info is None:  # its process may have been made just now
-            found = self._platform.find_process(worker)
-            if found is not None:
-                self._infos[worker] = found
-        elif worker in self._watches:
-            if self._now() - self._watches[worker][1] > _LONGEST_WATCH_S:
-                self._end(worker, info)
-        elif self._num_watches[worker] >= _MOST_WATCHES:
-            self._end(worker, info)
-        else:
-            self._watches[worker] = self._platform.watch_process(info), self._now()
-            self._num_watches[worker] += 1
-
-    def _look_at(self, worker: RemoteWorker, watch: Any) -> None:
-        found = self._poll(-1, watch)
-        if not found.answered:
-            return
-        del self._watches[worker]
-        if found.ok and found.value:
-            logger.debug("a worker (process %s) works and does not respond: it loads", self._infos[worker].pid)
-        else:
-            self._end(worker, self._infos[worker])
 
     def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
         logger.warning(
@@ -206,10 +171,6 @@ class StartupCheck:
         self.remove(worker)
         worker.kill()
         self._platform.kill_process(info)
-
-    def _forget_silence(self, worker: RemoteWorker) -> None:
-        self._watches.pop(worker, None)
-        self._num_watches.pop(worker, None)
 
     def _ask(self, workers: list[RemoteWorker]) -> None:
         self._liveness.ask(workers, lambda worker: worker.submit("describe"))
@@ -399,9 +360,8 @@ class StandbyWorkers:
                 self._kill(worker)
                 num_died += result.failure.kind == "died"
             else:
-                info, facts = result.value.value
-                note_processes([info])
-                self._ready.append(StandbyWorker(worker, info, facts))
+                note_processes([result.value.value])
+                self._ready.append(StandbyWorker(worker, result.value.value))
         self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:

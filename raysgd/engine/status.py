@@ -114,12 +114,6 @@ class TrainerStatus:
     has_session_ended: bool = False
 
     @property
-    def bytes_per_s(self) -> float | None:
-        """Throughput in bytes of a stream, as they are in memory; None where they are not measured."""
-        row_bytes = self.data.row_bytes if self.data is not None else None
-        return None if row_bytes is None or self.samples_per_s is None else row_bytes * self.samples_per_s
-
-    @property
     def state(self) -> str:
         """In a word: "running" while workers are in a call, "idle" between calls, "ended" after their Ray session."""
         phases = {each.heartbeat.phase for each in self.workers if each.heartbeat is not None}
@@ -143,7 +137,6 @@ class TrainerStatus:
 
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
-        speed += "" if self.bytes_per_s is None else f", {self.bytes_per_s / 1e6:.4g} MB/s"
         failures = "failure" if self.num_failures == 1 else "failures"
         workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
         rows = [

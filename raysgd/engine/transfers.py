@@ -11,19 +11,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from raysgd.engine.placement import session
 from raysgd.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
 
-class Transfer(Protocol):
-    """A value on its way from a worker to the driver."""
+@dataclass(frozen=True)
+class Transfer:
+    """A value on its way from a worker to the driver.
 
-    def result(self, timeout_s: float | None, /) -> Any:
-        """The value; raises `TimeoutError` while it is on its way, anything else when it is lost."""
+    Attributes:
+        result: Returns the value. Takes how many seconds to wait, or None to wait for it. Raises `TimeoutError` while
+            it is on its way, anything else when it is lost.
+        reference: Ray's reference to it, where it comes through the object store. Holding on to it keeps the value in
+            the store of the driver's node.
+    """
+
+    result: Callable[[float | None], Any]
+    reference: Any = None
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,22 @@ def store(value: Any) -> SharedValue:
 
 def transfer(call: Any) -> Transfer:
     """Return what a call will return, on its way."""
-    if not isinstance(call, LocalCall):
-        return _StoreTransfer(call)
-    arrived: Future[Any] = Future()
-    arrived.set_result(call.function())
-    return arrived
+    if isinstance(call, LocalCall):
+        value = call.function()
+        return Transfer(lambda timeout_s: value)
+    import ray
+
+    sent_in = session()
+
+    def result(timeout_s: float | None) -> Any:
+        if session() != sent_in:
+            raise WorkersLostError("The Ray session in which it was sent has ended.")
+        try:
+            return ray.get(call, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError("still on its way") from error
+
+    return Transfer(result, call)
 
 
 T = TypeVar("T")
@@ -69,33 +88,27 @@ def run_into(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(result)
 
 
-class StoringTransfer:
-    """A value that a thread of the driver puts into the store, beside whatever comes next; a `Transfer`.
+def storing(store: Callable[[Any], SharedValue], make: Callable[[], AbstractContextManager[Any]]) -> Transfer:
+    """Return a value that a thread of the driver puts into the store, beside whatever comes next.
 
     Args:
         store: Puts a value into the store; `WorkerGroup.store`.
         make: Makes the value, in that thread.
     """
+    stored: Future[Any] = Future()
 
-    def __init__(self, store: Callable[[Any], SharedValue], make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._put, self._make = store, make
-        self._stored: Future[Any] = Future()
-        threading.Thread(target=run_into, args=(self._stored, self._store), name="raysgd-storing", daemon=True).start()
+    def put() -> Any:
+        with make() as value:
+            return store(value).value
 
-    def result(self, timeout_s: float | None) -> Any:
-        """The value as it lies in the store.
-
-        Raises:
-            TimeoutError: It is not there yet.
-        """
+    def result(timeout_s: float | None) -> Any:
         try:
-            return self._stored.result(timeout_s)
+            return stored.result(timeout_s)
         except FutureTimeoutError:  # in Python 3.10 not the class that everyone else means
             raise TimeoutError from None
 
-    def _store(self) -> Any:
-        with self._make() as value:
-            return self._put(value).value
+    threading.Thread(target=run_into, args=(stored, put), name="raysgd-storing", daemon=True).start()
+    return Transfer(result)
 
 
 @dataclass(frozen=True)
@@ -167,8 +180,10 @@ class LostPartError(WorkersLostError):
     """A part of a snapshot was lost, and its copy too."""
 
 
-class FetchedParts:
-    """The parts of all ranks, on their way to the driver's node or to partners.
+def together(
+    transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, tuple[Transfer, StoredPart]]
+) -> Transfer:
+    """Return the parts of all ranks, on their way to the driver's node or to partners, as one `DividedValue`.
 
     Args:
         transfers: The part of each rank.
@@ -177,49 +192,18 @@ class FetchedParts:
             not come to the driver's node.
     """
 
-    def __init__(
-        self,
-        transfers: Sequence[Transfer],
-        nodes: Sequence[str],
-        relays: Mapping[int, tuple[Transfer, StoredPart]] | None = None,
-    ) -> None:
-        self._transfers, self._nodes, self._relays = transfers, nodes, relays or {}
+    def places(rank: int) -> tuple[StoredPart, ...]:
+        reference = transfers[rank].reference
+        copies = (relays[rank][1],) if rank in relays else ()
+        return () if reference is None else (StoredPart(nodes[rank], reference), *copies)
 
-    def result(self, timeout_s: float | None) -> DividedValue:
-        """All parts.
-
-        Raises:
-            TimeoutError: One is not there yet.
-        """
+    def result(timeout_s: float | None) -> DividedValue:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         values = []
-        for rank, each in enumerate(self._transfers):
-            awaited = self._relays[rank][0] if rank in self._relays else each
+        for rank, each in enumerate(transfers):
+            awaited = relays[rank][0] if rank in relays else each
             value = awaited.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            values.append(None if rank in self._relays else value)
-        return DividedValue(tuple(values), tuple(map(self._places, range(len(values)))))
+            values.append(None if rank in relays else value)
+        return DividedValue(tuple(values), tuple(map(places, range(len(values)))))
 
-    def _places(self, rank: int) -> tuple[StoredPart, ...]:
-        reference = getattr(self._transfers[rank], "reference", None)
-        if reference is None:
-            return ()
-        copies = (self._relays[rank][1],) if rank in self._relays else ()
-        return StoredPart(self._nodes[rank], reference), *copies
-
-
-@dataclass(frozen=True)
-class _StoreTransfer:
-    """A transfer through Ray's object store. Holding on to the value keeps it in the store of the driver's node."""
-
-    reference: Any
-    session: Any = field(default_factory=session)
-
-    def result(self, timeout_s: float | None) -> Any:
-        import ray
-
-        if session() != self.session:
-            raise WorkersLostError("The Ray session in which it was sent has ended.")
-        try:
-            return ray.get(self.reference, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError("still on its way") from error
+    return Transfer(result)

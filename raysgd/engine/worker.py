@@ -259,18 +259,18 @@ class WorkerProcess:
         Without `make_replica`, the replica is made only in the group that it joins.
 
         Returns:
-            Where it lives, and the replica's facts.
+            Where it lives.
         """
-        info, facts = self._prepare(hook), None
+        info = self._prepare(hook)
         if make_replica is not None:
             alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
             self._connection.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
             self._replica = replica
-            facts = replica.setup()
+            replica.setup()
             replica.warm_up()
             self._world = World(rank=0, size=1)
-        return WorkerAnswer((info, facts), notes=log_lines.drain())
+        return WorkerAnswer(info, notes=log_lines.drain())
 
     @_guarded
     def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:

@@ -35,7 +35,6 @@ class RangeTest:
     start: float
     end: float
     num_steps: int
-    metric: str
     stop_at: float
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class Recovery:
         resize_interval_s: How often fewer workers than wanted look for room to grow, during an epoch, once a new
             worker could not be had. None: between calls only.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
-            while it is made ready it gets at least 10 s.
+            while it is made ready it gets at least 120 s.
         form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
             and ready.
         settle_timeout_s: How long a survivor of a failure may take to finish the step that it is in; then it

@@ -29,22 +29,6 @@ def alone(numbers: Numbers) -> Callable[[], Numbers]:
     return lambda: numbers
 
 
-class LaneView(NamedTuple):
-    """A rank's view of the lanes that it watches, behind a global batch.
-
-    Attributes:
-        counts: How many rows of each lane were dealt up to there.
-        num_rows: How far it looked in each lane.
-        lanes: The lanes that it watches.
-        found: How many rows are left in each of them, up to `num_rows`, and where it is.
-    """
-
-    counts: Sequence[int]
-    num_rows: int
-    lanes: Sequence[int]
-    found: Sequence[tuple[int, LanePosition]]
-
-
 class LaneEnds:
     """The ends of lanes: known from the lengths of the shards, or seen by the ranks, which tell each other.
 
@@ -53,15 +37,16 @@ class LaneEnds:
     Args:
         of_pass: The pass.
         begin: Where it is.
+        watched: The lanes that this rank watches.
         start_sum: Adds up over all ranks.
 
     Attributes:
         counts: The rows of each lane that were dealt so far, in the pass or since it was opened.
     """
 
-    def __init__(self, of_pass: StreamPass, begin: StreamPosition, start_sum: StartSum) -> None:
+    def __init__(self, of_pass: StreamPass, begin: StreamPosition, watched: range, start_sum: StartSum) -> None:
         num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
-        self._start_sum = start_sum
+        self._watched, self._start_sum = watched, start_sum
         self._num_rows, self._turn = begin.num_rows, begin.turn
         self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # so many rows of each lane were seen
         if self._is_known:
@@ -88,12 +73,18 @@ class LaneEnds:
     def _state(self) -> tuple[list[bool], list[int], list[int]]:
         return self._is_dry, self._seen_to, self.counts
 
-    def see(self, sight: LaneView) -> None:
-        """Called by all ranks at the same place in the pass, with what each of them sees."""
+    def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
+        """Called by all ranks at the same place in the pass, with what each of them sees behind a global batch.
+
+        Args:
+            counts: How many rows of each lane were dealt up to there.
+            num_rows: How far it looked in each lane that it watches.
+            found: How many rows are left in each of them, up to `num_rows`, and where it is.
+        """
         numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
-        for lane, (num_left, position) in zip(sight.lanes, sight.found, strict=True):
+        for lane, (num_left, position) in zip(self._watched, found, strict=True):
             numbers[lane] = num_left, *position
-        self._told.append((sight.counts, sight.num_rows, self._start_sum(numbers)))
+        self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
         """Take in all that was seen so far, which all ranks wait for."""
@@ -106,12 +97,12 @@ class LaneEnds:
             if sum(counts) >= sum(self._known_at):
                 self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
 
-    def deal(self, num_rows: int, look: Callable[[int], LaneView]) -> DealtRows:
+    def deal(self, num_rows: int, look: Callable[[int], None]) -> DealtRows:
         """Deal so many rows, or fewer at the end of the pass.
 
         Args:
             num_rows: How many.
-            look: Looks further, so many rows in each lane; needed where a few lanes give all rows.
+            look: Looks further, so many rows in each lane, and calls `see`; needed where a few lanes give all rows.
         """
         self.hear()
         while True:
@@ -121,7 +112,7 @@ class LaneEnds:
             # Else a lane may have fewer rows than it gave, or none behind them. All ranks come to the same.
             if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
-            self.see(look(2 * max(dealt.counts) + 1))
+            look(2 * max(dealt.counts) + 1)
             self.hear()
         self.counts, self._turn = after, dealt.turn
         self._num_rows += dealt.num_rows
@@ -220,8 +211,8 @@ class GlobalReader:
         pad: bool = True,
     ) -> None:
         self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
-        self._watched, self._open_loading = watched, open_loading
-        self._ends = LaneEnds(of_pass, begin, start_sum)
+        self._open_loading = open_loading
+        self._ends = LaneEnds(of_pass, begin, watched, start_sum)
         self._num_rows = begin.num_rows
         self._is_over = False
         self._has_rows, self._last_batch = False, None
@@ -236,7 +227,7 @@ class GlobalReader:
             last.callback(self._loading.end_loading)
             num_seen = self._ends.num_seen(self._rows_ahead)
             if num_seen:
-                self._ends.see(self._look(num_seen))
+                self._look(num_seen)
             while True:
                 while not self._is_over and len(self._ordered) <= self._loading.num_ahead:
                     self._deal()
@@ -244,7 +235,7 @@ class GlobalReader:
                     return
                 joint, made = self._ordered.popleft(), self._next_made()
                 if joint.num_seen:  # answered while the worker trains
-                    self._ends.see(LaneView(joint.counts, joint.num_seen, self._watched, made.found))
+                    self._ends.see(joint.counts, joint.num_seen, made.found)
                 if joint.ends_pass and self._stream.skips:  # what was left out is known before the pass ends
                     self._ends.hear()
                     joint = joint._replace(after=self._ends.position())
@@ -300,13 +291,13 @@ class GlobalReader:
     def _next_made(self) -> MadeBatches:
         return self._made.popleft() if self._made else self._receive()
 
-    def _look(self, num_rows: int) -> LaneView:
+    def _look(self, num_rows: int) -> None:
         """Look behind all that was dealt so far."""
         counts, places = self._ends.counts, self._ends.places
         while self._num_orders:
             self._made.append(self._receive())
         self._order(BatchOrder((), [0] * len(counts), places, num_rows))
-        return LaneView(counts, num_rows, self._watched, self._receive().found)
+        self._ends.see(counts, num_rows, self._receive().found)
 
     def _batches(self, joint: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
         for number, (batch, (start, stop, num_global)) in enumerate(zip(made.batches, joint.parts, strict=True), 1):

@@ -56,7 +56,7 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     """Lets the next group that is started, and has these ranks, lose them over its set-up."""
     _disarm(trainer, "setup")
-    lifecycle = controller_of(trainer)._lifecycle
+    lifecycle = controller_of(trainer)
     original = lifecycle.make_group
 
     def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:

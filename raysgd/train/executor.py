@@ -53,7 +53,6 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather
 
 logger = logging.getLogger(__name__)
 
-_RELEASE_S = 30.0
 
 WORDS = FrontEndWords(
     when_shut_down="Call `start` again for new workers.",
@@ -280,7 +279,6 @@ class BackendExecutor:
             replace(spec, make_replica=self._hooks.replicas),
             self._scaling,
             self._failure_policy(),
-            release_timeout_s=_RELEASE_S,
             rules=ElasticRules(not self._rules.is_elastic, self._resize_interval_s, leaving),
             start_budget=self._max_retries.budget,
             hooks=self._hooks,

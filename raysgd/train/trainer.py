@@ -71,7 +71,7 @@ class Trainer:
         resize_interval_s: How often a run on fewer workers than it might have looks for room; it grows after a
             checkpoint.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
-            while it is made ready it gets at least 10 s.
+            while it is made ready it gets at least 120 s.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
         placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
             them, unless the environment variable TRAIN_ENABLE_WORKER_SPREAD says otherwise.

@@ -1,6 +1,6 @@
 """`fit`, `test` and `history` of a trainer with one worker in this process.
 
-Covers `raysgd.driver.fit_loop` and `raysgd.driver.fit_methods`; `raysgd.history.history` only passes on.
+Covers `raysgd.driver.fit_loop` and `raysgd.driver.trainer`; `raysgd.history.history` only passes on.
 """
 
 from __future__ import annotations

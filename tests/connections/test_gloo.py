@@ -16,7 +16,6 @@ from raysgd.connections import _gloo
 from raysgd.connections._gloo import (
     DelayedCalls,
     GlooConnections,
-    OpenedSockets,
     OpenSocket,
     addresses_in,
     as_written,
@@ -212,7 +211,7 @@ def test_only_connections_that_came_since_are_found_with_both_ends(sockets: Sock
     near, far = sockets.connect()
     server = sockets.own(socket.create_server(("127.0.0.1", 0)))  # it listens: there is no other end
     local = sockets._stack.enter_context(socket.socket(socket.AF_UNIX))
-    found = opened_since(before).connections
+    found = opened_since(before)[0]
     ours = {one.fileno() for one in (*old, near, far, server, local)}  # a library may have connections of its own
     assert ours & {one.number for one in found} == {near.fileno(), far.fileno()}
     [one] = found_of(near, found)
@@ -227,7 +226,7 @@ def test_a_number_that_was_used_before_is_found_when_it_is_another_socket(socket
     old.close()
     os.dup2(new.fileno(), number)
     try:
-        assert number in {one.number for one in opened_since(before).connections}
+        assert number in {one.number for one in opened_since(before)[0]}
     finally:
         os.close(number)
 
@@ -253,7 +252,7 @@ def test_an_address_is_told_alike_by_sockets_of_either_kind() -> None:
             socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as near,
             listener.accept()[0] as far,
         ):
-            found = opened_since(before).connections
+            found = opened_since(before)[0]
             [of_near], [of_far] = found_of(near, found), found_of(far, found)
             assert of_near.ends == (of_far.ends[1], of_far.ends[0])
 
@@ -269,10 +268,10 @@ def test_sockets_that_listen_are_found_where_they_came_since(sockets: Sockets) -
     ends = sockets.connect()
     listener = sockets.own(socket.create_server(("127.0.0.1", 0)))
     sockets.own(socket.socket(socket.AF_UNIX))
-    address, found = text(listener.getsockname()), opened_since(before).listening
+    address, found = text(listener.getsockname()), opened_since(before)[1]
     assert address in found
     assert not {text(sockets.listener.getsockname()), *(text(end.getsockname()) for end in ends)} & set(found)
-    assert address not in opened_since(open_sockets()).listening
+    assert address not in opened_since(open_sockets())[1]
 
 
 def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:
@@ -284,7 +283,7 @@ def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:
     ]
     for thread in waiting:
         thread.start()
-    [one] = found_of(near, opened_since(before).connections)
+    [one] = found_of(near, opened_since(before)[0])
     one.shut()
     for thread in waiting:
         thread.join(20)
@@ -295,7 +294,7 @@ def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:
 def test_a_cut_leaves_the_number_to_whoever_owns_it(sockets: Sockets) -> None:
     before = open_sockets()
     near, _ = sockets.connect()
-    [one] = found_of(near, opened_since(before).connections)
+    [one] = found_of(near, opened_since(before)[0])
     one.shut()
     one.shut()
     near.close()  # fails if somebody else had closed it
@@ -305,7 +304,7 @@ def test_a_cut_leaves_the_number_to_whoever_owns_it(sockets: Sockets) -> None:
 def test_a_number_that_was_given_to_another_socket_is_not_cut(sockets: Sockets) -> None:
     before = open_sockets()
     near, _ = sockets.connect()
-    [one] = found_of(near, opened_since(before).connections)
+    [one] = found_of(near, opened_since(before)[0])
     other, far = sockets.connect()
     near.close()
     os.dup2(other.fileno(), one.number)
@@ -320,4 +319,4 @@ def test_a_number_that_was_given_to_another_socket_is_not_cut(sockets: Sockets) 
 def test_where_there_is_nothing_to_read_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gloo, "_FOLDER", "/no/such/folder")
     assert open_sockets() == {}
-    assert opened_since({}) == OpenedSockets([], [])
+    assert opened_since({}) == ([], [])

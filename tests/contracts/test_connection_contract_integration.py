@@ -182,7 +182,7 @@ def leave(replica: Any) -> None:
 
 
 def where_it_listens(replica: Any) -> list[str]:
-    return opened_since(replica.sockets).listening
+    return opened_since(replica.sockets)[1]
 
 
 def changed_variables(replica: Any) -> list[str]:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine import startup
 from raysgd.engine.group import WorkerGroup
-from raysgd.engine.platform import Platform
 from raysgd.engine.policies import choose_source, takers
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources, StateHandover, World
@@ -196,7 +194,7 @@ def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
     wait_until(lambda: rig.group.standby.num_coming == 0)  # being asked is enough to see who is ready
     assert rig.group.standby.num_ready == 1
     [spare] = rig.group.standby.take_ready(3)
-    assert (spare.facts, is_alive(spare.info.pid)) == ("rank 1 of 2", True)
+    assert is_alive(spare.info.pid)
     assert spare.info.pid not in rig.pids()
     rig.group.standby.kill(spare)
     wait_until(lambda: not is_alive(spare.info.pid))
@@ -223,7 +221,6 @@ def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "_LOADING_S", 0.0)
-    monkeypatch.setattr(Platform, "watch_process", lambda self, info: ray.put(not is_stopped(info.pid)))
     order = tmp_path / "freeze"
     order.touch()
     freezes = partial(FreezesLater, order)

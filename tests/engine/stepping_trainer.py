@@ -61,7 +61,7 @@ class Trainer:
                 snapshots_inside=snapshots_inside,
                 words=WORDS,
             ),
-            ScalingPolicy(max_workers, min_workers, num_local=int(use_local), draw=lambda: 0.0),
+            ScalingPolicy(max_workers, min_workers, num_local=int(use_local)),
             FailurePolicy(continues and not renews),
             make_group=self.cluster.make_group,
             view=self.cluster.view,

@@ -73,7 +73,7 @@ class Trainer:
                 snapshot_every_s=snapshot_every_s,
                 words=WORDS,
             ),
-            ScalingPolicy(max_workers, num_local=int(use_local), **{"draw": lambda: 0.0, **scaling}),  # no jitter
+            ScalingPolicy(max_workers, num_local=int(use_local), **scaling),
             make_group=self.cluster.make_group,
             view=lambda: self.cluster.view(),
             clock=self.clock.as_clock(),
@@ -832,7 +832,6 @@ USES: list[Callable[[Trainer], Any]] = [
     lambda trainer: trainer.add(1),
     lambda trainer: trainer.read(),
     lambda trainer: trainer.controller.snapshot(),
-    lambda trainer: trainer.controller.group,
     lambda trainer: trainer.controller.ensure_group(),
 ]
 
@@ -869,7 +868,7 @@ def test_while_there_is_no_group_the_number_of_workers_is_the_one_asked_for() ->
 
 def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:
     trainer = started()
-    trainer.controller._lifecycle._session = "one that has ended"
+    trainer.controller._session = "one that has ended"
     functions = list(trainer.group.functions)
     for use in (trainer.add, lambda _: trainer.controller.ensure_group(), lambda _: trainer.controller.snapshot()):
         with pytest.raises(TrainerShutdownError, match="The Ray session of this trainer has ended"):
@@ -928,5 +927,5 @@ def test_no_trainer_gives_way_in_vain() -> None:
 def beside(first: Trainer, max_workers: int = 3) -> Trainer:
     """Another trainer of the program, in the same cluster."""
     trainer = Trainer(first.cluster, max_workers=max_workers)
-    trainer.controller._view = first.controller._view
+    trainer.controller.view = first.controller.view
     return trainer

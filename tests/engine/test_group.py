@@ -380,7 +380,7 @@ class Trainer:
         self.hooks = NotingHooks(self.cluster)
         self.controller = ElasticController(
             GroupSpec(NullConnection(), CountingReplica),
-            ScalingPolicy(2, draw=lambda: 0.0),
+            ScalingPolicy(2),
             make_group=self.cluster.make_group,
             view=self.cluster.view,
             clock=FakeClock().as_clock(),

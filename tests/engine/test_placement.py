@@ -119,7 +119,7 @@ def test_memory_counts_and_is_shown_to_who_asks_for_it() -> None:
 class Granted(Reservation):
     """A reservation in a cluster with so much room."""
 
-    def __init__(self, cluster: Cluster, need: Resources, num_workers: int, *rest: Any) -> None:
+    def __init__(self, cluster: Cluster, num_workers: int, *rest: Any) -> None:
         self._cluster, self._num_workers, self.rest = cluster, num_workers, rest
         self.has_room = self.is_closed = False
 
@@ -160,7 +160,7 @@ class Cluster:
     made: list[Granted] = field(default_factory=list)
 
     def slots(self) -> Slots:
-        return Slots(Resources(), make_reservation=self._make)
+        return Slots(self._make)
 
     def _make(self, *args: Any) -> Granted:
         self.made.append(Granted(self, *args))

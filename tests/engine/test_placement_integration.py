@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,14 +21,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysgd.engine import placement
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client
-from raysgd.engine.platform import Platform
 from raysgd.engine.policies import capacity
 from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.types import Resources, WorkerInfo
+from raysgd.engine.shared.types import Resources
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.helpers.fakes import CountingReplica, NullConnection, add
-from tests.helpers.processes import is_stopped, wait_until
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -329,7 +326,7 @@ def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ra
 
 
 def test_what_is_asked_for_is_reserved_as_soon_as_somebody_else_gives_it_back(holder: Any) -> None:
-    slots = Slots(ONE)
+    slots = Slots(partial(Reservation, ONE))
     try:
         slots.ask_up_to(2, 0)
         wait_until(lambda: slots.take_granted() is None and len(slots) == 1)
@@ -349,24 +346,6 @@ def test_a_wait_for_room_ends_when_it_is_there(holder: Any) -> None:
         remove_placement_group(holder)
         time.sleep(seconds)
 
-    Slots(ONE).await_room(2, 60.0, sleep)
+    Slots(partial(Reservation, ONE)).await_room(2, 60.0, sleep)
     assert sum(pauses) < 60
     wait_until(nothing_is_reserved)
-
-
-# -------------------------------------------------------------------------------------------- watching
-
-
-def test_a_process_that_loads_is_told_from_one_that_is_frozen(ray_cluster: None) -> None:
-    node_id = ray.get_runtime_context().get_node_id()
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        info = WorkerInfo(node_id, "127.0.0.1", busy.pid)
-        assert ray.get(Platform().watch_process(info))
-        busy.send_signal(signal.SIGSTOP)
-        wait_until(lambda: is_stopped(busy.pid))
-        assert not ray.get(Platform().watch_process(info))
-    finally:
-        busy.kill()
-        busy.wait()
-    assert not ray.get(Platform().watch_process(info)), "it is gone"

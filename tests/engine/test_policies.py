@@ -52,7 +52,7 @@ def view(*free_cpus: float, total: float = 8, **more: float) -> ClusterView:
 
 
 def policy(max_workers: int = 4, **options: float) -> ScalingPolicy:
-    return ScalingPolicy(max_workers, **{"draw": lambda: 0.0, **options})  # type: ignore[arg-type]
+    return ScalingPolicy(max_workers, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,6 @@ def test_the_last_attempt_gives_up_and_says_what_would_fit(num_attempts: int, la
 def test_waits_double_up_to_a_cap() -> None:
     waits = [policy().delay_s(attempt) for attempt in range(10)]
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-
-
-@pytest.mark.parametrize(("drawn", "expected"), [(0.0, 4.0), (0.5, 4.2), (0.999, 4.3996)])
-def test_jitter_lengthens_a_wait_by_a_tenth_at_most(drawn: float, expected: float) -> None:
-    assert ScalingPolicy(1, draw=lambda: drawn).delay_s(2) == pytest.approx(expected)
-
-
-def test_waits_of_two_trainers_differ_by_default() -> None:
-    assert ScalingPolicy(1).delay_s(3) != ScalingPolicy(1).delay_s(3)
 
 
 @pytest.mark.parametrize(

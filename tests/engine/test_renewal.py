@@ -29,7 +29,7 @@ class Trainer:
         self.cluster = FakeCluster()
         self.controller = ElasticController(
             GroupSpec(NullConnection(), self._make_replica),
-            ScalingPolicy(max_workers=3, draw=lambda: 0.0),
+            ScalingPolicy(max_workers=3),
             make_group=self.cluster.make_group,
             view=self.cluster.view,
             clock=FakeClock().as_clock(),

@@ -41,6 +41,7 @@ class Transfer:
     token: int
     outcome: Any = ON_ITS_WAY
     waits: list[float | None] = field(default_factory=list)
+    reference: None = None
 
     def result(self, timeout_s: float | None) -> Any:
         self.waits.append(timeout_s)
@@ -438,7 +439,7 @@ class Trainer:
         )
         self.controller = ElasticController(
             spec,
-            ScalingPolicy(3, draw=lambda: 0.0),
+            ScalingPolicy(3),
             make_group=self.cluster.make_group,
             view=self.cluster.view,
             clock=self.clock.as_clock(),

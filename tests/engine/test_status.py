@@ -121,14 +121,6 @@ def test_the_text_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, wide.splitlines())) > 60
 
 
-def test_bytes_per_second_are_told_where_rows_are_measured() -> None:
-    ledger = replace(LEDGER, row_bytes=2e6)
-    found = status(heartbeats={rank: replace(beat, data=ledger) for rank, beat in BEATS.items()})
-    assert found.bytes_per_s == 2e6 * found.samples_per_s
-    assert "1234 samples/s, 2469 MB/s; the others" in str(found)
-    assert status().bytes_per_s is None
-
-
 def test_a_global_batch_that_follows_the_number_of_workers_is_told() -> None:
     words = "2 workers x 32 samples: a global batch of 64"
     assert f"batch:      {words}\n" in str(replace(status(), global_batch=words))

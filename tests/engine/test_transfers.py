@@ -11,11 +11,11 @@ import pytest
 from raysgd.engine import transfers
 from raysgd.engine.transfers import (
     DividedValue,
-    FetchedParts,
     LostPartError,
     SharedValue,
     StoredPart,
-    StoringTransfer,
+    storing,
+    together,
     transfer,
 )
 from raysgd.engine.worker import LocalCall, node_here
@@ -49,11 +49,11 @@ def test_a_value_that_is_being_stored_comes_as_it_lies_in_the_store() -> None:
         assert is_wanted.wait(60)
         yield "a"
 
-    storing = StoringTransfer(lambda value: SharedValue(f"stored {value}", None), make)
+    stored = storing(lambda value: SharedValue(f"stored {value}", None), make)
     with pytest.raises(TimeoutError):
-        storing.result(0.0)
+        stored.result(0.0)
     is_wanted.set()
-    assert storing.result(60) == "stored a"
+    assert stored.result(60) == "stored a"
 
 
 def test_what_cannot_be_stored_says_why() -> None:
@@ -61,12 +61,12 @@ def test_what_cannot_be_stored_says_why() -> None:
         raise OSError("no room in the store")
 
     with pytest.raises(OSError, match="no room"):
-        StoringTransfer(store, lambda: nullcontext("a")).result(60)
+        storing(store, lambda: nullcontext("a")).result(60)
 
 
 def test_parts_are_there_when_all_are() -> None:
     slow = Slow()
-    fetched = FetchedParts([in_driver("a"), slow], ["home", "a"])
+    fetched = together([in_driver("a"), slow], ["home", "a"], {})
     with pytest.raises(TimeoutError):
         fetched.result(0.0)
     slow.value = "b"
@@ -81,7 +81,7 @@ def test_parts_that_wait_together_wait_no_longer_than_one() -> None:
     first = Slow()
     first.value = "a"
     with pytest.raises(TimeoutError):
-        FetchedParts([first, second], ["a", "b"]).result(5.0)
+        together([first, second], ["a", "b"], {}).result(5.0)
     [waited] = second.waits
     assert waited is not None
     assert 0.0 <= waited <= 5.0
@@ -98,7 +98,7 @@ def test_parts_travel_as_references_but_for_those_that_have_none() -> None:
 def test_a_part_is_there_when_its_partner_has_a_copy() -> None:
     sent, arrival = Slow(), Slow()
     sent.value = "never asked for"
-    fetched = FetchedParts([in_driver("a"), sent], ["home", "a"], {1: (arrival, StoredPart("b", "copy"))})
+    fetched = together([in_driver("a"), sent], ["home", "a"], {1: (arrival, StoredPart("b", "copy"))})
     with pytest.raises(TimeoutError):
         fetched.result(0.0)
     arrival.value = "has arrived"

@@ -75,8 +75,7 @@ def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_grou
     worker, diary = hosted()
     ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, SteppingReplica)
     assert diary.steps == ["hook", "load", "open 127.0.0.1 as 0", "join 127.0.0.1:7 as 0 of 1, True"]
-    info, facts = ready.value
-    assert (facts, info.pid) == ("rank 1 of 3", os.getpid())
+    assert ready.value.pid == os.getpid()
     replica = worker.replica
     assert isinstance(replica, SteppingReplica)
     assert replica.is_primed
@@ -85,8 +84,7 @@ def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_grou
 def test_a_worker_whose_replica_is_made_in_its_group_only_loads_before() -> None:
     worker, diary = hosted()
     ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, None)
-    info, facts = ready.value
-    assert (diary.steps, facts, info.pid) == (["hook", "load"], None, os.getpid())
+    assert (diary.steps, ready.value.pid) == (["hook", "load"], os.getpid())
     assert worker.open_endpoint("10.0.0.1", 1) == 7
     assert worker.build(SECOND, MEETING, SteppingReplica, capture=False).value == "rank 1 of 3"
 

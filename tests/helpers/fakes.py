@@ -41,7 +41,7 @@ from raysgd.engine.shared.types import (
 )
 from raysgd.engine.snapshots import Snapshots
 from raysgd.engine.startup import Replacements, StandbyWorkers
-from raysgd.engine.transfers import FetchedParts
+from raysgd.engine.transfers import Transfer, together
 from raysgd.engine.worker import WorkerAnswer
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
@@ -491,14 +491,14 @@ class FakeGroup(WorkerGroup):
             outcomes.append(Outcome(rank, answer) if is_heard else Outcome(rank, answered=False))
         return GroupReport(tuple(outcomes))
 
-    def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> FakeTransfer:
-        return FakeTransfer(self, lambda: function(self.replicas[rank], *args))
+    def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
+        return Transfer(FakeTransfer(self, lambda: function(self.replicas[rank], *args)).result)
 
     fetch = beside
 
-    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> FetchedParts:
+    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
-        return FetchedParts(parts, [info.node_id for info in self.infos])
+        return together(parts, [info.node_id for info in self.infos], {})
 
     def share(self, value: Any) -> list[Any]:
         return [value] * self.num_workers

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from raysgd.engine import group, transfers
+from raysgd.engine import group
+from raysgd.engine.platform import Platform
 from tests.helpers.doors import controller_of
 
 
@@ -18,7 +19,7 @@ def sent_by_load(trainer: Any, path: Path, times: int) -> tuple[int, int]:
     Returns:
         The size of the largest message to a single worker, and the bytes of what is stored for all of them.
     """
-    pack, store = group.pack, transfers.store
+    pack, store = group.pack, Platform.store
     messages: list[int] = []
     stored: list[int] = []
 
@@ -36,6 +37,6 @@ def sent_by_load(trainer: Any, path: Path, times: int) -> tuple[int, int]:
     controller.snapshots.adopt(replace(snapshot, rank_states=snapshot.rank_states * times))
     trainer.save(path)
     controller.snapshots.adopt(snapshot)
-    with patch.object(group, "pack", packed), patch.object(transfers, "store", counted):
+    with patch.object(group, "pack", packed), patch.object(Platform, "store", staticmethod(counted)):
         trainer.load(path)
     return max(messages), sum(stored)

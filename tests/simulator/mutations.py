@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller, recovery, snapshots, startup
+from raysgd.engine import controller, recovery, snapshots
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.gathering import Listener
 from raysgd.engine.group import WorkerGroup
@@ -26,7 +26,6 @@ from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.undo import Undo, _Copies
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.state.copies import PendingCopies
-from tests.simulator.befalling import ENDLESS
 from tests.simulator.schedule import Fault, Op, Schedule
 
 
@@ -208,30 +207,6 @@ def _stops_beside(real: Any) -> Any:
     return stop
 
 
-def _takes_any_look(real: Any) -> Any:
-    def look_at(self: StartupCheck, worker: Any, watch: Any) -> None:
-        if self._poll(-1, watch).answered:
-            self._forget_silence(worker)
-
-    return look_at
-
-
-def _ends_at_any_look(real: Any) -> Any:
-    def look_at(self: StartupCheck, worker: Any, watch: Any) -> None:
-        if self._poll(-1, watch).answered:
-            self._end(worker, self._infos[worker])
-
-    return look_at
-
-
-def _waits_for_looks(real: Any) -> Any:
-    def judge(self: StartupCheck, worker: Any) -> None:
-        if worker not in self._watches:
-            real(self, worker)
-
-    return judge
-
-
 def _kill_politely(real: Any) -> Any:
     def kill_rank(self: WorkerGroup, rank: int) -> None:
         self.workers[rank].kill()
@@ -377,9 +352,6 @@ _BROKEN_OFF = tuple(
 _HANGING = Schedule(
     1, num_workers=3, nodes=(4,), num_samples=40, ops=(Op("train", None, 1),), faults=(Fault("slow", "step", 10),)
 )
-_FROZEN = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("freeze", "prepare", 1),)) for seed in range(20))
-_LOADING = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1),)) for seed in range(10))
-_ENDLESS = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1, ENDLESS),))
 _DYING_STARTS = Schedule(
     1, num_workers=3, nodes=(3,), ops=(Op("train"),), faults=tuple(Fault("die", "prepare", nth) for nth in (1, 2, 3))
 )
@@ -571,19 +543,6 @@ MUTATIONS = (
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
     Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (141,)),
-    Mutation(
-        "workers that do not work while they start are waited for",
-        StartupCheck,
-        "_look_at",
-        _takes_any_look,
-        (),
-        _FROZEN,
-    ),
-    Mutation("workers that load long are killed", StartupCheck, "_look_at", _ends_at_any_look, (), _LOADING),
-    Mutation(
-        "an answer is waited for of a node that gives none", StartupCheck, "_judge", _waits_for_looks, (), _FROZEN
-    ),
-    Mutation("workers may load without an end", startup, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
     Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside, (), _LOOKED_AT),
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),

@@ -282,9 +282,6 @@ class SimPlatform:
         assert isinstance(worker, SimWorker)
         return worker.process.info if worker.process.is_up else None
 
-    def watch_process(self, info: WorkerInfo) -> Call:
-        return self._process_of(info).look()
-
     def kill_process(self, info: WorkerInfo) -> None:
         process = self._process_of(info)
         self._invariants.check_ended(process)
@@ -294,34 +291,21 @@ class SimPlatform:
         return next(process for process in self._cluster.processes if process.pid == info.pid)
 
     def transfer(self, call: Call | LocalCall) -> Transfer:
-        return Arrived(call.function()) if isinstance(call, LocalCall) else SimTransfer(self._kernel, call)
+        if isinstance(call, LocalCall):
+            value = call.function()
+            return Transfer(lambda timeout_s: value)
+        return Transfer(partial(_sent, self._kernel, call))
 
     def store(self, value: Any) -> SharedValue:
         return SharedValue(value, value)
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A value that has no way to go."""
-
-    value: Any
-
-    def result(self, timeout_s: float | None) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True)
-class SimTransfer:
-    """A value on its way to the driver."""
-
-    kernel: Kernel
-    call: Call
-
-    def result(self, timeout_s: float | None) -> Any:
-        if timeout_s != 0.0:
-            self.kernel.block(lambda: self.call.is_done, timeout_s)
-        if not self.call.is_done:
-            raise TimeoutError("still on its way")
-        if self.call.error is not None:
-            raise ConnectionError(self.call.error.fault.message)
-        return self.call.value
+def _sent(kernel: Kernel, call: Call, timeout_s: float | None) -> Any:
+    """What a call returns that is on its way to the driver."""
+    if timeout_s != 0.0:
+        kernel.block(lambda: call.is_done, timeout_s)
+    if not call.is_done:
+        raise TimeoutError("still on its way")
+    if call.error is not None:
+        raise ConnectionError(call.error.fault.message)
+    return call.value

@@ -26,7 +26,6 @@ from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
 from tests.simulator.replica import SimReplica
 
-LOOK_S = 2.0
 _NEVER = float("inf")
 _LANES = {
     **dict.fromkeys(("describe", "interrupt", "last_call"), "signs"),
@@ -71,9 +70,6 @@ class Host(Protocol):
     def start_s(self) -> float:
         """How long a process takes to start."""
 
-    def is_seen(self) -> bool:
-        """Whether other processes get to look at one; not on a machine that is too busy."""
-
     def point_of(self, label: str, process: Process) -> Iterable[float]:
         """A place where something may happen."""
 
@@ -102,7 +98,6 @@ class Process:
         is_frozen: Whether it answers nothing, and may go on later.
         loads: Whether it works while it is frozen.
         is_endless: Whether it does so without an end.
-        watch: The last look of another process at it.
         outlives_kill: Whether nothing reaches it while it is frozen, so that it goes on for a while when killed.
         is_driver: Whether it is the driver itself, whose end is the end of all.
         died_at: When it ended.
@@ -121,10 +116,8 @@ class Process:
         self.loads = self.is_endless = False
         self.died_at, self.thawed_at, self.answered_at, self._looks_at = _NEVER, -_NEVER, -_NEVER, -_NEVER
         self.ready_at = _NEVER
-        self.watch: Call | None = None
         self._number: CallNumber | None = None
         self._reply: WorkerAnswer | None = None
-        self._is_seen = True
         self._parked: list[Callable[[], None]] = []
         self._queues: dict[str, deque[tuple[Call, Task]]] = {}
         self._open: dict[Call, None] = {}
@@ -289,29 +282,6 @@ class Process:
         if self.is_killed:
             self.host.kernel.after(0.5, lambda: self.die(0.01, "it was killed"))
 
-    # ------------------------------------------------------------------------------------ who looks at it
-
-    def look(self) -> Call:
-        """Another process on its node looks whether this one works; the answer comes after a while, if it comes."""
-        if self.watch is None:
-            self._is_seen = self.host.is_seen()
-        call = self.watch = Call("look")
-        call.then(self.host.kernel.note_answer)
-        if self._is_seen:
-            self.host.kernel.begin(self._looked_at(call))
-        return call
-
-    def _looked_at(self, call: Call) -> Task:
-        yield self.host.start_s()
-        until = self.host.kernel.now + LOOK_S
-        while not self._works and self.host.kernel.now < until:
-            yield 0.25
-        call.set(self._works)
-
-    @property
-    def _works(self) -> bool:
-        return not self.is_dead and (self.loads or not self.is_frozen)
-
     # ------------------------------------------------------------------------------------ what it does when called
 
     def _point(self, label: str) -> Iterable[float]:
@@ -345,15 +315,15 @@ class Process:
         yield from self._point("prepare")
         yield self.host.work_s()
         if make_replica is None:
-            return WorkerAnswer((self.info, None))
+            return WorkerAnswer(self.info)
         alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
         yield from self.connection.joining(alone, World(rank=0, size=1), even_alone=True)
         self.replica = self.host.make_replica(world, self.connection, str(self.pid))
-        facts = self.replica.setup()
+        self.replica.setup()
         yield from self._point("warm up")
         yield self.host.work_s()
         self.ready_at = self.host.kernel.now
-        return WorkerAnswer((self.info, facts))
+        return WorkerAnswer(self.info)
 
     def _leave_group(self, host: str) -> Task:
         yield from self._point("leave")

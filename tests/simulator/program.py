@@ -31,6 +31,8 @@ LISTENING_S = 60.0  # longer than any grace: a thread that listens to workers th
 class Storing:
     """A state that the driver puts into the store beside whatever comes next. Now and then there is no room for it."""
 
+    reference = None
+
     def __init__(self, kernel: Kernel, state: State, rng: random.Random) -> None:
         self._kernel, self._stored = kernel, Future()
         error = OSError("no room in the store") if rng.random() < 0.2 else None

@@ -88,14 +88,11 @@ class Simulation:
         )
         return ElasticController(
             spec,
-            ScalingPolicy(
-                schedule.num_workers, schedule.min_workers, draw=lambda: 0.5, num_local=int(schedule.use_local)
-            ),
+            ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=int(schedule.use_local)),
             FailurePolicy(schedule.continues),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
             view=self.cluster.view,
             clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel), lambda: Condition(kernel)),
-            release_timeout_s=10.0,
             rules=ElasticRules(*_waiting(schedule.resize_interval_s), self._leaving, keeps_global_batch=lambda: True),
             hooks=self.invariants.hooks,
         )
@@ -154,9 +151,6 @@ class Simulation:
 
     def start_s(self) -> float:
         return self.rng.uniform(0.05, 0.4)
-
-    def is_seen(self) -> bool:
-        return self.rng.random() < 0.9
 
     def point_of(self, label: str, process: Process) -> Iterable[float]:
         return self.befalling.at(label, process)

@@ -9,12 +9,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from raysgd.arrays.division import Division, ShardedGlobalBatch
 from raysgd.streams.global_reader import StartSum
-from raysgd.streams.source import StreamData, StreamSource, num_bytes, stream_data
+from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from tests.streams.made import MadeStream
 
@@ -60,14 +59,6 @@ def data_of(stream: Stream, name: str = "train", world_size: int = 1) -> StreamD
 
 def source_of(data: StreamData, seed: int = 0, rank: int = 0, world_size: int = 1) -> StreamSource:
     return StreamSource(data, Place(rank, world_size), seed, Tuples(), Item, "no batch")
-
-
-def test_the_size_of_a_row_is_the_mean_of_those_that_were_read() -> None:
-    source = source_of(data_of(MadeStream([4]).map(lambda row: {"text": "ab" * row[1], "x": np.zeros(2)}).batch(2)))
-    assert source.row_bytes is None
-    sizes = [source.row_bytes for _ in source.open(0, 0)]
-    assert sizes == [16 + 1.0, 16 + 3.0]
-    assert num_bytes(("abc", [b"de", 7], {"a": np.zeros(3)})) == 5 + 24
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -161,8 +152,8 @@ def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out
     state = json.loads(json.dumps({"consumed": 8, "is_mid_pass": True, **source.state(8, True)}))
     way_out = r".* or leave it out and begin an epoch, with `load\(path, parts="
     for other, words in (
-        (MadeStream([10, 21]).shuffle(80), r"other shards \(2 then, 2 now; 'shard-1' changed\)"),
-        (MadeStream([10, 20, 1]).shuffle(80), r"other shards \(2 then, 3 now; 'shard-2' changed\)"),
+        (MadeStream([10, 21]).shuffle(80), r"other shards \(2 then, 2 now\), or other versions of them"),
+        (MadeStream([10, 20, 1]).shuffle(80), r"other shards \(2 then, 3 now\)"),
         (stream.shuffle(90), r"`shuffle\(80, seed=None\)`, which has `shuffle\(90, seed=None\)` now"),
         (stream.shuffle(80, seed=3), r"which has `shuffle\(80, seed=3\)` now"),
         (stream.shuffle(80).filter(bool), "0 filters, which has 1 filters now"),

@@ -23,7 +23,7 @@ Make = Callable[..., TorchTrainer]
 
 
 def a_test(**options: Any) -> RangeTest:
-    return RangeTest(**{"start": 0.001, "end": 1.0, "num_steps": 7, "metric": "train_loss", "stop_at": 4.0, **options})
+    return RangeTest(**{"start": 0.001, "end": 1.0, "num_steps": 7, "stop_at": 4.0, **options})
 
 
 def test_rates_grow_by_the_same_factor() -> None:

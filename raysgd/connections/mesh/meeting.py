@@ -33,9 +33,8 @@ _POLL_S = 0.05
 _HANDSHAKE_S = 30.0  # a process that has proved nothing by then is disconnected
 _LOOK_S = 1.0  # between two looks for such a process
 _BACKLOG = 4096
-_MOST_STRANGERS = 1024  # more of them use up what a process may open
+_MOST_STRANGERS = 128  # many would use up what a process may open
 _MOST_ACCEPTED = 256  # at a time: those accepted before have to get on, too
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _HAS_NAMES = sys.platform.startswith("linux")  # for sockets, in no folder
 
 Address: TypeAlias = tuple[str, int]
@@ -233,14 +232,7 @@ class _Handshakes:
 
     def call(self, call: ConnectionAttempt) -> None:
         """Connects to a rank and starts to prove who this one is."""
-        try:
-            connection = _socket_for(call.address)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            self._make_room()
-            self._postponed.append(call)
-            return
+        connection = _socket_for(call.address)
         code = connection.connect_ex(_name_of(call.address))
         if code not in (0, errno.EINPROGRESS):
             connection.close()
@@ -258,13 +250,6 @@ class _Handshakes:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                # Without room it fails also where no process waits; the latest accepted one stays: it may be a rank.
-                if not self._make_room(num_left=0 if _is_called(self._listener) else 1):
-                    time.sleep(_POLL_S)  # others of this process may give some back
-                return
             try:
                 _disable_nagle(connection)
             except OSError:  # it has ended already, which macOS says here
@@ -274,22 +259,8 @@ class _Handshakes:
             self._start(connection, self._credentials.respond(connection), until)
             self._advance(connection.fileno())
 
-    def _make_room(self, num_left: int = 0) -> bool:
-        """Disconnect half of those that were accepted and have proved nothing; return whether there were any.
-
-        Args:
-            num_left: Of the latest, so many stay at least.
-        """
-        num_accepted = len(self._accepted)
-        self._drop_oldest(max(num_left, num_accepted // 2))
-        return num_accepted > num_left
-
-    @property
-    def _accepted(self) -> list[int]:
-        return [number for number, one in self.pending.items() if one.until < math.inf]
-
     def _drop_oldest(self, num_left: int) -> None:
-        accepted = self._accepted
+        accepted = [number for number, one in self.pending.items() if one.until < math.inf]
         self.drop(accepted[: max(0, len(accepted) - num_left)])
 
     def _start(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
@@ -340,13 +311,6 @@ class _Handshakes:
         for number in list(numbers):
             self._poll.unregister(number)
             self.pending.pop(number).connection.close()
-
-
-def _is_called(listener: socket.socket) -> bool:
-    """Whether a process waits to be accepted."""
-    look = select.poll()
-    look.register(listener, select.POLLIN)
-    return bool(look.poll(0))
 
 
 def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:

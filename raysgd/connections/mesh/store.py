@@ -17,7 +17,7 @@ from raysgd.connections.mesh.board import Board, BoardTimeout
 
 
 class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
-    """The operations that PyTorch, also in C++, asks of a store.
+    """The operations that gloo, also in C++, asks of a store.
 
     PyTorch sets the `timeout` of the store that it is given to that of the group.
 
@@ -47,7 +47,11 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        return self._board.add(key, amount, self._timeout_s)
+        """Refuses to count: no group needs it, and one rank would have to do it for all."""
+        raise NotImplementedError(
+            "the store of this process group does not count: make groups without `use_local_synchronization=True`, and "
+            "leave the variable `TORCH_DIST_INIT_BARRIER` unset."
+        )
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
@@ -58,14 +62,6 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._board.has(keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._board.delete(key)
-
-    def num_keys(self) -> int:
-        return len(self._board)
-
-    deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them
 
     def has_extended_api(self) -> bool:
         return True

@@ -9,8 +9,8 @@ Which way is taken depends on the number of ranks, where they are, and the size 
 ranks              up to `MAX_WHOLE_BYTES`               more
 =================  ====================================  ==================================================
 up to `MOST`       everything to everybody               everybody adds up a part
-more               doubling: log N messages of all       halving: 2 log N messages, twice the array in all;
-                                                         everybody a part once parts have `LEAST_PART_BYTES`
+more               up a tree of all and down again       the same; everybody a part once parts have
+                                                         `LEAST_PART_BYTES`
 on several nodes   the same on each node, then among     each node adds up a part for each lane, lanes add up
                    the first ranks of nodes              theirs between nodes, and nodes put them together
 =================  ====================================  ==================================================
@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -123,14 +122,13 @@ class RankSums:
         """
         if len(ranks) == 1:
             return
-        way: Callable[[Sequence[int], Array, int], None]
         if len(ranks) <= MOST:
             way = self._whole if is_small else self._in_parts
-        elif is_small:
-            way = self._doubling
+            way(ranks, flat, kind)
+        elif is_small or flat.nbytes < LEAST_PART_BYTES * len(ranks):
+            self._by_tree(ranks, flat, kind)
         else:
-            way = self._halving if flat.nbytes < LEAST_PART_BYTES * len(ranks) else self._in_parts
-        way(ranks, flat, kind)
+            self._in_parts(ranks, flat, kind)
 
     def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
         """Every rank sends everything to every other: one wait for others, which is what small arrays cost.
@@ -176,52 +174,16 @@ class RankSums:
             outgoing = dict.fromkeys(self._without_self(ranks), as_bytes(parts[owners.index(self._rank)]))
         self._mesh.swap(outgoing, incoming, kind)
 
-    def _doubling(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """Two ranks come to one sum, then two pairs, and so on."""
-        with self._among_power_of_two(ranks, flat, kind) as (left, place):
-            for distance in doubled(len(left)):
-                other = left[place ^ distance]
-                received = self._room_for_one(flat)
-                self._mesh.swap({other: as_bytes(flat)}, {other: as_bytes(received)}, kind)
-                self._add(other, received, flat)
-
-    def _halving(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """The same where a pair divides what is to be added up: half of it, then a quarter, and so on; and back."""
-        part, undone = flat, []
-        with self._among_power_of_two(ranks, flat, kind) as (left, place):
-            for distance in reversed(doubled(len(left))):
-                other = left[place ^ distance]
-                lower, upper = part[: len(part) // 2], part[len(part) // 2 :]
-                part, given = (upper, lower) if place & distance else (lower, upper)
-                received = self._room_for_one(part)
-                self._mesh.swap({other: as_bytes(given)}, {other: as_bytes(received)}, kind)
-                self._add(other, received, part)
-                undone.append((other, part, given))
-            for other, had, given in reversed(undone):
-                self._mesh.swap({other: as_bytes(had)}, {other: as_bytes(given)}, kind)
-
-    @contextmanager
-    def _among_power_of_two(
-        self, ranks: Sequence[int], flat: Array, kind: int
-    ) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Lets as many ranks go on as is a power of two; the others give what they have first, and get the sums then.
-
-        A rank that gives goes on alone, which is to do nothing.
-        """
-        part = power_of_two_role(tuple(ranks), self._rank)
-        if part.taker is not None:
-            self._mesh.swap({part.taker: as_bytes(flat)}, {}, kind)
-            yield (self._rank,), 0
-            self._mesh.swap({}, {part.taker: as_bytes(flat)}, kind)
-            return
-        assert part.place is not None
-        if part.giver is not None:
-            received = self._room_for_one(flat)
-            self._mesh.swap({}, {part.giver: as_bytes(received)}, kind)
-            self._add(part.giver, received, flat)
-        yield part.ranks, part.place
-        if part.giver is not None:
-            self._mesh.swap({part.giver: as_bytes(flat)}, {}, kind)
+    def _by_tree(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """The first of these ranks adds up, through others, and tells them: each sends and gets few messages."""
+        above, below = tree(ranks, self._rank)
+        if below:
+            received = self._room(below, flat.dtype, len(flat))
+            self._mesh.swap({}, _views(received), kind)
+            _add_in_order({**received, self._rank: flat}, flat)
+        if above is not None:
+            self._mesh.swap({above: as_bytes(flat)}, {}, kind)
+        self._spread(ranks, flat, kind)
 
     def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
         """The first of these ranks tells the others."""
@@ -233,17 +195,9 @@ class RankSums:
 
     # ------------------------------------------------------------------------------------ numbers
 
-    def _add(self, other: int, received: Array, own: Array) -> None:
-        """Adds in the order of ranks, so that both ranks of a pair come to the same bits, even those of a NaN."""
-        first, second = (received, own) if other < self._rank else (own, received)
-        np.add(first, second, out=own)
-
     def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
         """Numbers as a message, with this rank's row behind them if there are rows."""
         return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
-
-    def _room_for_one(self, like: Array) -> Array:
-        return self._room([self._rank], like.dtype, len(like))[self._rank]
 
     def _without_self(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self._rank]
@@ -350,34 +304,6 @@ def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
             above = ranks[place - step]
         step //= 2
     return above, passed_on
-
-
-@dataclass(frozen=True)
-class PowerOfTwoRole:
-    """The part of a rank where only a power of two can take part.
-
-    Attributes:
-        ranks: Those that are left: the first ones in pairs, of which one gives the other what it has, and the rest.
-        place: Of this rank among them; None if it is not.
-        giver: Who gives this rank what it has, if anybody does.
-        taker: To whom this rank gives what it has, if it does.
-    """
-
-    ranks: tuple[int, ...]
-    place: int | None
-    giver: int | None = None
-    taker: int | None = None
-
-
-@lru_cache(maxsize=64)
-def power_of_two_role(ranks: tuple[int, ...], rank: int) -> PowerOfTwoRole:
-    """Return what `rank` does when pairs of ranks add up first, so that a power of two of them is left."""
-    num_pairs = len(ranks) - (1 << (len(ranks).bit_length() - 1))
-    takers, givers = ranks[0 : 2 * num_pairs : 2], ranks[1 : 2 * num_pairs : 2]
-    left = (*takers, *ranks[2 * num_pairs :])
-    if rank in givers:
-        return PowerOfTwoRole(left, None, taker=takers[givers.index(rank)])
-    return PowerOfTwoRole(left, left.index(rank), giver=givers[takers.index(rank)] if rank in takers else None)
 
 
 PIECE_BYTES = 2**20

@@ -250,7 +250,6 @@ class DataLedger:
         in_flight: How many are in a step that is not done; if it breaks off, they are repeated.
         unit: What is counted: "samples", or "batches" where a framework draws them by itself.
         left_out: Rows of a stream that could not be read, and were left out.
-        row_bytes: The mean size of a row of a stream in memory; None where it is not measured.
     """
 
     pass_index: int
@@ -259,7 +258,6 @@ class DataLedger:
     in_flight: int = 0
     unit: str = "samples"
     left_out: int = 0
-    row_bytes: float | None = None
 
     def used_since(self, before: DataLedger) -> int:
         """Return how many samples of this pass were used since then.

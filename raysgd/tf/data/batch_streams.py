@@ -281,9 +281,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
             return None
         completed = self._completed
         in_flight = max(0, self.consumed - completed) if self._num_open else 0
-        left_out, row_bytes = getattr(self.source, "left_out", 0), getattr(self.source, "row_bytes", None)
-        due = self.source.num_samples
-        return DataLedger(self.pass_index, due, completed, in_flight, left_out=left_out, row_bytes=row_bytes)
+        due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
+        return DataLedger(self.pass_index, due, completed, in_flight, left_out=left_out)
 
     def settle(self) -> None:
         super().settle()

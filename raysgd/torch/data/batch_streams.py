@@ -79,7 +79,7 @@ class DividedLoaderSource:
         agreement: How ranks add up what collators of the user made of the samples; None where they do not.
     """
 
-    left_out, row_bytes = 0, None
+    left_out = 0
 
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
         self.is_divided = True
@@ -331,12 +331,11 @@ class PlainSource:
     Attributes:
         is_divided: Whether it is a `raysgd.worker.data.feed.DividedSource`.
         left_out: Rows that could not be read and were left out.
-        row_bytes: The mean size of a row in memory; None where it is not measured.
         most_batches: The number of batches that a rank takes for a global step, one after the other.
         num_shards: The number of logical shards of a global batch; 0 where it is divided by ranks.
     """
 
-    is_divided, left_out, row_bytes = False, 0, None
+    is_divided, left_out = False, 0
     most_batches = 1
     num_shards = 0
     _ranks: Ranks

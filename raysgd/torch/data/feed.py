@@ -179,7 +179,7 @@ class TorchFeed(feed.Feed):
             return None
         due, used, in_flight = stream.ledger()
         source = stream.source
-        return DataLedger(stream.pass_index, due, used, in_flight, left_out=source.left_out, row_bytes=source.row_bytes)
+        return DataLedger(stream.pass_index, due, used, in_flight, left_out=source.left_out)
 
 
 def _divided_source(data: ShardedLoader, seed: int, plain: Any) -> DividedLoaderSource:

@@ -17,7 +17,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import DividedValue, StoringTransfer
+from raysgd.engine.transfers import DividedValue, storing
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
 from raysgd.torch.checkpoints.checkpoint_file import OpenedFile, OtherFileError
@@ -147,8 +147,8 @@ class StateLoader:
                 return False
             file.check_unchanged()
             kept = held.pop_all()
-            storing = StoringTransfer(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
-            self._controller.snapshots.expect(storing, content.rank_states, call)
+            stored = storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
+            self._controller.snapshots.expect(stored, content.rank_states, call)
         return True
 
     def _load(self, content: CheckedState) -> None:

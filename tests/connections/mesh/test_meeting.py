@@ -214,26 +214,6 @@ def test_of_many_strangers_only_the_latest_stay_connected(
         assert waiting.result() == [(1, 0)]
 
 
-@pytest.mark.parametrize("where", HOSTS)
-@pytest.mark.parametrize(("num_free", "num_strangers"), [(8, 20), (2, 0), (2, 1)])
-def test_a_group_forms_with_few_descriptors_also_if_strangers_use_them_up(
-    stack: ExitStack, where: str, num_free: int, num_strangers: int
-) -> None:
-    resource = pytest.importorskip("resource")
-    host, peer = Rank(stack, 0, host=where), Rank(stack, 1, host=where)
-    for _ in range(num_strangers):
-        stack.enter_context(connect_to(host.address))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as free:
-        most = max(free.enter_context(socket.socket()).fileno() for _ in range(num_free)) + 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    try:
-        met = at_once(lambda: host.lanes([], 1, 1, Deadline(60)), lambda: peer.lanes([host], 0, 1, Deadline(60)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert met == [[(1, 0)], [(0, 0)]]
-
-
 def heard_by(stranger: socket.socket) -> bytes:
     heard = b""
     while part := stranger.recv(1000):
