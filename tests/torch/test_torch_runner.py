@@ -854,7 +854,7 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
 
     runner = broken_off(survivor(StepsFirst, undo=False), in_step=1)
     assert not runner.replica_progress().is_whole
-    runner._training.take_over(runner.state(), runner._training.state())
+    runner._take_over(*runner._handed_over())
     assert runner.replica_progress().is_whole
 
 

@@ -141,7 +141,7 @@ class TorchFeed(feed.Feed):
         """
         self._group = Ranks(self._parallel, rank, size, self._group.balance)
         self._of_call = None, None
-        self.validation.drop()
+        self._left_to_validate = None
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
