@@ -39,7 +39,7 @@ from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.torch import constants
-from raysgd.torch.checkpoints import checkpoint_file, shared_state
+from raysgd.torch.checkpoints import checkpoint_file, divided_state
 from raysgd.torch.data import call_data
 from raysgd.torch.driver import arguments, epoch_checks, partial_loading, saving
 from raysgd.torch.driver.partial_loading import LoadReport
@@ -326,7 +326,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
-        state = shared_state.whole(self._snapshot().shared_state, copy=True)
+        state = divided_state.whole(self._snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
 

@@ -22,7 +22,6 @@ detected afterwards; a program that cuts the file short may crash this process.
 from __future__ import annotations
 
 import contextlib
-import io
 import mmap
 import os
 import pickle
@@ -243,13 +242,7 @@ class OpenedFile:
 
     def can_be_mapped(self) -> bool:
         """Return whether it has a checksum, and lies where files can be mapped into memory."""
-        if self._seal is None:
-            return False
-        try:
-            mmap.mmap(self._file.fileno(), 1, access=mmap.ACCESS_READ).close()
-        except OSError:
-            return False
-        return True
+        return self._seal is not None and _can_be_mapped(self._file)
 
     def read_state(self, maps: bool) -> dict[str, Any]:
         """Return what the file holds, if it is a training state; with `maps`, tensors stay where they are.
@@ -312,18 +305,26 @@ def _check_archive(source: str | IO[bytes], num_bytes: int) -> None:
         check_stored(archive, num_bytes)
 
 
-def read_tensor(content: bytes) -> torch.Tensor:
-    """Return the only tensor in an archive of `torch.save`, in new memory.
+def _can_be_mapped(file: IO[bytes]) -> bool:
+    """Return whether a file lies where files can be mapped into memory."""
+    try:
+        mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
+    except OSError:
+        return False
+    return True
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
+    """Return the tensors in a dict that `torch.save` wrote, mapped into memory where that can be.
 
     Raises:
         Exception: There is something else in it, or it is damaged.
     """
-    file = io.BytesIO(content)
-    _check_archive(file, len(content))
-    file.seek(0)
-    found = _load_strictly(file)
-    if type(found) is not torch.Tensor:
-        raise ValueError("there is no tensor")
+    with open(path, "rb") as file:
+        _check_archive(file, os.fstat(file.fileno()).st_size)
+        found = _load_strictly(os.fspath(path), _can_be_mapped(file))
+    if type(found) is not dict or not all(type(each) is torch.Tensor for each in found.values()):
+        raise ValueError("there is something else than tensors")
     return found
 
 

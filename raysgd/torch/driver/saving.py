@@ -19,7 +19,7 @@ from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.transfers import DividedValue, StoringTransfer
 from raysgd.storage import files
-from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
+from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
 from raysgd.torch.checkpoints.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
@@ -86,11 +86,7 @@ class StateLoader:
             CheckpointCorruptedError: It is damaged.
             ValueError, KeyError: It does not fit; the workers are as they were.
         """
-        from raysgd.torch.checkpoints import (
-            divided_files,  # here, since it loads parts of PyTorch that others do without
-        )
-
-        folder = divided_files.opened(path, weights_only)
+        folder = divided_folder.opened(path, weights_only)
         if not self._controller.facts[0].is_sharded:
             self._load(self._checked(folder.read_whole(), is_file=True))
             return
@@ -105,13 +101,13 @@ class StateLoader:
             ValueError, KeyError: It does not fit; the workers are as they were.
         """
         controller, shared = self._controller, snapshot.shared_state
-        _check_parts(shared_state.outline(shared), controller.facts[0])
+        _check_parts(divided_state.outline(shared), controller.facts[0])
         if controller.ensure_group().is_driver_only:
-            state = shared_state.whole(shared, copy=False)
+            state = divided_state.whole(shared, copy=False)
             controller.run(Call(TorchRunner.restore, lambda worlds: [(state, *own_states(snapshot.rank_states, 1))]))
             return
         if isinstance(shared, DividedValue) and not controller.facts[0].is_sharded:
-            lent = lend(shared_state.whole(shared, copy=False))
+            lent = lend(divided_state.whole(shared, copy=False))
             snapshot = replace(snapshot, shared_state=lent, reference=None)
         load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
 
@@ -208,7 +204,7 @@ def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) 
     Raises:
         ValueError: Something in it could not be loaded back.
     """
-    state = as_in_file(shared_state.whole(snapshot.shared_state, copy=False))
+    state = as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
     if file_format == "safetensors":
         return {"models": state["models"]}, weights_file.write
     state[RESUME][RNG] = list(snapshot.rank_states)
