@@ -101,7 +101,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             `config[BATCH_SIZE]`. With DDP.
         micro_batch_size: The most samples of a split batch that fit into a worker. One with a larger share takes it in
             several batches, whose gradients add up to one step.
-        balance: "speed": shares of a split batch follow the measured speed of the workers. None: even shares.
         deterministic: Whether weights have the same bits whatever happens to workers, as on `num_workers` workers that
             nothing happens to; see `docs/operator.md`. With DDP. The kernels of GPUs have to be deterministic, too.
         accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
@@ -140,7 +139,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
     strategy: str
     split_batches: bool
     micro_batch_size: int | None
-    balance: str | None
     deterministic: bool
     use_tqdm: bool
     add_dist_sampler: bool
@@ -180,7 +178,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
         split_batches: bool = False,
         micro_batch_size: int | None = None,
-        balance: Literal["speed"] | None = None,
         deterministic: bool = False,
         accumulate_grad_batches: int = 1,
         clip_grad_norm: float | None = None,
@@ -227,7 +224,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
                 activation_checkpointing=activation_checkpointing,
             ),
             fsdp_options=arguments.fsdp_options(strategy_options, chosen_strategy),
-            batch_options=BatchOptions(split_batches, micro_batch_size, balance, deterministic, num_workers),
+            batch_options=BatchOptions(split_batches, micro_batch_size, deterministic, num_workers),
             seed=seed,
         )
         group = GroupSettings(

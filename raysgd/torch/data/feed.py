@@ -46,7 +46,6 @@ class TorchFeed(feed.Feed):
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
         rank: The place among them.
         rule: How loaders are divided by global batches; None where the size of a worker's batch is given.
-        balance: Whether shares follow the speed of the ranks.
     """
 
     def __init__(
@@ -57,13 +56,12 @@ class TorchFeed(feed.Feed):
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
         rule: GlobalBatchRule | None = None,
-        balance: bool = False,
     ) -> None:
         super().__init__()
         self._data_of = data_of
         self._parallel = parallel
         self.rule = rule
-        self._group = Ranks(parallel, rank, world_size, balance)
+        self._group = Ranks(parallel, rank, world_size)
         self._undo = undo
 
     @property
@@ -139,7 +137,7 @@ class TorchFeed(feed.Feed):
             batch_size: How many samples of a global batch are this worker's share from now on; None if unknown.
             instead_of: How many were; loaders with another batch size keep theirs.
         """
-        self._group = Ranks(self._parallel, rank, size, self._group.balance)
+        self._group = Ranks(self._parallel, rank, size)
         self._of_call = None, None
         self._left_to_validate = None
         for name in ("train", "validation"):
