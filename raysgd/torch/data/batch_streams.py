@@ -76,10 +76,9 @@ class DividedLoaderSource:
         agreement: How ranks add up what collators of the user made of the samples; None where they do not.
     """
 
-    left_out, row_bytes = 0, None
+    is_divided, left_out, row_bytes = True, 0, None
 
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
-        self.is_divided = True
         self._sharded = sharded
         self._ranks: Ranks | None = None
         self._order_before: int | None = None
@@ -125,13 +124,13 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.worker.data.feed.DividedSource`."""
+        """See `raysgd.worker.data.feed.Feed`."""
         origin = {"seed": self.seed, **self._size}
         order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.worker.data.feed.DividedSource`."""
+        """See `raysgd.worker.data.feed.Feed`."""
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False
@@ -242,52 +241,6 @@ class DividedLoaderSource:
         return 0 if plan is None else plan.consumed_after(min(num_steps, plan.num_steps))
 
 
-class DividedBatchesSource(DividedLoaderSource):
-    """A loader with a batch sampler of the user's: each rank takes some of its batches, which all ranks draw alike.
-
-    Args:
-        sharded: The rebuilt loader.
-        seed: See `DividedLoaderSource`.
-        plain: What each rank uses where replicas do not step together.
-    """
-
-    def __init__(self, sharded: ShardedLoader, seed: int, plain: Any) -> None:
-        super().__init__(sharded, seed)
-        self._plain: PlainSource | None = None
-        self._given = plain
-
-    def join(self, ranks: Ranks) -> None:
-        is_known = ranks is self._ranks
-        super().join(ranks)
-        if is_known or ranks.world_size == 1:
-            return
-        self.is_divided = ranks.is_global
-        if not ranks.is_global:
-            self._plain = PlainSource(self._given)
-            self._plain.join(ranks)
-        elif not self._draws_alike(ranks):
-            raise ValueError(
-                f"The {self.order.name} of the train loader draws other batches on each worker, so they cannot be "
-                "divided: seed it alike on all workers, or pass `add_dist_sampler=False` if it draws a part of the "
-                "data for each."
-            )
-
-    def _draws_alike(self, ranks: Ranks) -> bool:
-        self._sharded.sampler.begin_pass(0, self.seed)
-        own = self._sharded.sampler.fingerprint()
-        assert own is not None, "the user's batch sampler draws"
-        return _are_alike(own, ranks.start_sum, ranks.world_size)
-
-    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        return super().open(pass_index, consumed) if self._plain is None else self._plain.open(pass_index, consumed)
-
-    def num_steps(self) -> int | None:
-        return super().num_steps() if self._plain is None else self._plain.num_steps()
-
-    def consumed_after(self, num_steps: int) -> int:
-        return super().consumed_after(num_steps) if self._plain is None else 0
-
-
 def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
     """Return whether all ranks have the same number, of 40 bits; each of them has to ask, and all hear the same."""
     halves = divmod(own, 2**20)  # so short that sums of squares fit
@@ -306,7 +259,7 @@ class PlainSource:
         is_in_lockstep: Whether ranks step together, however many batches each of them has.
 
     Attributes:
-        is_divided: Whether it is a `raysgd.worker.data.feed.DividedSource`.
+        is_divided: Whether the library divides the data; see `raysgd.worker.data.feed.Feed`.
         left_out: Rows that could not be read and were left out.
         row_bytes: The mean size of a row in memory; None where it is not measured.
         most_batches: The number of batches that a rank takes for a global step, one after the other.

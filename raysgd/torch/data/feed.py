@@ -17,7 +17,6 @@ from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.batch_streams import (
-    DividedBatchesSource,
     DividedLoaderSource,
     DrawnItem,
     LoaderSource,
@@ -87,7 +86,7 @@ class TorchFeed(feed.Feed):
             data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
         if isinstance(data, ShardedLoader):
             dealt = every_nth(loader, ranks.rank, ranks.world_size)
-            return _divided_source(data, call_data.seed_of(loader, request.seed), dealt)
+            return self._divided_source(data, call_data.seed_of(loader, request.seed), dealt, training)
         return self._plain_source(data, training)
 
     def _make(self, name: str) -> Any:
@@ -117,13 +116,18 @@ class TorchFeed(feed.Feed):
         if data is None:
             return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
         if isinstance(data, ShardedLoader):
-            return _divided_source(data, request.seed, data.given)
+            return self._divided_source(data, request.seed, data.given, training)
         if isinstance(data, StreamData):
             return self._stream_source(data, request.seed)
         return self._plain_source(data.loader, training)
 
     def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
         return StreamSource(data, self._ranks, seed, TensorCollate(), DrawnItem, NO_BATCH)
+
+    def _divided_source(self, data: ShardedLoader, seed: int, plain: Any, training: bool) -> LoaderSource:
+        """Return the source of divided batches; `plain` where a batch sampler of the user draws for each by itself."""
+        is_apart = training and self._ranks.world_size > 1 and not self._ranks.is_global
+        return PlainSource(plain) if is_apart and data.signature is None else DividedLoaderSource(data, seed)
 
     def _plain_source(self, loader: Any, training: bool) -> PlainSource:
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
@@ -178,12 +182,6 @@ class TorchFeed(feed.Feed):
         due, used, in_flight = stream.ledger()
         source = stream.source
         return DataLedger(stream.pass_index, due, used, in_flight, left_out=source.left_out, row_bytes=source.row_bytes)
-
-
-def _divided_source(data: ShardedLoader, seed: int, plain: Any) -> DividedLoaderSource:
-    if data.signature is None:
-        return DividedBatchesSource(data, seed, plain)
-    return DividedLoaderSource(data, seed)
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:

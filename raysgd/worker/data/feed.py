@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.arrays.data_kinds import CallData, DataPosition
 from raysgd.arrays.ray_batches import RayLoader
@@ -17,30 +17,13 @@ from raysgd.messages.epochs import EpochRequest
 logger = logging.getLogger(__name__)
 
 
-class DividedSource(Protocol):
-    """The source of a stream's batches, where the library divides the data.
-
-    Attributes:
-        is_divided: Whether it does, so that a position means the same on any number of workers. Other sources have
-            nothing else of this.
-    """
-
-    is_divided: bool
-
-    def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return what a position also says: which data, in which order, and where in them.
-
-        Args:
-            consumed: The samples of the pass that all ranks have used.
-            is_mid_pass: Whether the pass goes on there.
-        """
-
-    def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Take a saved position over; return whether a pass that stopped there can go on."""
-
-
 class Feed(ABC):
     """Hands out the streams of a replica and knows where they are.
+
+    A source of batches says whether the library divides its data (`is_divided`), so that a position means the same on
+    any number of workers. Then its `state(consumed, is_mid_pass)` returns what a position also says: which data, in
+    which order, and where in them; and `load_state(position)` takes one over, and tells whether a pass that stopped
+    there can go on.
 
     Attributes:
         epoch: How many passes over the train data were begun.
