@@ -44,7 +44,7 @@ from raysgd.torch.data import call_data
 from raysgd.torch.driver import arguments, epoch_checks, partial_loading, saving
 from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress_bar import epoch_bar
-from raysgd.torch.driver.saving import FileFormat, StateLoader
+from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
@@ -328,7 +328,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         return dict(state)
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        StateLoader(self._controller).load(state)
+        saving.load_state(self._controller, state)
 
     def save(
         self,
@@ -417,7 +417,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             raise ValueError(f"`reload` cannot work with {what}: save, and load into a new trainer with the new class.")
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        StateLoader(self._controller).load_snapshot(snapshot)
+        saving.load_snapshot(self._controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""

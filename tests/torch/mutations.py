@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from raysgd.torch.checkpoints import checkpoint_file
-from raysgd.torch.checkpoints.checkpoint_file import Seal
+from raysgd.torch.checkpoints.checkpoint_file import seal_at_end_of, seal_of
 from raysgd.torch.checkpoints.divided_folder import DIVIDED, REST, part_name
 
 NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
@@ -104,10 +104,10 @@ def changed_pickle_file(chance: random.Random, content: bytes) -> bytes:
 
 def changed_archive(chance: random.Random, content: bytes) -> bytes:
     """An archive of `torch.save`; where it had our checksum it has a right one again."""
-    seal = Seal.at_end_of(content)
+    seal = seal_at_end_of(content)
     if seal is None:
         return _changed_body(chance, content)
-    return sealed(_changed_body(chance, content[: -len(seal.comment)]))
+    return sealed(_changed_body(chance, content[: -len(seal)]))
 
 
 def _changed_body(chance: random.Random, body: bytes) -> bytes:
@@ -154,7 +154,7 @@ def sealed(body: bytes) -> bytes:
     """A file with the checksum of `body`, whatever that has become."""
     if len(body) < 22:
         return body
-    comment = Seal(xxhash.xxh3_128_hexdigest(body[:-2] + bytes(2))).comment
+    comment = seal_of(xxhash.xxh3_128_hexdigest(body[:-2] + bytes(2)))
     return body[:-2] + len(comment).to_bytes(2, "little") + comment
 
 

@@ -171,12 +171,13 @@ class TorchState(ReplicaState):
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None
+        number: Any = rest[0]
         if part == "models":
-            own = _named(self.registered.original_models[int(rest[0])], rest[1])
+            own = _named(self.registered.original_models[number], rest[1])
         elif part == CRITERION:
             own = _named(self.criterion, rest[0])
         elif rest[1] == "state":  # entries are by the index of their parameter
-            number, _, index, *_ = rest
+            index = rest[2]
             groups = outline["optimizers"][number]["param_groups"], self.registered.optimizers[number].param_groups
             indices, parameters = ([each for group in one for each in group["params"]] for one in groups)
             own = dict(zip(indices, parameters, strict=True)).get(index)
