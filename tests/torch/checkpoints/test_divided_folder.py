@@ -188,7 +188,7 @@ def saved(value: Any) -> bytes:
         (saved({}), "other tensors than the index says"),
         (saved({PLACE: torch.ones(2, 3), "b": torch.ones(2, 3)}), "other tensors than the index says"),
     ],
-    ids=["compressed", "text", "shorter", "of float64", "on meta", "a list"],
+    ids=["compressed", "text", "shorter", "of float64", "on meta", "a list inside", "a list", "empty", "one more"],
 )
 def test_a_part_is_what_the_index_says(part: bytes, finding: str, tmp_path: Path) -> None:
     content = {**state(), "models": [{"a": torch.randn(2, 3)}], "optimizers": []}
