@@ -141,11 +141,11 @@ class MeasuredOperator(SupervisedOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch: `val_loss`, and the metrics over all batches so far."""
-        found = self._raysgd.evaluate(batch)
-        measured = self.measured(found.output, found.target)
+        output, target, _, metrics = self._raysgd.evaluate(batch)
+        measured = self.measured(output, target)
         for metric in self.metrics.values():
             metric.update(*measured)
-        return {**found.metrics, **self.metrics}
+        return {**metrics, **self.metrics}
 
 
 def _created(operator: SupervisedOperator, what: str, config: dict[str, Any]) -> Any:

@@ -214,7 +214,7 @@ def check_info(info: Any) -> dict[str, Any]:
 
 _TRAINERS_OF_OPERATORS = {
     "split_batches": "`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`",
-    **dict.fromkeys(("micro_batch_size", "balance", "deterministic"), "`raysgd.torch.TorchTrainer`"),
+    **dict.fromkeys(("micro_batch_size", "deterministic"), "`raysgd.torch.TorchTrainer`"),
 }
 """Options for steps that the library divides, and where they are."""
 

@@ -113,7 +113,6 @@ TORCH: list[Row] = [
     *rows("recovery", "rejoin", True, None, 30, {"heartbeat_s": 30}, Recovery),
     *rows("split_batches", "constant", None, 18),
     *rows("micro_batch_size", 0, -1, 1.5, "4", True, 8),
-    *rows("balance", "quick", True, 2),
     *rows("deterministic", *TEXTS),
 ]
 
@@ -463,7 +462,6 @@ def test_trainer_of_functions_refuses_an_argument(row: Row, tmp_path: Path) -> N
 DIVIDING: list[Row] = [
     ("split_batches", True),
     ("micro_batch_size", 4),
-    ("balance", "speed"),
     ("deterministic", True),
 ]
 """Options for steps that the library divides."""

@@ -72,7 +72,7 @@ class NoLedger(Ledger):
 
 def _use_ledger(trainer: TorchTrainer, ledger: Ledger) -> None:
     replica = trainer.worker_group.local_replica
-    for part in (replica, replica._hosted, replica._training, replica._activity):
+    for part in (replica, replica._hosted):
         part._ledger = ledger
 
 

@@ -9,8 +9,6 @@ Why the global batch stays what it is: ADR 98.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -54,7 +52,7 @@ class ShardedGlobalBatch:
         """Return how many batches a worker takes at most, one after the other."""
         return -(-self.num_shards // self.world_size)
 
-    def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[BatchShare]:
+    def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
         """Return the shards that `rank` takes of a global batch: those with samples, or else one without any.
 
         Workers have as many of those with samples as of all, or fewer: there is room for the gradients of each.
@@ -93,58 +91,6 @@ def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> l
     return even_counts(num_samples, num_used) + [0] * (num_shares - num_used)
 
 
-def proportional_counts(num_samples: int, speeds: Sequence[float], most: int | None = None) -> list[int]:
-    """Shares that are proportional to speeds, as nearly as whole samples can be.
-
-    Args:
-        num_samples: What is divided.
-        speeds: Of each worker, in any unit; positive.
-        most: What a worker can take. What is too much for one goes to the others, by their speeds.
-
-    Raises:
-        ValueError: A speed is no positive number, or all workers together cannot take so many.
-
-    >>> proportional_counts(18, [2.0, 1.0])
-    [12, 6]
-    >>> proportional_counts(18, [2.0, 1.0], most=10)
-    [10, 8]
-    """
-    check_speeds(speeds)
-    most = num_samples if most is None else most
-    if most * len(speeds) < num_samples:
-        raise ValueError(f"`most={most}`: {len(speeds)} workers cannot take {num_samples} samples then.")
-    exact = _exact_shares(num_samples, speeds, most)
-    counts = [math.floor(share + 1e-9) for share in exact]  # 1e-9: 12 may have become 11.999999999999998
-    by_rest = sorted(range(len(speeds)), key=lambda rank: (counts[rank] - exact[rank], rank))
-    by_rest = [rank for rank in by_rest if counts[rank] < most]
-    for rank in by_rest[: num_samples - sum(counts)]:
-        counts[rank] += 1
-    return counts
-
-
-def _exact_shares(num_samples: int, speeds: Sequence[float], most: int) -> list[float]:
-    """Shares that are proportional, but for those that are as large as they may be."""
-    full: set[int] = set()
-    while True:
-        left = num_samples - most * len(full)
-        together = sum(speed for rank, speed in enumerate(speeds) if rank not in full)
-        shares = [float(most) if rank in full else left * speed / together for rank, speed in enumerate(speeds)]
-        more = {rank for rank, share in enumerate(shares) if rank not in full and share > most}
-        if not more:
-            return shares
-        full |= more
-
-
-def check_speeds(speeds: Sequence[float]) -> None:
-    """Refuses what are no speeds.
-
-    Raises:
-        ValueError: One is zero, negative, infinite or NaN, or there is none.
-    """
-    if not speeds or not all(math.isfinite(speed) and speed > 0 for speed in speeds):
-        raise ValueError(f"`speeds={list(speeds)}`: need a positive number for each worker.")
-
-
 @dataclass(frozen=True)
 class Division:
     """The division of global batches.
@@ -166,42 +112,22 @@ class Division:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return how many batches, one after the other, each worker takes for a global batch; at least 1.
-
-        It depends on the sizes only: shares by speed keep to it.
-        """
+        """Return how many batches, one after the other, each worker takes for a global batch; at least 1."""
         largest = -(-num_samples // self.world_size)
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
-    def counts(self, num_samples: int, speeds: Sequence[float] = ()) -> list[int]:
-        """Return each worker's samples of a global batch; by speed, where speeds are given, else evenly."""
-        return list(map(sum, self._batches(num_samples, speeds)))
+    def counts(self, num_samples: int) -> list[int]:
+        """Return each worker's samples of a global batch."""
+        return list(map(sum, self._batches(num_samples)))
 
-    def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[BatchShare]:
+    def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
         """Return the batches that `rank` takes for a global batch, one after the other: as many as any other rank."""
-        batches = self._batches(num_samples, speeds)
+        batches = self._batches(num_samples)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
         return [BatchShare(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
 
-    def _batches(self, num_samples: int, speeds: Sequence[float]) -> list[list[int]]:
-        """Return the samples in each batch of each worker.
-
-        Speeds make no difference in a global batch of less than two samples for each worker.
-        """
-        num_batches = self.num_batches(num_samples)
-        if speeds and num_samples >= 2 * self.world_size:
-            counts = self._counts_by_speed(num_samples, speeds)
-            return [even_shares(count, num_batches, self.cap) for count in counts]
-        shares = even_shares(num_samples, self.world_size * num_batches, self.cap)
+    def _batches(self, num_samples: int) -> list[list[int]]:
+        """Return the samples in each batch of each worker."""
+        shares = even_shares(num_samples, self.world_size * self.num_batches(num_samples), self.cap)
         return [shares[rank :: self.world_size] for rank in range(self.world_size)]
-
-    def _counts_by_speed(self, num_samples: int, speeds: Sequence[float]) -> list[int]:
-        """Return shares by speed, of two samples at least: a worker without any could not be measured any more."""
-        unit = 2 if self.cap == 2 and num_samples % 2 == 0 else 1  # pairs, so that no batch has a single sample
-        most = None if self.cap is None else self.cap * self.num_batches(num_samples) // unit
-        counts = [unit * count for count in proportional_counts(num_samples // unit, speeds, most)]
-        while min(counts) < 2:
-            counts[counts.index(max(counts))] -= unit
-            counts[counts.index(min(counts))] += unit
-        return counts

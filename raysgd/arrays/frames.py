@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+Column = tuple[Any, Any, Any]
+"""Name, shape in a row, and type of a column; None stands for the usual shape and type of the framework."""
+
 
 class ShardedFrames(ABC):
     """Holds the data frames in shards, a `raysgd.util.data.MLDataset`, and the columns that are used of them.
@@ -30,13 +33,14 @@ class ShardedFrames(ABC):
         assert label_column is not None, "`label_column=None`: name the column of labels."
         shapes = _one_each("feature_shapes", feature_shapes, len(names))
         types = _one_each("feature_types", feature_types, len(names))
-        facts = [*zip(names, shapes, types, strict=True), (label_column, label_shape, label_type)]
         self._ds = ds
-        self._columns = [self._column(*each) for each in facts]
+        self._columns: list[Column] = [*zip(names, shapes, types, strict=True), (label_column, label_shape, label_type)]
+        for each in self._columns:
+            self._check(*each)
 
     @abstractmethod
-    def _column(self, name: Any, shape: Any, kind: Any) -> Any:
-        """Make what turns a column into arrays of the framework; None stands for its usual shape and type."""
+    def _check(self, name: Any, shape: Any, kind: Any) -> None:
+        """Refuse a column that cannot become arrays of the framework."""
 
     def set_num_shards(self, num_shards: int) -> None:
         """Divides the data again if there are not as many shards."""

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments import check_count, check_switch, did_you_mean, is_integer, refuse_text, with_entries
+from raysgd._arguments import check_count, check_switch, is_integer, refuse_text, with_entries
 from raysgd.messages.batching import check_global_size, config_for_worker, split_batch_size
 from raysgd.utils import BATCH_SIZE
-
-SPEED = "speed"
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,6 @@ class BatchOptions:
         split_batches: False: each worker's batch has the size of its loader, so the global batch follows the number of
             workers. True: the global batch has the size of the loader, whatever the number of workers.
         micro_batch_size: The most samples of a constant global batch that a worker takes at once.
-        balance: "speed": shares follow the speed of the workers. None: they are even.
         deterministic: Whether a global batch is cut into logical shards, so that its gradient has the same bits on any
             number of workers.
         num_shards: Into how many: the number of workers that the trainer begins with.
@@ -33,7 +30,6 @@ class BatchOptions:
 
     split_batches: bool = False
     micro_batch_size: int | None = None
-    balance: str | None = None
     deterministic: bool = False
     num_shards: int = 1
 
@@ -50,24 +46,7 @@ class BatchOptions:
                     "`split_batches=True` too, or set the size of a worker's batch in its loader."
                 )
 
-        self._check_balance()
-
-    def _check_balance(self) -> None:
-        if self.balance not in (None, SPEED):
-            hint = did_you_mean(str(self.balance), [SPEED])
-            raise ValueError(f'`balance={self.balance!r}`: allowed are None and "speed".{hint}')
-        if self.balance is not None and not self.split_batches:
-            raise ValueError(
-                '`balance="speed"` divides a constant global batch only: pass `split_batches=True` too, and the '
-                "size of the global batch as that of the loader."
-            )
-
         refuse_text(deterministic=self.deterministic)
-        if self.deterministic and self.balance is not None:
-            raise ValueError(
-                '`deterministic=True` with `balance="speed"` cannot work: measured times would decide which samples '
-                "make a shard. Omit one of the two."
-            )
 
     @property
     def is_global(self) -> bool:

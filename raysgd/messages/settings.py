@@ -21,8 +21,8 @@ from raysgd.utils import BATCH_SIZE
 SettingsT = TypeVar("SettingsT", bound="ReplicaSettings")
 
 STREAMS_NEED = (
-    "a stream, whose `batch(size)` is always the global batch of all workers, in even shares: pass "
-    "`split_batches=True` to the trainer, and neither `balance` nor `add_dist_sampler=False`."
+    "a stream, whose `batch(size)` is always the global batch of all workers: pass `split_batches=True` to the "
+    "trainer, and not `add_dist_sampler=False`."
 )
 
 
@@ -145,8 +145,7 @@ class ReplicaSettings:
     @property
     def obstacle_of_streams(self) -> str | None:
         """The reason why these settings do not work with a stream; None where they do."""
-        options = self.batch_options
-        return None if options.is_global and options.balance is None else STREAMS_NEED
+        return None if self.batch_options.is_global else STREAMS_NEED
 
 
 @dataclass

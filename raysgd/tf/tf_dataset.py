@@ -30,9 +30,8 @@ class TFMLDataset(ShardedFrames):
         ImportError: TensorFlow is not installed.
     """
 
-    def _column(self, name: Any, shape: Any, kind: Any) -> _Column:
+    def _check(self, name: Any, shape: Any, kind: Any) -> None:
         require_installed("tensorflow", extra="tf", purpose="`TFMLDataset`")
-        return _Column(name, shape, kind)
 
     def get_shard(
         self,
@@ -62,35 +61,29 @@ class TFMLDataset(ShardedFrames):
                 else self._ds.get_repeatable_shard(shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed)
             )
             for frame in frames:
-                yield self._structured([column.of(frame) for column in self._columns])
+                yield _structured([_values(frame, name, spec) for (name, *_), spec in pairs])
 
-        signature = self._structured([column.spec() for column in self._columns])
+        pairs = [(column, _spec(*column)) for column in self._columns]
+        signature = _structured([spec for _, spec in pairs])
         return tf.data.Dataset.from_generator(batches, output_signature=signature).unbatch()
 
-    def _structured(self, parts: Sequence[Any]) -> Any:
-        *features, label = parts
-        return (features[0] if len(features) == 1 else tuple(features)), label
+
+def _structured(parts: Sequence[Any]) -> Any:
+    *features, label = parts
+    return (features[0] if len(features) == 1 else tuple(features)), label
 
 
-class _Column:
-    """One column: how its values become an array."""
+def _spec(name: Any, shape: Any, kind: Any) -> Any:
+    """Return what `tf.data` is told about a column."""
+    import tensorflow as tf
 
-    def __init__(self, name: Any, shape: Any, kind: Any) -> None:
-        import tensorflow as tf
+    of_row = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+    return tf.TensorSpec([None, *of_row], tf.as_dtype(np.float32 if kind is None else kind))
 
-        self._name = name
-        self._shape = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
-        self._kind = tf.as_dtype(np.float32 if kind is None else kind)
 
-    def spec(self) -> Any:
-        """Return what `tf.data` is told about it."""
-        import tensorflow as tf
-
-        return tf.TensorSpec([None, *self._shape], self._kind)
-
-    def of(self, frame: Any) -> Any:
-        """Return its values in a frame."""
-        values = frame[self._name].to_numpy()
-        if values.dtype == object and self._kind.name != "string":
-            values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)
-        return values.reshape(-1, *self._shape).astype(self._kind.as_numpy_dtype)
+def _values(frame: Any, name: Any, spec: Any) -> Any:
+    """Return what a column has in a frame."""
+    values = frame[name].to_numpy()
+    if values.dtype == object and spec.dtype.name != "string":
+        values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)
+    return values.reshape(-1, *spec.shape[1:]).astype(spec.dtype.as_numpy_dtype)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from raysgd.arrays.frames import ShardedFrames
+from raysgd.arrays.frames import Column, ShardedFrames
 
 
 class TorchMLDataset(ShardedFrames):
@@ -32,8 +31,10 @@ class TorchMLDataset(ShardedFrames):
         AssertionError: A list has another length than `feature_columns`, or a type is not one of PyTorch.
     """
 
-    def _column(self, name: Any, shape: Any, kind: Any) -> _Column:
-        return _Column(name, shape, kind)
+    def _check(self, name: Any, shape: Any, kind: Any) -> None:
+        assert kind is None or isinstance(kind, torch.dtype), (
+            f"`{kind!r}` is the type of column {name!r}: need a `torch.dtype`, such as `torch.float`."
+        )
 
     def get_shard(
         self,
@@ -52,44 +53,25 @@ class TorchMLDataset(ShardedFrames):
 class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
     """The rows of data frames."""
 
-    def __init__(self, frames: Any, columns: Sequence[_Column]) -> None:
+    def __init__(self, frames: Any, columns: Sequence[Column]) -> None:
         self._frames = frames
         self._columns = columns
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         for frame in iter(self._frames):
-            yield from zip(*(column.of(frame) for column in self._columns), strict=True)
+            yield from zip(*(_values(frame, *column) for column in self._columns), strict=True)
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One column: how its values become a tensor."""
+def _values(frame: Any, name: Any, shape: Any, kind: Any) -> torch.Tensor:
+    """Return what a column has in a frame."""
+    values = frame[name].to_numpy()
+    if values.dtype == object:
+        values = np.stack([_array(name, value) for value in values])
+    of_row = (1,) if shape in (None, 0) else (shape,) if isinstance(shape, int) else tuple(shape)
+    return torch.tensor(values, dtype=kind or torch.float).view(-1, *of_row)
 
-    name: Any
-    shape: Any
-    kind: torch.dtype | None
 
-    def __post_init__(self) -> None:
-        assert self.kind is None or isinstance(self.kind, torch.dtype), (
-            f"`{self.kind!r}` is the type of column {self.name!r}: need a `torch.dtype`, such as `torch.float`."
-        )
-
-    def of(self, frame: Any) -> torch.Tensor:
-        """Its values in a frame."""
-        values = frame[self.name].to_numpy()
-        if values.dtype == object:
-            values = np.stack([self._array(value) for value in values])
-        tensor = torch.tensor(values, dtype=self.kind or torch.float)
-        return tensor.view(-1, *self._shape_of_row())
-
-    def _array(self, value: Any) -> Any:
-        if not isinstance(value, np.ndarray | list | tuple):
-            raise TypeError(
-                f"Column {self.name!r} has a `{type(value).__name__}`: need numbers, arrays, lists or tuples."
-            )
-        return np.asarray(value)
-
-    def _shape_of_row(self) -> tuple[int, ...]:
-        if self.shape is None or self.shape == 0:
-            return (1,)
-        return (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
+def _array(name: Any, value: Any) -> Any:
+    if not isinstance(value, np.ndarray | list | tuple):
+        raise TypeError(f"Column {name!r} has a `{type(value).__name__}`: need numbers, arrays, lists or tuples.")
+    return np.asarray(value)

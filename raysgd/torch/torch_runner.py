@@ -9,6 +9,7 @@ import torch
 
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
+from raysgd.torch.checkpoints import divided_folder
 from raysgd.torch.checkpoints.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
 from raysgd.torch.hosting.hosted import TorchHosted
@@ -45,12 +46,8 @@ class TorchRunner(ClassRunner):
 
     def write_part(self, folder: str) -> WrittenPart:
         """Writes what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
-        from raysgd.torch.checkpoints import (
-            divided_files,  # not everywhere: it loads parts of PyTorch that others do without
-        )
-
         state = self._hosted.state
-        return divided_files.write(folder, state.read_divided(), state.own(), self._hosted.parallel.group_beside)
+        return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
     def models(self, copied: bool) -> list[torch.nn.Module | None]:
         """The models without any wrapper: live ones, or copies, packed and on the CPU.

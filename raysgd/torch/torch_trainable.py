@@ -59,7 +59,8 @@ def make_trainable(
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    requested = TrialRequest(options)
+    # "auto" is settled here: a trial without a GPU sees none.
+    options = {**options, "use_gpu": arguments.resolve_use_gpu(options.get("use_gpu", "auto"))}
 
     class TorchTrainable(BaseTorchTrainable):
         """A trial with one trainer."""
@@ -71,18 +72,18 @@ def make_trainable(
             return result
 
         def _create_trainer(self, tune_config: dict[str, Any]) -> TorchTrainer:
-            self._resources = requested.resources(tune_config)
-            return trainer_cls(**{**options, **self._resources, "config": requested.config(tune_config)})
+            self._resources = _resources_of(options, tune_config)
+            return trainer_cls(**{**options, **self._resources, "config": _config_of(options, tune_config)})
 
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
-            if requested.resources(tune_config) != self._resources:
+            if _resources_of(options, tune_config) != self._resources:
                 return False
-            self._trainer.reset_config(requested.config(tune_config))
+            self._trainer.reset_config(_config_of(options, tune_config))
             return True
 
         @classmethod
         def default_resource_request(cls, config: dict[str, Any]) -> Any:
-            return tune_trial.reservation(requested.bundles(config))
+            return tune_trial.reservation(_bundles_of(options, config))
 
     return TorchTrainable
 
@@ -102,32 +103,23 @@ def check_step(override_tune_step: Any) -> None:
         )
 
 
-class TrialRequest:
-    """The needs of the trials of one class, as the arguments of the trainer and a trial's config say together.
+def _config_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the trainer of a trial."""
+    return with_entries(options.get("config") or {}, tune_config)
 
-    Args:
-        options: The arguments. `use_gpu="auto"` is settled here: a trial without a GPU sees none.
-    """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-        self._use_gpu = arguments.resolve_use_gpu(options.get("use_gpu", "auto"))
+def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that say what the workers of a trial need: those of its config where that has some."""
+    found = {name: source[name] for source in (options, tune_config) for name in _RESOURCES if name in source}
+    use_gpu = found.get("use_gpu")
+    return {**found, "use_gpu": options["use_gpu"] if use_gpu in ("auto", None) else bool(use_gpu)}
 
-    def config(self, tune_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the trainer."""
-        return with_entries(self._options.get("config") or {}, tune_config)
 
-    def resources(self, tune_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that say what the workers need: those of the trial where it has some."""
-        found = {name: source[name] for source in (self._options, tune_config) for name in _RESOURCES if name in source}
-        use_gpu = found.get("use_gpu", "auto")
-        return {**found, "use_gpu": self._use_gpu if use_gpu in ("auto", None) else bool(use_gpu)}
-
-    def bundles(self, tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
-        """Return what Tune has to reserve: for the trial itself, unless it is the first worker, and for each worker."""
-        found = self.resources(tune_config)
-        num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
-        beside = Placement(*(found.get(name) for name in _BESIDE))
-        worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus, **beside.custom}
-        num_workers = found.get("num_workers", 1) + self._options.get("spare_workers", 0)
-        return [*([] if found.get("use_local") else [{"CPU": 1}]), *[worker] * num_workers]
+def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return what Tune has to reserve: for the trial itself, unless it is the first worker, and for each worker."""
+    found = _resources_of(options, tune_config)
+    num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
+    beside = Placement(*(found.get(name) for name in _BESIDE))
+    worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus, **beside.custom}
+    num_workers = found.get("num_workers", 1) + options.get("spare_workers", 0)
+    return [*([] if found.get("use_local") else [{"CPU": 1}]), *[worker] * num_workers]

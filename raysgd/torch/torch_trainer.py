@@ -39,12 +39,12 @@ from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.torch import constants
-from raysgd.torch.checkpoints import checkpoint_file, shared_state
+from raysgd.torch.checkpoints import checkpoint_file, divided_state
 from raysgd.torch.data import call_data
 from raysgd.torch.driver import arguments, epoch_checks, partial_loading, saving
 from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress_bar import epoch_bar
-from raysgd.torch.driver.saving import FileFormat, StateLoader
+from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
@@ -101,7 +101,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             `config[BATCH_SIZE]`. With DDP.
         micro_batch_size: The most samples of a split batch that fit into a worker. One with a larger share takes it in
             several batches, whose gradients add up to one step.
-        balance: "speed": shares of a split batch follow the measured speed of the workers. None: even shares.
         deterministic: Whether weights have the same bits whatever happens to workers, as on `num_workers` workers that
             nothing happens to; see `docs/operator.md`. With DDP. The kernels of GPUs have to be deterministic, too.
         accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
@@ -140,7 +139,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
     strategy: str
     split_batches: bool
     micro_batch_size: int | None
-    balance: str | None
     deterministic: bool
     use_tqdm: bool
     add_dist_sampler: bool
@@ -180,7 +178,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
         split_batches: bool = False,
         micro_batch_size: int | None = None,
-        balance: Literal["speed"] | None = None,
         deterministic: bool = False,
         accumulate_grad_batches: int = 1,
         clip_grad_norm: float | None = None,
@@ -227,7 +224,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
                 activation_checkpointing=activation_checkpointing,
             ),
             fsdp_options=arguments.fsdp_options(strategy_options, chosen_strategy),
-            batch_options=BatchOptions(split_batches, micro_batch_size, balance, deterministic, num_workers),
+            batch_options=BatchOptions(split_batches, micro_batch_size, deterministic, num_workers),
             seed=seed,
         )
         group = GroupSettings(
@@ -326,12 +323,12 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
-        state = shared_state.whole(self._snapshot().shared_state, copy=True)
+        state = divided_state.whole(self._snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        StateLoader(self._controller).load(state)
+        saving.load_state(self._controller, state)
 
     def save(
         self,
@@ -420,7 +417,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             raise ValueError(f"`reload` cannot work with {what}: save, and load into a new trainer with the new class.")
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        StateLoader(self._controller).load_snapshot(snapshot)
+        saving.load_snapshot(self._controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""

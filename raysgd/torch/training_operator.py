@@ -19,7 +19,7 @@ import torch
 
 from raysgd._arguments import answer_mistakes
 from raysgd._imports import lazy_names
-from raysgd.messages.epochs import bind_batch_info
+from raysgd.messages.epochs import VALIDATES, bind_batch_info
 from raysgd.torch.data import batches
 from raysgd.torch.objects.criteria import accuracy, ignored_by, known
 from raysgd.torch.objects.modes import begin_training
@@ -28,8 +28,9 @@ from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
+from raysgd.torch.step import schedulers
 from raysgd.torch.step.gradients import backward_with
-from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
+from raysgd.torch.step.schedulers import Plateau
 from raysgd.utils import BATCH_WEIGHT
 from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
 
@@ -145,7 +146,8 @@ class TrainingOperator(BaseOperator):
         internals = self._raysgd
         begin_training(required(self, "model"))
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
-        schedulers = None if getattr(self, "scheduler", None) is None else SchedulerSteps.of(self, info)
+        validates, has_scheduler = info.get(VALIDATES, False), getattr(self, "scheduler", None) is not None
+        by_batch, by_epoch = schedulers.schedulers_of(self, validates) if has_scheduler else ([], [])
         meters, step, train_batch = internals.take_meters(), internals.parallel.step, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
@@ -158,21 +160,23 @@ class TrainingOperator(BaseOperator):
                     step.confirm()
                 if meters.held:
                     meters.count_held()
-                if schedulers is not None and schedulers.follow_steps:
-                    schedulers.after_step(internals.precision, step)
+                if by_batch:
+                    schedulers.step_after_batch(by_batch, internals.precision, step)
             if not step.is_padding:
                 internals.count(meters, metrics)
             self.global_step += step.is_last_part
         if meters.held:
             meters.count_held()
         summary = meters.summary()
-        if schedulers is not None:
-            schedulers.after_epoch(summary, internals.mean_over_workers)
+        if by_epoch:
+            schedulers.step_after_epoch(
+                by_epoch, self.scheduler_metric, summary, internals.mean_over_workers, validates
+            )
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
         """Returns the schedulers that go by a metric of this epoch, counted from 1; the validation may have it."""
-        return plateaus_of(self)
+        return schedulers.plateaus_of(self)
 
     @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -303,11 +307,11 @@ class TrainingOperator(BaseOperator):
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluates one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
         internals = self._raysgd
-        found = internals.evaluate(batch)
-        weight, ignored = found.metrics.get(BATCH_WEIGHT), ignored_by(internals.criterion)
-        right = accuracy(found.output, found.target, found.comparisons, weight, ignored)
+        output, target, comparisons, counted = internals.evaluate(batch)
+        weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)
+        right = accuracy(output, target, comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
-        metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}
+        metrics = {"val_loss": counted["val_loss"], "val_accuracy": share, **counted}
         if right is not None and num_labels is None:  # nothing is classified
             del metrics["val_accuracy"]
         return {**metrics, **weights_of(metrics, val_accuracy=num_labels)}

@@ -197,11 +197,6 @@ class Ledger:
             if self._seconds[name]:
                 self._move(name, target)
 
-    def own_s(self) -> float:
-        """Seconds of training so far that this replica needed no other one for: for data, and for useful steps."""
-        shown = self._shown()
-        return shown[USEFUL] + shown[DATA]
-
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Inside, the state is copied: useful steps up to here are saved then."""

@@ -1,41 +1,35 @@
-"""The base of the replicas of operators: the calls that the engine and the driver make by name.
+"""The base of the replicas of operators: what the engine and the driver call by name.
 
-What they do is elsewhere: `hosted` has the operator and its framework, `training` its calls, `state` copies of the
-state, and `activity` signs of life. Why: ADR 115.
+`hosted` has the operator and its framework, `training` its calls, and `state` copies of the state. Why: ADR 115.
 """
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from raysgd._numbers.results import CallProgress, as_number
+from raysgd._numbers.results import as_number
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import DRIVER
-from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.engine.shared.types import StateHandover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.facts import RunnerFacts
-from raysgd.messages.joint_work import JointWork
-from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.range_test import Loss
 from raysgd.utils import NUM_SAMPLES
-from raysgd.worker.activity import Activity
 from raysgd.worker.data.around_batch import AroundBatch
 from raysgd.worker.data.epoch_run import RunState
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.hosted import Hosted
-from raysgd.worker.ledger import Ledger
-from raysgd.worker.state.replica_state import StateCopies
 from raysgd.worker.state.state_checks import check_parts
-from raysgd.worker.training import CallAnswers, Evaluation, Training
+from raysgd.worker.training import ReplicaCalls
 
 logger = logging.getLogger(__name__)
 
 
-class ClassRunner(ABC):
+class ClassRunner(ReplicaCalls):
     """Hosts one operator at a time; a `RegroupingReplica`.
 
     Args:
@@ -43,24 +37,13 @@ class ClassRunner(ABC):
         world: The place among the replicas.
     """
 
-    _hosted: Hosted
-    _candidate: Hosted | None
+    _candidate: Hosted | None = None
 
     def __init__(self, settings: Any, world: World) -> None:
-        self._ledger = Ledger()
+        super().__init__(settings.recovery.snapshot_every_n_steps)
         self._last_left = 0
-        self._copies = StateCopies(settings.recovery.snapshot_every_n_steps, self._ledger)
         self._settings, self._first_world = settings, world
-        self._take(self._make_hosted(settings.after(0), world))
-
-    def _take(self, hosted: Hosted) -> None:
-        """Works with this operator from here on; no call of it was made yet."""
-        answering = CallAnswers()
-        self._copies.inside.clear()
-        self._hosted, self._candidate = hosted, None
-        self._activity = Activity(hosted, self._ledger, self._copies.inside)
-        self._training = Training(hosted, self._activity, answering, self._copies, self._ledger)
-        self._evaluation = Evaluation(hosted, self._activity, answering, self._ledger)
+        self._host(self._make_hosted(settings.after(0), world))
 
     @abstractmethod
     def _make_hosted(self, settings: Any, world: World) -> Hosted:
@@ -87,8 +70,9 @@ class ClassRunner(ABC):
     def renew(self, settings: Any, world: World | None = None) -> Any:
         """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
         self.shutdown()
+        self.drop_reload()
         self._settings = settings
-        self._take(self._make_hosted(settings.after(0), world or self._hosted.world))
+        self._host(self._make_hosted(settings.after(0), world or self._hosted.world))
         return self.setup()
 
     def follow(self, settings: Any) -> None:
@@ -150,7 +134,8 @@ class ClassRunner(ABC):
             if candidate is None or candidate.settings.revision != revision:
                 return None
             self._hosted.feed.close()
-            self._take(candidate)
+            self._host(candidate)
+            self.drop_reload()
         self._hosted.take_edited(edited)
         facts: RunnerFacts = self._hosted.facts()
         return facts
@@ -209,84 +194,37 @@ class ClassRunner(ABC):
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit. See `ReplicaState.restore`."""
         self._hosted.restore(shared_state, own_state)
-        self._training.forget()
+        self._forget_call()
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
         """Takes over a snapshot that was taken inside a training call, ready to continue the call."""
         self.restore(shared_state, own_state)
-        self._training.go_on_from(first, parts)
+        self._go_on_from(first, parts)
 
     def shutdown(self) -> None:
         """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
         self._hosted.close()
-        self._training.forget()
+        self._forget_call()
         self._copies.clear()
-
-    def heartbeat(self) -> Heartbeat:
-        """A sign of life; called from a second thread."""
-        return self._activity.heartbeat()
-
-    def joint_work_of(self, error: BaseException) -> JointWork | None:
-        """Return what it did that all ranks have to do alike, if this error may come from a difference in that."""
-        loop = self._hosted.loop
-        return loop.joint_work if loop.may_be_parted(error) else None
-
-    def progress(self) -> CallProgress | None:
-        """Returns how far the running call is; called from a second thread."""
-        return self._activity.progress()
-
-    def replica_progress(self) -> ReplicaProgress:
-        """Returns how far the training call is that broke off or was held, or the last one that was completed."""
-        self._ledger.leave_group()
-        return self._training.progress()
-
-    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
-        return self._training.propose_hold(number, margin, at)
-
-    def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Says what became of the proposal."""
-        self._training.settle_hold(number, is_agreed)
-
-    def last_hold(self) -> tuple[int, bool]:
-        """Returns what was proposed last; see `RegroupingReplica`."""
-        return self._training.last_hold
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
         """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
-        hosted, training = self._hosted, self._training
-        with self._ledger.regrouping(goes_on=lambda: self._activity.unfinished is not None):
-            training.leave_group()
+        hosted = self._hosted
+        with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
+            self._leave_group()
             self.drop_reload()  # what was made for the group before
             if handover.make_replica is not None:  # it was made ready earlier
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
             hosted.take_place(world)
-            self._hand_over(handover)
+            if world.rank == handover.source and handover.takers:
+                hosted.send(self._handed_over(), handover.takers)
+            elif world.rank in handover.takers:
+                self._take_over(*hosted.receive(handover.source, handover.takers))
             hosted.settle_in()
-            training.settle(hosted.names_of_all(training.name), handover.orphans)
+            self._settle_run(hosted.names_of_all(self._name), handover.orphans)
             hosted.operator.world_changed()
             return hosted.facts()
-
-    def _hand_over(self, handover: StateHandover) -> None:
-        """Gives all ranks of another group the same state."""
-        hosted, training = self._hosted, self._training
-        if hosted.world.rank == handover.source and handover.takers:
-            hosted.send((self.state(), training.state()), handover.takers)
-        elif hosted.world.rank in handover.takers:
-            training.take_over(*hosted.receive(handover.source, handover.takers))
-
-    def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Runs the operator's `train_epoch` once; see `Training.begin_epoch`."""
-        return self._training.go_through(*self._training.begin_epoch(request, share), request)
-
-    def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""
-        return self._training.resume(request, share)
-
-    def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Runs the operator's `validate` once; see `Evaluation.validate`."""
-        return self._evaluation.validate(request, share)
 
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
@@ -305,12 +243,12 @@ class ClassRunner(ABC):
         else:
             self.renew(settings, self._first_world)
         self.regroup(World(0, 1), StateHandover(0, ()))
-        self._evaluation.has_left = has_left
+        self._has_left = has_left
         try:
             self.restore(state, None)
-            answer = self._evaluation.validate(request, share)
+            answer = self.validate(request, share)
         finally:
-            self._evaluation.has_left = None
+            self._has_left = None
             if not settings.follow(own):
                 self.renew(own, self._first_world)
                 self.warm_up()
@@ -319,10 +257,6 @@ class ClassRunner(ABC):
     def leave_call(self, number: int) -> None:
         """End this loan and all before it; called from a second thread."""
         self._last_left = max(self._last_left, number)
-
-    def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
-        """Takes part in a round of a prediction; see `Evaluation.predict`."""
-        return self._evaluation.predict(request, work, share)
 
 
 def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:

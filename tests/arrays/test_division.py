@@ -7,15 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.arrays.division import Division, ShardedGlobalBatch, even_counts, even_shares, proportional_counts
+from raysgd.arrays.division import Division, ShardedGlobalBatch, even_counts, even_shares
 
 
-def random_divisions(num: int, seed: int) -> Iterator[tuple[Division, int, list[float]]]:
+def random_divisions(num: int, seed: int) -> Iterator[tuple[Division, int]]:
     draw = random.Random(seed)
     for _ in range(num):
         division = Division(draw.randint(1, 80), draw.randint(1, 9), draw.choice([None, draw.randint(1, 12)]))
-        speeds = [draw.uniform(0.1, 5.0) for _ in range(division.world_size)] if draw.random() < 0.5 else []
-        yield division, draw.randint(1, division.global_size), speeds
+        yield division, draw.randint(1, division.global_size)
 
 
 @pytest.mark.parametrize(
@@ -26,51 +25,6 @@ def test_even_shares_differ_by_one_and_the_larger_ones_come_first(
     num_samples: int, num_shares: int, expected: list[int]
 ) -> None:
     assert even_counts(num_samples, num_shares) == expected
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "speeds", "most", "expected"),
-    [
-        (18, [1.0, 1.0], None, [9, 9]),
-        (18, [2.0, 1.0], None, [12, 6]),
-        (18, [2.0, 1.0], 10, [10, 8]),
-        (20, [8.0, 1.0, 1.0], 8, [8, 6, 6]),
-        (3, [1.0, 100.0], None, [0, 3]),
-        (7, [1.0, 1.0, 1.0], None, [3, 2, 2]),
-    ],
-)
-def test_shares_follow_speeds_up_to_what_a_worker_can_take(
-    num_samples: int, speeds: list[float], most: int | None, expected: list[int]
-) -> None:
-    assert proportional_counts(num_samples, speeds, most) == expected
-
-
-def test_shares_are_as_near_to_the_speeds_as_whole_samples_can_be() -> None:
-    draw = random.Random(3)
-    for _ in range(300):
-        speeds = [draw.uniform(0.1, 5.0) for _ in range(draw.randint(1, 8))]
-        num_samples = draw.randint(0, 100)
-        counts = proportional_counts(num_samples, speeds)
-        assert sum(counts) == num_samples
-        for count, speed in zip(counts, speeds, strict=True):
-            assert abs(count - num_samples * speed / sum(speeds)) < 1 + 1e-6
-
-
-@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_is_no_speed_is_refused(speed: float) -> None:
-    with pytest.raises(ValueError, match="need a positive number for each worker"):
-        proportional_counts(4, [1.0, speed])
-
-
-def test_a_cap_that_all_workers_together_cannot_keep_is_refused() -> None:
-    with pytest.raises(ValueError, match="`most=2`: 3 workers cannot take 7 samples"):
-        proportional_counts(7, [1.0, 2.0, 3.0], most=2)
-
-
-def test_by_speed_each_worker_keeps_two_samples_to_be_measured_by() -> None:
-    assert Division(4, 2).counts(4, [8.0, 1.0]) == [2, 2]
-    assert Division(12, 4).counts(12, [80.0, 1.0, 1.0, 40.0]) == [4, 2, 2, 4]
-    assert Division(2, 3).counts(2, [8.0, 1.0, 8.0]) == [2, 0, 0], "there are not enough"
 
 
 @pytest.mark.parametrize(
@@ -96,11 +50,11 @@ def test_no_share_is_a_single_sample_where_another_split_exists(
 
 
 def test_no_batch_of_any_worker_is_a_single_sample_where_another_split_exists() -> None:
-    for division, num_samples, speeds in random_divisions(2000, seed=4):
-        parts = [division.parts(num_samples, rank, speeds) for rank in range(division.world_size)]
+    for division, num_samples in random_divisions(2000, seed=4):
+        parts = [division.parts(num_samples, rank) for rank in range(division.world_size)]
         sizes = [part.stop - part.start for of_rank in parts for part in of_rank]
         must_be = num_samples == 1 or division.cap == 1 or (division.cap == 2 and num_samples % 2 == 1)
-        assert must_be or 1 not in sizes, (division, num_samples, speeds)
+        assert must_be or 1 not in sizes, (division, num_samples)
 
 
 def test_above_the_cap_a_share_is_taken_in_several_batches() -> None:
@@ -111,15 +65,15 @@ def test_above_the_cap_a_share_is_taken_in_several_batches() -> None:
 
 
 def test_each_sample_belongs_to_one_batch_of_one_worker_in_the_order_of_ranks() -> None:
-    for division, num_samples, speeds in random_divisions(500, seed=1):
-        parts = [division.parts(num_samples, rank, speeds) for rank in range(division.world_size)]
+    for division, num_samples in random_divisions(500, seed=1):
+        parts = [division.parts(num_samples, rank) for rank in range(division.world_size)]
         covered = [at for of_rank in parts for part in of_rank for at in range(part.start, part.stop)]
         assert covered == list(range(num_samples)), division
 
 
 def test_all_workers_take_equally_many_batches_and_none_above_the_cap() -> None:
-    for division, num_samples, speeds in random_divisions(500, seed=2):
-        parts = [division.parts(num_samples, rank, speeds) for rank in range(division.world_size)]
+    for division, num_samples in random_divisions(500, seed=2):
+        parts = [division.parts(num_samples, rank) for rank in range(division.world_size)]
         assert {len(of_rank) for of_rank in parts} == {division.num_batches(num_samples)}
         for together in zip(*parts, strict=True):
             assert {part.num_together for part in together} == {sum(part.stop - part.start for part in together)}

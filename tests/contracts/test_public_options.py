@@ -14,7 +14,7 @@ WHERE = (
     "placement_strategy runtime_env initialization_hook backend timeout_s use_local detached"
 )
 STEP = (
-    "strategy strategy_options wrap_ddp use_fp16 precision split_batches micro_batch_size balance deterministic "
+    "strategy strategy_options wrap_ddp use_fp16 precision split_batches micro_batch_size deterministic "
     "accumulate_grad_batches clip_grad_norm clip_grad_value sync_batchnorm compile activation_checkpointing"
 )
 FAILURE = "recovery min_workers spare_workers"

@@ -50,7 +50,6 @@ FIGURES = {
     "recovery": {"recovery_s", "batches_again", "snapshot_cost_s"},
     "function_api": {"to_callback_s", "cycle_s", "stall_s", "recovery_s"},
     "fit": {"startup_s", "report_s", "to_driver_s", "folder_s", "dict_s", "recovery_s"},
-    "slow_worker": {"slow", "even", "paired_ratio"},
     "small_sums": {"sum_us"},
     "streams": {"epoch_s", "open_s", "open_mib", "lost", "repeated", "lost_resized", "repeated_resized"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},

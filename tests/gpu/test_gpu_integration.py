@@ -23,7 +23,6 @@ from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.exchanges import StreamClock
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.torch_runner import TorchRunner
@@ -298,51 +297,6 @@ def test_two_ranks_of_nccl_on_a_gpu_are_refused(ray_cluster: None) -> None:
             trainer.run(place_of_function, config={})
     finally:
         trainer.shutdown()
-
-
-def test_kernels_count_as_own_time_unless_they_belong_to_an_exchange() -> None:
-    numbers = torch.randn(2048, 2048, device="cuda")
-
-    def compute(num_times: int) -> None:
-        for _ in range(num_times):
-            torch.mm(numbers, numbers)
-
-    clock = StreamClock()
-    compute(3)  # what is only done once
-    clock.begin()
-    compute(10)
-    clock.end()
-    own_s = clock.seconds()
-    compute(1000)
-    clock.begin()
-    compute(10)
-    clock.end()
-    assert own_s > 0
-    assert clock.seconds() < 20 * own_s
-
-
-class Uneven(LinearOperator):
-    """Rank 1 runs eight times as many kernels for a sample as rank 0; the program waits for none of them."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        self.numbers = torch.randn(1024, 1024, device=self.device)
-
-    def forward(self, features: Any, target: Any) -> tuple[Any, ...]:
-        for _ in range(len(target) * (8 if self.world_rank else 1)):
-            torch.mm(self.numbers, self.numbers)
-        return super().forward(features, target)
-
-
-def test_shares_follow_how_long_kernels_run(ray_cluster: None) -> None:
-    options = {"use_gpu": True, "num_workers": 2, "num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.5}
-    config = {"num_samples": 640, "batch_size": 32}
-    options |= {"split_batches": True, "balance": "speed", "config": config}
-    with TorchTrainer(training_operator_cls=Uneven, **options) as trainer:
-        trainer.train()
-        first, second = trainer.apply_all_operators(lambda operator: list(map(len, operator.seen)))
-    assert first[0] == second[0] == 16
-    assert first[-1] > 16 > second[-1]
 
 
 @RunIf(min_gpus=2)

@@ -141,7 +141,6 @@ INSIDE = {
         "data ledger memory",
         "state worker_callbacks",
         "hosted operator",
-        "activity",
         "training",
         "runner",
     ),

@@ -18,8 +18,6 @@ CONSTANT = {"split_batches": True}
     [
         ({"split_batches": "constant"}, "`split_batches='constant'`: allowed are True and False"),
         ({"split_batches": None}, "`split_batches=None`: allowed are True and False"),
-        ({"balance": "speed"}, "divides a constant global batch only"),
-        ({**CONSTANT, "balance": "spee"}, "Did you mean `speed`"),
         ({"micro_batch_size": 4}, "divides a constant global batch only"),
     ],
 )

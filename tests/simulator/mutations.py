@@ -25,7 +25,7 @@ from raysgd.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.undo import Undo, _Copies
 from raysgd.worker.data.rank_rows import RankRows
-from raysgd.worker.state.copies import PendingCopies
+from raysgd.worker.state.copies import StateCopies
 from tests.simulator.schedule import Fault, Op, Schedule
 
 
@@ -408,7 +408,7 @@ def _expects_old_answers(real: Any) -> Any:
 
 def _takes_any_number(real: Any) -> Any:
     """Each rank gives the newest that it has, whatever was asked for."""
-    return lambda replica, number: replica.part_of_snapshot(replica.inside.newest or number)
+    return lambda replica, number: replica.part_of_snapshot(replica.copies.newest or number)
 
 
 def _keeps_silent(real: Any) -> Any:
@@ -599,6 +599,6 @@ MUTATIONS = (
     Mutation("weights are not put back", _Copies, "put_back", nothing, (92,)),
     Mutation("what optimizers know is not put back", Undo, "_look_into", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),
-    Mutation("a call begins before the state is copied", PendingCopies, "unmade", always([]), (16,)),
+    Mutation("a call begins before the state is copied", StateCopies, "unmade", always([]), (16,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -302,7 +302,7 @@ class Program:
             )
 
     def _load_where_it_lies(self, state: State, rank_states: tuple[Any, ...]) -> None:
-        """As `StateLoader` does with files: the driver gets the state after the workers."""
+        """As `raysgd.torch.driver.saving` does with files: the driver gets the state after the workers."""
         call = Call(
             load, lambda worlds: [(state, own) for own in own_states(rank_states, len(worlds))], keeps_alike=True
         )

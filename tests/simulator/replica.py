@@ -14,7 +14,8 @@ from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, S
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.worker.data.rank_rows import RankRows
-from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies, StateCopy
+from raysgd.worker.ledger import Ledger
+from raysgd.worker.state.copies import StateCopies, StateCopy
 from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection
 from tests.simulator.torn_batch import TornBatch
@@ -195,9 +196,8 @@ class SimReplica:
         self.is_walking = False
         self.last_left = 0
         self._last_hold = 0, False
-        self.copies = PendingCopies()
+        self.copies = StateCopies(around.snapshot_every, Ledger())
         self._newest_token = 0
-        self.inside = MidCallSnapshots(around.snapshot_every)
 
     # ------------------------------------------------------------------------------------ its state
 
@@ -207,45 +207,38 @@ class SimReplica:
     def capture(self, landed_token: int | None) -> Capture:
         if not self.world.rank:
             self.around.check_landed(self, landed_token, self._newest_token)
-        self.copies.drop_landed(landed_token)
-        return self._with(self._copy(), Capture(self.own))
+        return self._kept(self.copies.after_call(self, self.world.rank, landed_token))
 
     def _capture_inside(self, run: Run) -> Capture:
-        self.copies.drop_unclaimed()
-        copy = self._copy()
-        copy.made()
-        return self._with(copy, Capture(self.own, progress=run.progress._replace(others={})))
+        return self._kept(self.copies.inside_call(self, self.world.rank, run.progress._replace(others={})))
 
-    def _copy(self) -> StateCopy:
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
         """A copy that is made later, of the state that there is then."""
         copied: list[State] = []
-        return StateCopy(copied, 10**6 if self.around.is_large else 10, fill=lambda: copied.append(self.state))
+        size = 10**6 if self.around.is_large else 10
+        return None if rank else StateCopy(copied, size, fill=lambda: copied.append(self.state))
 
-    def _with(self, copy: StateCopy, part: Capture) -> Capture:
-        if self.world.rank:
-            return part
-        kept = self.copies.add(part, copy)
-        self._newest_token = kept.token or self._newest_token
-        return kept if kept.token is not None else replace(kept, shared_state=kept.shared_state[0])
+    def _kept(self, part: Capture) -> Capture:
+        self._newest_token = part.token or self._newest_token
+        part = replace(part, seconds=0.0)  # of the clock on the wall
+        return part if part.shared_state is None else replace(part, shared_state=part.shared_state[0])
 
     def finish_copies(self) -> None:
-        for copy in self.copies.unmade():
-            copy.made()
+        self.copies.finish()
 
-    @property
     def own(self) -> tuple[int, int]:
         """What only this rank knows."""
         return self.world.rank, self.state.steps
 
     def fetch(self, token: int) -> State:
-        [state] = self.copies.fetch(token).made()
+        [state] = self.copies.fetch(token)
         return cast(State, state)
 
     def restore(self, shared_state: State, own_state: tuple[int, int] | None) -> None:
         assert own_state in (None, (self.world.rank, shared_state.steps)), f"{own_state} of another rank or time"
         self._go_to(shared_state)
         self.run = None
-        self.inside.clear()
+        self.copies.forget_call()
 
     def _go_to(self, state: State) -> None:
         self.state = state
@@ -290,7 +283,7 @@ class SimReplica:
     def warm_up(self) -> None: ...
 
     def regroup(self, world: World, handover: StateHandover) -> Task:
-        self.inside.clear()
+        self.copies.forget_call()
         self.world = world
         if self.run is not None:
             self.run.proposed = self.run.agreed = None
@@ -327,7 +320,7 @@ class SimReplica:
         if run is None or run.is_finished:
             return Heartbeat(step=-1, phase="between calls", at=self.around.now())
         phase = "training" if self.is_walking else "broken off"
-        return Heartbeat(self.state.epoch, run.steps, phase, 0, self.inside.newest, self.around.now())
+        return Heartbeat(self.state.epoch, run.steps, phase, 0, self.copies.newest, self.around.now())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         run = self.run
@@ -355,16 +348,13 @@ class SimReplica:
         self.last_left = max(self.last_left, number)
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        part = self.inside.part(number)
-        if part is not None and part.token is not None and not self.copies.claim(part.token):
-            return None
-        return part
+        return self.copies.part_of_snapshot(number)
 
     # ------------------------------------------------------------------------------------ calls
 
     def walk(self, call: int, num_steps: int | None) -> Task:
         """Trains for so many steps; None for the rest of the pass."""
-        self.inside.clear()
+        self.copies.forget_call()
         self.run = Run(call, num_steps, RankRows(self.name))
         return (yield from self._go_through(self.run))
 
@@ -386,8 +376,8 @@ class SimReplica:
         try:
             while not self._has_no_step_left(run):
                 yield from self._step(run)
-                if self.inside.is_due(run.steps):
-                    self.inside.keep(run.steps, self._capture_inside(run))
+                if self.copies.is_due(run.steps):
+                    self.copies.keep(run.steps, self._capture_inside(run))
                 if (yield from self._stops(run)):
                     return HeldAtStep(run.steps, self._capture_inside(run))
         finally:

@@ -27,8 +27,7 @@ import torch
 
 from raysgd.tf.checkpoints import checkpoint_file as array_file
 from raysgd.torch import TorchTrainer
-from raysgd.torch.checkpoints import checkpoint_file, divided_files, divided_folder
-from raysgd.torch.checkpoints.divided_folder import WrittenPart
+from raysgd.torch.checkpoints import checkpoint_file, divided_folder
 from raysgd.torch.objects import rng as random_states
 from tests.torch import mutations
 from tests.torch.mutations import Seed
@@ -122,10 +121,9 @@ def seeds_of_arrays(folder: Path) -> list[Seed]:
 
 def write_folder(path: Path, state: dict[str, Any]) -> None:
     """Writes a state as that of divided models, by one rank."""
-    rest, tensors = divided_folder.split(checkpoint_file.packed(state))
     path.mkdir()
-    files, stored = divided_files.write_tensors(str(path), tensors, 0, None)
-    divided_folder.finish(path, [WrittenPart(rest, None, stored, files)], rest)
+    part = divided_folder.write_part(str(path), checkpoint_file.packed(state), None, rank=0)
+    divided_folder.finish(path, [part], dict(part.rest or {}))
 
 
 def changed(chance: random.Random, seeds: list[Seed], folder: Path) -> Path:

@@ -17,8 +17,8 @@ import torch
 import xxhash
 
 from raysgd.torch.checkpoints import checkpoint_file
-from raysgd.torch.checkpoints.checkpoint_file import Seal
-from raysgd.torch.checkpoints.divided_folder import DIVIDED, REST
+from raysgd.torch.checkpoints.checkpoint_file import seal_at_end_of, seal_of
+from raysgd.torch.checkpoints.divided_folder import DIVIDED, REST, part_name
 
 NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
 NAMES = (
@@ -104,10 +104,10 @@ def changed_pickle_file(chance: random.Random, content: bytes) -> bytes:
 
 def changed_archive(chance: random.Random, content: bytes) -> bytes:
     """An archive of `torch.save`; where it had our checksum it has a right one again."""
-    seal = Seal.at_end_of(content)
+    seal = seal_at_end_of(content)
     if seal is None:
         return _changed_body(chance, content)
-    return sealed(_changed_body(chance, content[: -len(seal.comment)]))
+    return sealed(_changed_body(chance, content[: -len(seal)]))
 
 
 def _changed_body(chance: random.Random, body: bytes) -> bytes:
@@ -154,7 +154,7 @@ def sealed(body: bytes) -> bytes:
     """A file with the checksum of `body`, whatever that has become."""
     if len(body) < 22:
         return body
-    comment = Seal(xxhash.xxh3_128_hexdigest(body[:-2] + bytes(2))).comment
+    comment = seal_of(xxhash.xxh3_128_hexdigest(body[:-2] + bytes(2)))
     return body[:-2] + len(comment).to_bytes(2, "little") + comment
 
 
@@ -165,14 +165,14 @@ def change_folder(chance: random.Random, folder: Path) -> None:
         (folder / REST).write_bytes(changed_archive(chance, (folder / REST).read_bytes()))
         return
     rest = checkpoint_file.read(folder / REST)
-    facts = {**rest[DIVIDED], "files": dict(rest[DIVIDED]["files"])}
+    facts = rest[DIVIDED]
     if kind < 0.6:
         facts = _with_another_fact(chance, facts)
     else:
-        [name] = (name for name in facts["files"] if name.startswith("__"))
-        content = _with_changed_part(chance, (folder / name).read_bytes(), facts)
-        (folder / name).write_bytes(content)
-        facts["files"][name] = (len(content), xxhash.xxh3_128_hexdigest(content))
+        part = folder / part_name(0)
+        content = _changed_body(chance, part.read_bytes())
+        part.write_bytes(content)
+        facts = {**facts, "files": [(len(content), xxhash.xxh3_128_hexdigest(content))]}
     checkpoint_file.write(folder / REST, checkpoint_file.packed({**rest, DIVIDED: facts}))
 
 
@@ -184,18 +184,6 @@ def _with_another_fact(chance: random.Random, facts: Any) -> Any:
     place = chance.choice(keys)
     changed = {key: _with_another_fact(chance, facts[key]) if key == place else facts[key] for key in keys}
     return changed if isinstance(facts, dict) else type(facts)(changed.values())
-
-
-def _with_changed_part(chance: random.Random, content: bytes, facts: dict[str, Any]) -> bytes:
-    """A tensor's archive is another, which stands at the end of the file."""
-    place = chance.randrange(len(facts["tensors"]))
-    *tensor, pieces = facts["tensors"][place]
-    [(first, length, name, start, num_bytes)] = pieces
-    part = _changed_body(chance, content[start : start + num_bytes])
-    moved = (first, length, name, len(content), len(part))
-    facts["tensors"] = [*facts["tensors"]]
-    facts["tensors"][place] = (*tensor, (moved,))
-    return content + part
 
 
 def changed_arrays(chance: random.Random, content: bytes) -> bytes:

@@ -151,7 +151,6 @@ def test_steps_that_cannot_be_repeated_are_refused(operator_cls: type[TrainingOp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": "speed", "split_batches": True}, '`deterministic=True` with `balance="speed"`'),
         ({"accumulate_grad_batches": 2}, "cannot work with `accumulate_grad_batches=2`"),
         ({"strategy": "fsdp"}, '`deterministic=True` cannot work with `strategy="fsdp"`'),
         ({"add_dist_sampler": False}, "`deterministic=True` cannot work with `add_dist_sampler=False`"),

@@ -99,8 +99,7 @@ def test_two_workers_take_the_steps_of_one_process(
     assert together.results[2]["val_loss"] == pytest.approx(alone.results[2]["val_loss"])
 
 
-@pytest.mark.parametrize("balance", [None, pytest.param("speed", marks=pytest.mark.soak)])
-def test_the_training_is_the_same_whatever_dies(ray_cluster: None, balance: str | None, tmp_path: Path) -> None:
+def test_the_training_is_the_same_whatever_dies(ray_cluster: None, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "training_operator_cls": LosesFour,
         "config": {BATCH_SIZE: 18, "folder": str(tmp_path)},
@@ -114,7 +113,6 @@ def test_the_training_is_the_same_whatever_dies(ray_cluster: None, balance: str 
         one = trainer.state_dict()
     several_workers: dict[str, Any] = {"num_workers": 7, "num_cpus_per_worker": 0.25, "micro_batch_size": 4}
     with TorchTrainer(
-        balance=balance,
         recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0),
         **options,
         **several_workers,
@@ -131,38 +129,6 @@ def test_the_training_is_the_same_whatever_dies(ray_cluster: None, balance: str 
     assert_close(several["models"], one["models"])
     assert several["schedulers"][0]["last_epoch"] == one["schedulers"][0]["last_epoch"] == 10
     assert_close(several["optimizers"][0]["param_groups"][0]["lr"], one["optimizers"][0]["param_groups"][0]["lr"])
-
-
-class Balanced(Scheduled):
-    """Says how many samples it had in each step; by its clock, rank 1 takes three times as long for each of them."""
-
-    def train_epoch(self, iterator: Any, **arguments: Any) -> Any:
-        ledger = self._raysgd.parallel.exchanges.ledger
-        if not hasattr(self, "now"):
-            self.now = ledger._clock()
-            ledger._clock = lambda: self.now  # what the machine does beside it takes no time
-        return super().train_epoch(iterator, **arguments)
-
-    def forward(self, features: Any, target: Any) -> tuple[Any, ...]:
-        self.now += len(target) * (0.003 if self.world_rank == 1 else 0.001)
-        return super().forward(features, target)
-
-
-def test_shares_follow_the_speed_and_the_training_stays_that_of_one_process(two: TorchTrainer) -> None:
-    config = {BATCH_SIZE: 18}
-    balanced = BatchOptions(True, balance="speed")
-    options = {"batch_options": balanced, "scheduler_step_freq": "batch"}
-    calls = (("train", 7), ("train", None), ("train", None))
-    together = run_together(two, Experiment(Balanced, config, calls, options))
-    alone = run_alone(Experiment(Scheduled, config, calls, {"scheduler_step_freq": "batch"}))
-    assert_close(together.model[0], alone.model[0])
-    assert_close(together.model[1], alone.model[0])
-    sizes = [[len(batch) for batch in of_rank] for of_rank in together.seen]
-    assert sizes[0][:3] == sizes[1][:3] == [9, 9, 9], "even shares before anything was measured"
-    assert sizes[0][-1] > 9 > sizes[1][-1]
-    for epoch in range(2):  # each of ten steps
-        of_epoch = [batch for of_rank in together.seen for batch in of_rank[10 * epoch : 10 * epoch + 10]]
-        assert sorted(number for batch in of_epoch for number in batch) == list(range(180))
 
 
 @pytest.mark.parametrize(("size", "num_samples"), [(16, 3), (2, 4)])
@@ -212,11 +178,6 @@ def test_a_loss_that_gathers_shares_of_different_sizes_is_told_so(two: TorchTrai
     for words in two.apply_all_operators(outcome):
         assert "of 2 to 3 numbers, because their shares of this global batch differ" in words
         assert "`drop_last=True`" in words
-
-
-def test_batch_norms_are_warned_of(make_local: Callable[..., TorchTrainer], caplog: pytest.LogCaptureFixture) -> None:
-    make_local(BatchNormOperator, split_batches=True, balance="speed")
-    assert caplog.text.count("batch norms: each worker normalizes over its own share") == 1
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,6 @@ def test_a_rank_that_takes_over_goes_on_with_gradients_that_wait(process_group: 
         source.train_epoch(request(), None)
     source.regroup(WORLD, StateHandover())
     taker.regroup(WORLD, StateHandover())
-    taker._training.take_over(source.state(), source._training.state())
+    taker._take_over(*source._handed_over())
     taker.resume_epoch(request())
     assert trained_by(taker) == expected

@@ -14,7 +14,7 @@ import torch
 
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
-from raysgd.worker.state.replica_state import StateCopies
+from raysgd.worker.state.copies import StateCopies
 from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
 

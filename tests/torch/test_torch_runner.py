@@ -30,7 +30,6 @@ from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TrainingOperator
-from raysgd.torch.data.sampling import DataSignature
 from raysgd.torch.objects.metric_objects import capture
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
@@ -69,8 +68,8 @@ def values(answer: EpochAnswer) -> dict[str, Any]:
 def test_the_facts_tell_what_is_registered() -> None:
     facts = make_runner(shuffle=True, seed=3).setup()
     assert (facts.num_models, facts.num_optimizers, facts.num_schedulers) == (1, 1, None)
-    assert facts.train_data == DataSignature(20, 4, False, "shuffled")
-    assert facts.validation_data == DataSignature(13, 4, False, "sequential")
+    assert facts.train_data == "20 samples, shuffled, batch_size=4, drop_last=False"
+    assert facts.validation_data == "13 samples, sequential, batch_size=4, drop_last=False"
     assert facts.seed == 3
     assert not facts.keeps_own_state
     assert not facts.is_synchronous
@@ -854,7 +853,7 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
 
     runner = broken_off(survivor(StepsFirst, undo=False), in_step=1)
     assert not runner.replica_progress().is_whole
-    runner._training.take_over(runner.state(), runner._training.state())
+    runner._take_over(*runner._handed_over())
     assert runner.replica_progress().is_whole
 
 

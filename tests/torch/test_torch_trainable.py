@@ -11,7 +11,6 @@ import torch
 import raysgd.torch
 from raysgd import TorchTrainer
 from raysgd.torch import BaseTorchTrainable, torch_trainer
-from raysgd.torch.torch_trainable import TrialRequest
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.run_if import RunIf
 from tests.torch.operators_for_tests import LinearOperator, equal
@@ -82,11 +81,13 @@ def test_what_tune_reserves_follows_the_arguments_and_the_config_of_the_trial(
 
 
 def test_the_config_of_a_trial_counts_more_and_changes_nothing_that_is_shared() -> None:
-    options = {"config": {"lr": 1, BATCH_SIZE: 8}, "num_workers": 2}
-    requested = TrialRequest(options)
-    assert requested.config({"lr": 2, "num_workers": 1}) == {"lr": 2, BATCH_SIZE: 8, "num_workers": 1}
-    assert requested.resources({"num_workers": 1})["num_workers"] == 1
-    assert options == {"config": {"lr": 1, BATCH_SIZE: 8}, "num_workers": 2}
+    options = {"config": {"lr": 1.0, BATCH_SIZE: 8}, "num_cpus_per_worker": 2}
+    trial = TorchTrainer.as_trainable(**LOCAL, **options)({"lr": 0.02, "num_cpus_per_worker": 1})
+    try:
+        assert trial.trainer.config == {"lr": 0.02, BATCH_SIZE: 8, "num_cpus_per_worker": 1}
+    finally:
+        trial.stop()
+    assert options == {"config": {"lr": 1.0, BATCH_SIZE: 8}, "num_cpus_per_worker": 2}
 
 
 def test_a_trial_trains_and_validates_saves_and_goes_on(tmp_path: Path) -> None:

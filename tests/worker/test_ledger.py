@@ -64,7 +64,6 @@ def test_a_call_is_told_apart(ledger: Ledger, clock: Clock) -> None:
     clock.sleep(7)
     assert spent(ledger) == {"start_up": 5, "other": 0.75, "data": 3, "useful": 30, "driver": 7}
     assert ledger.of_call() == {"other": 0.75, "data": 3, "useful": 30, "driver": 7}
-    assert ledger.own_s() == 33
 
 
 def test_an_exchange_is_told_from_waiting_for_others_and_from_the_step(ledger: Ledger, clock: Clock) -> None:
@@ -77,7 +76,6 @@ def test_an_exchange_is_told_from_waiting_for_others_and_from_the_step(ledger: L
                 group.waited_s += 3
             clock.sleep(1)
     assert spent(ledger) == {"useful": 3, "exchange": 2, "slower_rank": 3}
-    assert ledger.own_s() == 3, "an exchange is no time that a replica spends by itself"
 
 
 def test_an_exchange_outside_of_a_step_stays_where_it_is(ledger: Ledger, clock: Clock) -> None:

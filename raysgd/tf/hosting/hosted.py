@@ -25,7 +25,6 @@ from raysgd.tf.fit import FitStream
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.hosting.replica_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
 from raysgd.tf.objects import datasets, learning_rates, registration
-from raysgd.tf.objects.datasets import DatasetSignature
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
@@ -149,7 +148,7 @@ class TFHosted(hosted.Hosted):
             keeps_global_batch=self.settings.keeps_global_batch or operator._raysgd.data.sharding == "global",
         )
 
-    def _signature(self, name: str, dataset: Any) -> DatasetSignature | StreamSignature | None:
+    def _signature(self, name: str, dataset: Any) -> str | StreamSignature | None:
         stream = self.operator._raysgd.data.streams.get(name)
         if stream is not None:
             return stream.signature

@@ -42,17 +42,9 @@ _ADVICE_FOR_INDEXED = (  # a `PyDataset` of Keras 3, or a `Sequence` of tf_keras
 Sharding = Literal["global", "worker"]
 
 
-@dataclass(frozen=True)
-class DatasetSignature:
-    """The facts that must be alike on all ranks for a dataset to be divided."""
-
-    element_spec: str
-    num_batches: int
-
-
-def signature_of(dataset: Any) -> DatasetSignature:
-    """Return what the ranks compare."""
-    return DatasetSignature(repr(dataset.element_spec), int(dataset.cardinality()))
+def signature_of(dataset: Any) -> str:
+    """Return what must be alike on all ranks for a dataset to be divided."""
+    return f"{int(dataset.cardinality())} batches of {dataset.element_spec!r}"
 
 
 def is_divided(dataset: Any) -> bool:

@@ -28,7 +28,7 @@ from raysgd.tf.objects.datasets import num_samples
 from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord, GradientAverager
 from raysgd.tf.parallel.global_losses import GlobalLosses, refuse_by_name
 from raysgd.tf.parallel.global_metrics import GlobalMetrics, check_aggregation
-from raysgd.tf.parallel.step import AppliedOptimizer, TFStep, TracedStep, repeat_with_zeros
+from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, repeat_with_zeros
 
 
 class Synchronizer:
@@ -159,9 +159,9 @@ class Synchronizer:
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
                 refuse_by_name(gradients)
-        applied = AppliedOptimizer(optimizer, variables, gradients)
-        self._traced.note_exchange(applied)
-        return averager.average(gradients, applied)
+        repeat = applying_zeros(optimizer, list(variables), gradients)
+        self._traced.note_exchange(repeat, is_applied=True)
+        return averager.average(gradients, repeat)
 
     def watch_model(self, model: Any) -> None:
         """Make a compiled model train and evaluate together with those of the other ranks.

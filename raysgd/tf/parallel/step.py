@@ -98,17 +98,14 @@ class TFStep:
         return self.num_samples == 0
 
 
-class AppliedOptimizer:
-    """An optimizer with what it was given in a step, without the numbers: it applies zeros of the same kinds."""
+def applying_zeros(optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchange:
+    """Return what lets an optimizer apply zeros, of the same kinds as what it is given in a step."""
+    makers = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-        self._optimizer = optimizer
-        self._variables = list(variables)
-        self._zeros = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
+    def apply() -> None:
+        optimizer.apply_gradients(list(zip([zeros() for zeros in makers], variables, strict=True)))
 
-    def __call__(self) -> None:
-        zeros = [zero() for zero in self._zeros]
-        self._optimizer.apply_gradients(list(zip(zeros, self._variables, strict=True)))
+    return apply
 
 
 class TracedStep:
@@ -117,32 +114,30 @@ class TracedStep:
     Attributes:
         num_samples: Samples in its batch, a tensor of the graph; None where no such step is being traced.
         exchanges: Those that it has had so far.
+        num_applied: How many of them applied gradients.
         is_test: Whether it is a step of evaluation.
     """
 
     def __init__(self) -> None:
         self.num_samples: Any = None
         self.exchanges: list[Exchange] = []
+        self.num_applied = 0
         self.is_test = False
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
         """Inside, a step on a batch of so many samples is traced."""
-        self.num_samples, self.exchanges, self.is_test = num_samples, [], is_test
+        self.num_samples, self.exchanges, self.num_applied, self.is_test = num_samples, [], 0, is_test
         try:
             yield
         finally:
-            self.num_samples, self.exchanges, self.is_test = None, [], False
+            self.num_samples, self.exchanges, self.num_applied, self.is_test = None, [], 0, False
 
-    def note_exchange(self, exchange: Exchange) -> None:
+    def note_exchange(self, exchange: Exchange, is_applied: bool = False) -> None:
         """Note an exchange; only ranks whose Keras draws the batches may have to repeat it."""
         if self.num_samples is not None:
             self.exchanges.append(exchange)
-
-    @property
-    def num_applied(self) -> int:
-        """The number of times that gradients were applied."""
-        return sum(isinstance(exchange, AppliedOptimizer) for exchange in self.exchanges)
+            self.num_applied += is_applied
 
     def num_samples_or_unknown(self) -> Any:
         """Return a tensor, also where no step is being traced: -1."""

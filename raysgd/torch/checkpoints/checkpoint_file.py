@@ -22,7 +22,6 @@ detected afterwards; a program that cuts the file short may crash this process.
 from __future__ import annotations
 
 import contextlib
-import io
 import mmap
 import os
 import pickle
@@ -104,7 +103,9 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
         stream.save(content)
         file.seek(-_ZIP_END_BYTES, os.SEEK_END)
         assert _is_zip_end(file.read()), "torch.save did not end its archive as zip archives without a comment do"
-        Seal(stream.checksum.hexdigest()).append_to(file)
+        seal = seal_of(stream.checksum.hexdigest())
+        file.seek(-_LENGTH_BYTES, os.SEEK_END)
+        file.write(len(seal).to_bytes(_LENGTH_BYTES, "little") + seal)
 
 
 def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
@@ -229,7 +230,11 @@ class OpenedFile:
         Raises:
             CheckpointCorruptedError: The content has another one.
         """
-        if self._seal is not None and not self._seal.fits(self._file, self.identity.num_bytes):
+        if self._seal is None:
+            return
+        checksum = checksum_of(self._file, self.identity.num_bytes - len(self._seal) - _LENGTH_BYTES)
+        checksum.update(bytes(_LENGTH_BYTES))
+        if seal_of(checksum.hexdigest()) != self._seal:
             raise corrupted(self._name, "its checksum does not match its content")
 
     def check_unchanged(self) -> None:
@@ -243,13 +248,7 @@ class OpenedFile:
 
     def can_be_mapped(self) -> bool:
         """Return whether it has a checksum, and lies where files can be mapped into memory."""
-        if self._seal is None:
-            return False
-        try:
-            mmap.mmap(self._file.fileno(), 1, access=mmap.ACCESS_READ).close()
-        except OSError:
-            return False
-        return True
+        return self._seal is not None and _can_be_mapped(self._file)
 
     def read_state(self, maps: bool) -> dict[str, Any]:
         """Return what the file holds, if it is a training state; with `maps`, tensors stay where they are.
@@ -312,18 +311,26 @@ def _check_archive(source: str | IO[bytes], num_bytes: int) -> None:
         check_stored(archive, num_bytes)
 
 
-def read_tensor(content: bytes) -> torch.Tensor:
-    """Return the only tensor in an archive of `torch.save`, in new memory.
+def _can_be_mapped(file: IO[bytes]) -> bool:
+    """Return whether a file lies where files can be mapped into memory."""
+    try:
+        mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
+    except OSError:
+        return False
+    return True
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
+    """Return the tensors in a dict that `torch.save` wrote, mapped into memory where that can be.
 
     Raises:
         Exception: There is something else in it, or it is damaged.
     """
-    file = io.BytesIO(content)
-    _check_archive(file, len(content))
-    file.seek(0)
-    found = _load_strictly(file)
-    if type(found) is not torch.Tensor:
-        raise ValueError("there is no tensor")
+    with open(path, "rb") as file:
+        _check_archive(file, os.fstat(file.fileno()).st_size)
+        found = _load_strictly(os.fspath(path), _can_be_mapped(file))
+    if type(found) is not dict or not all(type(each) is torch.Tensor for each in found.values()):
+        raise ValueError("there is something else than tensors")
     return found
 
 
@@ -335,37 +342,18 @@ def _former_functions() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Seal:
-    """The checksum at the end of a file."""
+def seal_of(hexdigest: str) -> bytes:
+    """Return the comment of an archive that holds a checksum."""
+    return f"{_PREFIX}{hexdigest}".encode()
 
-    hexdigest: str
 
-    @classmethod
-    def at_end_of(cls, tail: bytes) -> Seal | None:
-        """Returns the seal of a file with these last bytes; None if it has none."""
-        found = _COMMENT.search(tail)
-        if found is None:
-            return None
-        length = int.from_bytes(tail[: found.start()][-_LENGTH_BYTES:], "little")
-        is_whole = length == len(found[0])
-        return cls(found[1].decode()) if is_whole else None
-
-    @property
-    def comment(self) -> bytes:
-        """The comment of the archive that holds it."""
-        return f"{_PREFIX}{self.hexdigest}".encode()
-
-    def fits(self, file: IO[bytes], num_bytes: int) -> bool:
-        """Return whether a file of so many bytes has this checksum before the comment and its length."""
-        checksum = checksum_of(file, num_bytes - len(self.comment) - _LENGTH_BYTES)
-        checksum.update(bytes(_LENGTH_BYTES))
-        return checksum.hexdigest() == self.hexdigest
-
-    def append_to(self, archive: IO[bytes]) -> None:
-        """Makes this the comment of an archive that has none."""
-        archive.seek(-_LENGTH_BYTES, os.SEEK_END)
-        archive.write(len(self.comment).to_bytes(_LENGTH_BYTES, "little") + self.comment)
+def seal_at_end_of(tail: bytes) -> bytes | None:
+    """Return the seal of a file with these last bytes; None if it has none."""
+    found = _COMMENT.search(tail)
+    if found is None:
+        return None
+    length = int.from_bytes(tail[: found.start()][-_LENGTH_BYTES:], "little")
+    return found[0] if length == len(found[0]) else None
 
 
 def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
@@ -431,7 +419,7 @@ def _is_zip_end(tail: bytes) -> bool:
     return tail.startswith(_ZIP_END) and tail.endswith(bytes(_LENGTH_BYTES))
 
 
-def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[Seal | None, bool]:
+def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]:
     """Return the checksum of a file, None if `torch.save` itself wrote it, and whether it is a zip archive.
 
     Its first and last bytes tell. Archives came with torch 1.6.
@@ -439,7 +427,7 @@ def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[Seal | None, bool]:
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _MAX_SEAL_BYTES))
     tail = file.read()
-    found = Seal.at_end_of(tail)
+    found = seal_at_end_of(tail)
     if found is not None or start == _OLD_TORCH_START:
         return found, found is not None
     if not start.startswith(_ZIP_START):

@@ -1,14 +1,14 @@
-"""The folder that a checkpoint of divided models is: how it becomes whole, and which tensor belongs where.
+"""The folder that a checkpoint of divided models is: how it becomes whole, and how it is read.
 
-Each rank writes its part. Everything but tensors is in two checkpoint files beside them, which the driver writes: what
-each rank has for itself, which ranks need not read, and the rest. That comes last, and also has checksums of the other
-files. The folder takes its name when all of it is there.
+Each rank writes its tensors into a file, which is what `torch.save` makes of a dict by their places in the state. All
+else is in two checkpoint files beside them, which the driver writes: what each rank has for itself, which ranks need
+not read, and the rest. That comes last, and also has an index of the tensors, and size and checksum of each rank's
+file. The folder takes its name when all of it is there.
 
-The rest has an index too: each tensor's kind and size, and which file has which part of it. It is plain data under a
-checksum. It names all that is read of the folder, and its numbers are compared with the sizes of the files before
-anything is made.
+The index is plain data under a checksum. Its numbers are compared with the sizes of the files before anything is made,
+and what is in the files with the index.
 
-Why a folder: ADR 92. `raysgd.torch.checkpoints.divided_files` writes and reads the tensors.
+Why a folder: ADR 92. `raysgd.torch.checkpoints.divided_state` says what a rank has, and what it takes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from pathlib import Path, PurePath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from raysgd._files import flush_to_disk, held, remove_leftovers
-from raysgd._reading.strict_reading import require
+from raysgd._reading.strict_reading import corrupted, require
+from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.divided_state import DividedState, Index, MakeRoom, Tensors, begin_of, content_of
 from raysgd.torch.objects.rng import RNG
 from raysgd.worker.state.replica_state import RESUME
 
@@ -39,69 +42,17 @@ RANKS = "ranks.pt"
 """The file with the random states of all ranks; the larger, the more there are."""
 
 DIVIDED = "divided"
-"""Key in it of what there is to know about the other files."""
+"""Key in `REST` of what there is to know about the other files."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The layout of the folder."""
 
-Path_ = tuple[str | int, ...]
-"""The place of a tensor in a state."""
-
-Files = Mapping[str, tuple[int, str]]
-"""Number of bytes and checksum of each file, by its name in the folder."""
-
-MakeRoom = Callable[[Mapping[str, Any], Sequence[Path_]], dict[Path_, torch.Tensor]]
-"""Makes the tensors that a rank has of a state: of its outline, and the paths in it where they belong."""
+FileFacts = tuple[int, str]
+"""Number of bytes and checksum of a file."""
 
 _MAX_DIMS = 64
 _MAX_SIZE = 2**62
-_MAX_REPETITION = 16
-"""The number of times that all files may be read, at most: several parts may lie in the same place."""
-
 _FORMER = ".old"
-_PARTS = ("models", "criterion", "optimizers")
-
-
-@dataclass(frozen=True, order=True)
-class TensorPiece:
-    """A part of a tensor, as one archive inside a file.
-
-    Attributes:
-        first: Where in the tensor it begins, along the dimension by which that is divided.
-        length: Its length along this dimension.
-        file: The name of the file.
-        start: Where in the file the archive begins.
-        num_bytes: Size of the archive.
-    """
-
-    first: int
-    length: int
-    file: str
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """The places of the parts of one tensor in the files of a folder checkpoint.
-
-    Attributes:
-        path: Where in a state it belongs.
-        dtype: Its kind.
-        size: Its shape.
-        dim: By which dimension it is divided.
-        pieces: Its parts, in order.
-    """
-
-    path: Path_
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    dim: int
-    pieces: tuple[TensorPiece, ...]
-
-    def size_of(self, piece: TensorPiece) -> tuple[int, ...]:
-        """The shape of a part."""
-        return (*self.size[: self.dim], piece.length, *self.size[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -123,15 +74,20 @@ class WrittenPart:
 
     Attributes:
         rest: The state without tensors, from rank 0; None from others.
+        index: What the tensors are, from rank 0; None from others.
         own: What the rank has for itself.
-        tensors: Which file has which part of the tensors, from rank 0; empty from others.
-        files: The files that it wrote.
+        file: The facts about the file that it wrote.
     """
 
     rest: dict[str, Any] | None
+    index: Index | None
     own: Any
-    tensors: Sequence[StoredTensor]
-    files: Files
+    file: FileFacts
+
+
+def part_name(rank: int) -> str:
+    """Return the name of the file with the tensors of a rank."""
+    return f"part-{rank}.pt"
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -139,64 +95,27 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     return Path(path, REST).is_file()
 
 
-def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
-    """A state without the tensors of its models and optimizers, and these.
+# ------------------------------------------------------------------------------------ writing
 
-    Examples:
-        >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
-        >>> rest, list(tensors)
-        ({'epoch': 1, 'models': [{}]}, [('models', 0, 'weight')])
+
+def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> WrittenPart:
+    """Write a rank's part of the state into a folder; return what the driver needs to know.
+
+    Args:
+        folder: The folder.
+        state: The state with what this rank has of divided tensors.
+        own: What the rank has for itself.
+        rank: Its number.
     """
-    tensors: dict[Path_, torch.Tensor] = {}
-    parts = {name: _without(state[name], (name,), tensors) for name in _PARTS if name in state}
-    return {**state, **parts}, tensors
+    content, path = content_of(state, rank), Path(folder, part_name(rank))
+    torch.save(content["tensors"], path)
+    return WrittenPart(content["rest"], content["index"], own, _facts_of(path))
 
 
-def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any:
-    if isinstance(value, Mapping):
-        found = {key: each for key, each in value.items() if isinstance(each, torch.Tensor) and each.ndim}
-        tensors.update({(*path, key): each for key, each in found.items()})
-        return {key: _without(each, (*path, key), tensors) for key, each in value.items() if key not in found}
-    if isinstance(value, list):
-        return [_without(each, (*path, index), tensors) for index, each in enumerate(value)]
-    return value
-
-
-def joined(rest: Mapping[str, Any], paths: Sequence[Path_], tensor_of: Callable[[Path_], Any]) -> dict[str, Any]:
-    """The state with its tensors.
-
-    Examples:
-        >>> joined({"models": [{}]}, [("models", 0, "weight")], str)
-        {'models': [{'weight': "('models', 0, 'weight')"}]}
-    """
-    made: dict[int, Any] = {}
-    state = {name: _copied(value, made) if name in _PARTS else value for name, value in rest.items() if name != DIVIDED}
-    for path in paths:
-        owner: Any = state
-        for step in path[:-1]:
-            owner = owner[step]
-        owner[path[-1]] = tensor_of(path)
-    return state
-
-
-def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """A copy of the containers alone, one of each."""
-    if not isinstance(value, Mapping | list):
-        return value
-    if id(value) in made:
-        return made[id(value)]
-    copy: Any = [] if isinstance(value, list) else {}
-    made[id(value)] = copy
-    if isinstance(value, list):
-        copy.extend(_copied(each, made) for each in value)
-    else:
-        copy.update({key: _copied(each, made) for key, each in value.items()})
-    return copy
-
-
-def name_of(path: Path_) -> str:
-    """Return what a tensor is called in the files."""
-    return "/".join(map(str, path))
+def _facts_of(path: Path) -> FileFacts:
+    with path.open("rb", buffering=0) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        return num_bytes, checkpoint_file.checksum_of(file, num_bytes).hexdigest()
 
 
 @contextlib.contextmanager
@@ -247,7 +166,7 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
     Raises:
         OSError: A part is not where the driver can see it, or the rest could not be written.
     """
-    files = {name: facts for part in parts for name, facts in part.files.items()}
+    files = {part_name(rank): part.file for rank, part in enumerate(parts)}
     missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]
     if missing:
         raise OSError(
@@ -255,7 +174,7 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
             "machine. Workers on several nodes each write a part: save to a path that all nodes share, or pass "
             "`whole=True`, which gathers the whole state on the driver."
         )
-    facts = {"version": FORMAT_VERSION, "tensors": [astuple(each) for each in parts[0].tensors], "files": files}
+    facts = {"version": FORMAT_VERSION, "index": parts[0].index, "files": list(files.values())}
     resume = dict(rest.get(RESUME) or {})
     if RNG in resume:
         checkpoint_file.write(folder / RANKS, {**dict.fromkeys(checkpoint_file.REQUIRED_KEYS), RNG: resume.pop(RNG)})
@@ -270,62 +189,138 @@ def _size_of(path: Path) -> int | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------- index
+# ------------------------------------------------------------------------------------ reading
 
 
-def checked_files(files: Any) -> Files:
-    """The files, if each is named as one directly in the folder.
+class DividedFolder(DividedState):
+    """A folder that was opened. Call `check` before anything is read of the tensors."""
+
+    def __init__(self, path: str, rest: dict[str, Any], index: Index, files: Sequence[FileFacts]) -> None:
+        super().__init__(rest, index, len(files), self._read_part)
+        self._path, self._files = path, files
+
+    def check(self, rank: int, num_ranks: int) -> None:
+        """Compare checksums: of every `num_ranks`-th file, since together the ranks look at all.
+
+        Raises:
+            CheckpointCorruptedError: A file is missing or was changed.
+        """
+        for number in range(rank, len(self._files), num_ranks):
+            path = Path(self._path, part_name(number))
+            if _size_of(path) != self._files[number][0] or _facts_of(path) != self._files[number]:
+                raise self.corrupted(f"`{path.name}` is missing or does not match its checksum")
+
+    def read_whole(self) -> dict[str, Any]:
+        """Return the whole state, in this process."""
+        self.check(0, 1)
+        return self.whole()
+
+    def _read_part(self, rank: int) -> Tensors:
+        try:
+            found = checkpoint_file.read_tensors(Path(self._path, part_name(rank)))
+            self._check_part(rank, found)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # damaged bytes may say anything
+            raise self.corrupted(f"`{part_name(rank)}` cannot be read ({str(error)[:100]})") from error
+        return found
+
+    def _check_part(self, rank: int, found: Mapping[Any, torch.Tensor]) -> None:
+        num = len(self._files)
+        expected = {path: facts for path, facts in self.index.items() if not rank or facts[2]}
+        require(found.keys() == expected.keys(), "it has other tensors than the index says")
+        for path, (dtype, size, is_divided) in expected.items():
+            num_rows = begin_of(size[0], num, rank + 1) - begin_of(size[0], num, rank) if is_divided else size[0]
+            kind = (found[path].dtype, found[path].layout, found[path].device.type, tuple(found[path].shape))
+            is_it = kind == (dtype, torch.strided, "cpu", (num_rows, *size[1:]))
+            require(is_it, "a tensor is another one than the index says")
+
+    def corrupted(self, finding: str) -> CheckpointCorruptedError:
+        """Return what to raise where the folder is not what was written."""
+        return corrupted(self._path, finding)
+
+
+def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedFolder:
+    """Read everything but tensors.
+
+    Args:
+        path: The folder.
+        weights_only: Whether to refuse what could run code.
+        for_rank: Whether to leave out the random states of all ranks: one rank needs its own, which the driver has.
 
     Raises:
-        ValueError: One is not, or its size is no number.
+        CheckpointCorruptedError: It is damaged, or no such folder.
+        UnsafeCheckpointError: The operator's own state needs `weights_only=False`.
     """
-    require(type(files) is dict, "it has no list of files")
-    for name, facts in files.items():
-        require(type(name) is str and name not in ("", "..") and PurePath(name).name == name, "a file is elsewhere")
-        require(type(facts) is tuple and len(facts) == 2 and _are_sizes(facts[:1]), "a file has no size")
-    return dict(files)
+    rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
+    facts = rest.pop(DIVIDED, None)
+    if not isinstance(facts, Mapping) or facts.get("version") != FORMAT_VERSION:
+        raise corrupted(path, f"`{REST}` is of another format; a newer version of raysgd may have written it")
+    if facts.get("has_ranks") and not for_rank:
+        rest = {**rest, RESUME: {**dict(rest.get(RESUME) or {}), RNG: _rank_states(path)}}
+    try:
+        _check_index(facts["index"], facts["files"])
+        folder = DividedFolder(path, rest, facts["index"], [tuple(each) for each in facts["files"]])
+        folder.outline()
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise corrupted(path, f"`{REST}` contradicts itself ({str(error)[:100]})") from error
+    return folder
 
 
-def checked_tensors(entries: Any, files: Files) -> tuple[StoredTensor, ...]:
-    """The tensors, as `dataclasses.astuple` wrote them, if all of each lies in the files.
+def _check_index(index: Any, files: Any) -> None:
+    """Refuse an index that would make more than the files hold.
 
     Raises:
-        ValueError, TypeError: One does not, or together they are larger than the files.
+        ValueError, TypeError: It would, or it is no index.
     """
-    tensors = tuple(_stored(files, *entry) for entry in entries)
-    num_there = sum(size for size, _ in files.values())
-    num_bytes = sum(math.prod(each.size) * each.dtype.itemsize for each in tensors)
+    require(type(index) is dict and type(files) is list and len(files) > 0, "it has no list of tensors or files")
+    num_there = sum(num_bytes for num_bytes, _ in files)
+    num_bytes = 0
+    for path, (dtype, size, is_divided) in index.items():
+        require(type(path) is tuple and 1 < len(path) <= _MAX_DIMS, "a tensor has no place")
+        require(isinstance(dtype, torch.dtype) and type(is_divided) is bool, "a tensor is of no kind")
+        is_shape = type(size) is tuple and 0 < len(size) <= _MAX_DIMS
+        require(is_shape and all(type(each) is int and each >= 0 for each in size), "a tensor has no shape")
+        require(math.prod(max(1, each) for each in size) < _MAX_SIZE, "a tensor has no shape")
+        num_bytes += math.prod(size) * dtype.itemsize
     require(num_bytes <= num_there, "its tensors are larger than its files")
-    num_read = sum(piece.num_bytes for each in tensors for piece in each.pieces)  # each is read whole
-    require(num_read <= _MAX_REPETITION * num_there, "parts of its tensors lie in the same place many times")
-    return tensors
 
 
-def _stored(files: Files, path: Any, dtype: Any, size: Any, dim: Any, pieces: Any) -> StoredTensor:
-    require(type(path) is tuple and 1 < len(path) <= _MAX_DIMS, "a tensor has no place")
-    require(all(type(step) in (str, int) for step in path), "a tensor has no place")
-    require(isinstance(dtype, torch.dtype), "a tensor is of no kind")
-    require(type(size) is tuple and 0 < len(size) <= _MAX_DIMS and _are_sizes(size), "a tensor has no shape")
-    require(math.prod(max(1, length) for length in size) < _MAX_SIZE, "a tensor has no shape")
-    require(type(dim) is int and 0 <= dim < len(size), "a tensor is divided by no dimension")
-    stored = StoredTensor(path, dtype, size, dim, tuple(TensorPiece(*piece) for piece in pieces))
-    position = 0
-    for piece in stored.pieces:
-        _check_piece(stored, piece, files)
-        require(piece.first == position, "the parts of a tensor do not follow each other")
-        position += piece.length
-    require(position == size[dim], "a part of a tensor is missing")
-    return stored
+def _rank_states(path: str) -> Any:
+    try:
+        return checkpoint_file.read(Path(path, RANKS))[RNG]
+    except (FileNotFoundError, KeyError) as error:
+        raise corrupted(path, f"`{RANKS}` is missing or of another format") from error
 
 
-def _check_piece(stored: StoredTensor, piece: TensorPiece, files: Files) -> None:
-    require(_are_sizes((piece.first, piece.length, piece.start, piece.num_bytes)), "a part of a tensor has no size")
-    require(piece.length > 0, "a part of a tensor is empty")
-    require(type(piece.file) is str and piece.file in files, "a part of a tensor is in no file of the list")
-    require(piece.start + piece.num_bytes <= files[piece.file][0], "a part of a tensor lies outside of its file")
-    num_bytes = math.prod(stored.size_of(piece)) * stored.dtype.itemsize
-    require(num_bytes <= piece.num_bytes, "a part of a tensor is larger than its place")
+def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
+    """Return the state in a folder, divided as it is here; nothing is changed. All ranks do this at the same time.
+
+    Args:
+        place: The folder.
+        make_room: Makes the tensors that this rank has of a state.
+        group: A process group of all ranks, for small tensors in host memory.
+
+    Raises:
+        CheckpointCorruptedError: The folder is damaged; on every rank.
+        ValueError, KeyError: The state does not fit.
+    """
+    folder = opened(place.path, place.weights_only, for_rank=True)
+    room = folder.make_room(make_room)
+    _together(folder, group, lambda: folder.check(dist.get_rank(), dist.get_world_size()))
+    _together(folder, group, lambda: folder.fill(room))
+    return folder.joined(room)
 
 
-def _are_sizes(numbers: Sequence[Any]) -> bool:
-    return all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers)
+def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
+    """Lets each rank do its share. Where one cannot, all ranks raise, so that none waits for others."""
+    found: Exception | None = None
+    try:
+        read()
+    except Exception as error:  # of any class: raised below, on all ranks
+        found = error
+    verdict = torch.tensor([found is not None], dtype=torch.uint8)
+    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
+    if found is not None or verdict.item():
+        told = found or folder.corrupted("a file is missing, cannot be read, or was changed, another worker says")
+        raise told.with_traceback(None)  # on every rank from this line: workers that failed alike are kept

@@ -32,9 +32,6 @@ from raysgd._numbers.seeds import seed_of
 from raysgd.arrays.division import BatchShare, Division, ShardedGlobalBatch
 from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches, SampleOrder, SamplerOrder
 
-SpeedsAt = Callable[[int], Sequence[float]]
-"""Position in the pass -> how fast each rank is in the step that begins there; empty for even shares."""
-
 
 class Share(NamedTuple):
     """One rank's share of a step, or of one of several batches of it.
@@ -70,8 +67,6 @@ class PassPlan:
         drop_last: Leave out a last step that is not full.
         pad: What a rank does that has no sample where others have some. True: it repeats samples of that step with
             weight 0 (training). False: it has no batch (evaluation).
-        speeds_at: How fast each rank is; asked when a step is divided, and has to answer alike on all ranks. None for
-            even shares.
         bounds: Where global batches of the whole pass begin, and where the last one ends; None for those of one size.
 
     Raises:
@@ -90,7 +85,6 @@ class PassPlan:
     division: Division | ShardedGlobalBatch
     drop_last: bool
     pad: bool
-    speeds_at: SpeedsAt | None = None
     bounds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -151,7 +145,7 @@ class PassPlan:
     def has_empty_shares(self) -> bool:
         """True if a batch of a rank has no sample somewhere in the rest."""
         ranks = range(self.division.world_size)
-        parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank, ()))
+        parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank))
         return any(part.start == part.stop for part in parts)
 
     @property
@@ -168,12 +162,11 @@ class PassPlan:
             ValueError: There is no such rank.
         """
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
-        before: tuple[Any, ...] = ()
-        shares: list[Share] = []
+        size, shares = -1, list[Share]()
         for start, stop in self._spans():
-            terms = stop - start, () if self.speeds_at is None else self.speeds_at(start)
-            if terms != before:
-                shares, before = self._shares_of_batch(rank, *terms), terms
+            if stop - start != size:
+                size = stop - start
+                shares = self._shares_of_batch(rank, size)
             for share in shares:
                 yield Share(start + share.start, start + share.stop, *share[2:])
 
@@ -186,12 +179,12 @@ class PassPlan:
         check_range("step", step, minimum=0, maximum=self.num_steps - 1)
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         start, stop = self._span(step)
-        rest = PassPlan(stop, start, self.division, False, self.pad, self.speeds_at)
+        rest = PassPlan(stop, start, self.division, False, self.pad)
         return list(rest.shares(rank))
 
-    def _shares_of_batch(self, rank: int, size: int, speeds: Sequence[float]) -> list[Share]:
+    def _shares_of_batch(self, rank: int, size: int) -> list[Share]:
         """Return what a rank takes of a global batch, with positions counted from its first sample."""
-        parts = self.division.parts(size, rank, speeds)
+        parts = self.division.parts(size, rank)
         return [self._share(size, index, parts) for index in range(len(parts))]
 
     def _share(self, size: int, index: int, parts: Sequence[BatchShare]) -> Share:
@@ -234,13 +227,11 @@ class GlobalBatchRule:
 
     Attributes:
         cap: The most samples in a batch of one rank.
-        speeds_at: See `PassPlan`.
         num_shards: How many logical shards a global batch has; 0 where it is divided by ranks.
         multiple: The global batch has as many times the size of the loader.
     """
 
     cap: int | None = None
-    speeds_at: SpeedsAt | None = None
     num_shards: int = 0
     multiple: int = 1
 
@@ -422,9 +413,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         )
 
     def _plan(self, num_samples: int, consumed: int) -> PassPlan:
-        speeds_at = None if self.rule is None else self.rule.speeds_at
         bounds = self._indices.bounds if isinstance(self._indices, JoinedBatches) else None
-        return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, speeds_at, bounds)
+        return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, bounds)
 
     def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
         # Resuming a pass is the common case in recovery: the order is known and drawing may cost seconds.

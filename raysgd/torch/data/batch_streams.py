@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +17,6 @@ from torch.utils.data import default_collate
 
 from raysgd._numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
-from raysgd.torch.data.balancing import Balancing
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.batches import count_samples, samples_of
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder
@@ -74,15 +72,13 @@ class DividedLoaderSource:
     Attributes:
         order: That of every pass. It belongs to the seed: a saved position brings both.
         check_plan: Called whenever a pass is opened or resumed, with the plan for the rest of it.
-        balancing: What the shares follow; None where they are even.
         has_own_collator: Whether a batch may have other samples than were drawn for it.
         agreement: How ranks add up what collators of the user made of the samples; None where they do not.
     """
 
-    left_out = 0
+    is_divided, left_out = True, 0
 
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
-        self.is_divided = True
         self._sharded = sharded
         self._ranks: Ranks | None = None
         self._order_before: int | None = None
@@ -94,7 +90,6 @@ class DividedLoaderSource:
         sharded.loader.generator = self._generator = torch.Generator()
         self._check_order: Callable[[bool], None] | None = None
         self.check_plan: Callable[[PassPlan], None] | None = None
-        self.balancing: Balancing | None = None
         self.agreement: Summation | None = None
         self.seed = seed
         self.order = sharded.sampler.order
@@ -105,13 +100,8 @@ class DividedLoaderSource:
         if self.has_own_order:
             start_sum = ranks.start_sum if ranks.is_global else None
             self._check_order = partial(self._check_drawn, start_sum, ranks.world_size)
-        self._ranks, self.balancing, self.agreement = ranks, None, None  # those of the former group
-        if not ranks.is_global or self.num_shards:
-            return
-        if not ranks.balance:
-            self.agreement = ranks.start_sum if self.has_own_collator else None
-        elif self._sharded.sampler.rule is not None:
-            self.follow(Balancing(ranks.rank, ranks.world_size, ranks.own_s, ranks.start_sum))
+        adds_up = ranks.is_global and not self.num_shards and self.has_own_collator
+        self._ranks, self.agreement = ranks, ranks.start_sum if adds_up else None
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
         """Sees to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
@@ -134,13 +124,13 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.worker.data.feed.DividedSource`."""
+        """See `raysgd.worker.data.feed.Feed`."""
         origin = {"seed": self.seed, **self._size}
         order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.worker.data.feed.DividedSource`."""
+        """See `raysgd.worker.data.feed.Feed`."""
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False
@@ -153,15 +143,6 @@ class DividedLoaderSource:
         """The size of a pass as positions carry it; of samples in global batches of any size, that of the batches."""
         is_of_batches = isinstance(self.order, BatchesOrder)
         return {"num_batches" if is_of_batches else "num_samples": self.num_samples}
-
-    def follow(self, balancing: Balancing) -> None:
-        """Lets the shares follow the speed of the ranks."""
-        loader, sampler = self._sharded.loader, self._sharded.sampler
-        assert sampler.rule is not None, "a global batch is what can be divided otherwise"
-        sampler.rule = replace(sampler.rule, speeds_at=balancing.speeds_at)
-        # Steps, as if each was a single batch: rather too many.
-        balancing.num_ahead = 1 + loader.num_workers * loader.prefetch_factor if loader.prefetch_factor else 0
-        self.balancing = balancing
 
     @property
     def most_batches(self) -> int:
@@ -228,9 +209,7 @@ class DividedLoaderSource:
         return item._replace(num_samples=num_samples, total=num_samples if sampler.world_size == 1 else item.total)
 
     def _planned(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        sampler, balancing = self._sharded.sampler, self.balancing
-        if balancing is not None:
-            balancing.begin_pass()
+        sampler = self._sharded.sampler
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
         if self._check_order is not None:
             self._check_order(consumed > 0)
@@ -251,9 +230,6 @@ class DividedLoaderSource:
             )
             if num_shards and share.is_last:
                 consumed += share.num_global
-            if balancing is not None:
-                consumed += share.num_global
-                balancing.after_batch(share.num_samples, share.is_last, consumed, plan.division.global_size)
         next(batches, None)  # so that the loader ends its processes
 
     def num_steps(self) -> int | None:
@@ -263,52 +239,6 @@ class DividedLoaderSource:
     def consumed_after(self, num_steps: int) -> int:
         plan = self._sharded.sampler.plan
         return 0 if plan is None else plan.consumed_after(min(num_steps, plan.num_steps))
-
-
-class DividedBatchesSource(DividedLoaderSource):
-    """A loader with a batch sampler of the user's: each rank takes some of its batches, which all ranks draw alike.
-
-    Args:
-        sharded: The rebuilt loader.
-        seed: See `DividedLoaderSource`.
-        plain: What each rank uses where replicas do not step together.
-    """
-
-    def __init__(self, sharded: ShardedLoader, seed: int, plain: Any) -> None:
-        super().__init__(sharded, seed)
-        self._plain: PlainSource | None = None
-        self._given = plain
-
-    def join(self, ranks: Ranks) -> None:
-        is_known = ranks is self._ranks
-        super().join(ranks)
-        if is_known or ranks.world_size == 1:
-            return
-        self.is_divided = ranks.is_global
-        if not ranks.is_global:
-            self._plain = PlainSource(self._given)
-            self._plain.join(ranks)
-        elif not self._draws_alike(ranks):
-            raise ValueError(
-                f"The {self.order.name} of the train loader draws other batches on each worker, so they cannot be "
-                "divided: seed it alike on all workers, or pass `add_dist_sampler=False` if it draws a part of the "
-                "data for each."
-            )
-
-    def _draws_alike(self, ranks: Ranks) -> bool:
-        self._sharded.sampler.begin_pass(0, self.seed)
-        own = self._sharded.sampler.fingerprint()
-        assert own is not None, "the user's batch sampler draws"
-        return _are_alike(own, ranks.start_sum, ranks.world_size)
-
-    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        return super().open(pass_index, consumed) if self._plain is None else self._plain.open(pass_index, consumed)
-
-    def num_steps(self) -> int | None:
-        return super().num_steps() if self._plain is None else self._plain.num_steps()
-
-    def consumed_after(self, num_steps: int) -> int:
-        return super().consumed_after(num_steps) if self._plain is None else 0
 
 
 def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
@@ -329,7 +259,7 @@ class PlainSource:
         is_in_lockstep: Whether ranks step together, however many batches each of them has.
 
     Attributes:
-        is_divided: Whether it is a `raysgd.worker.data.feed.DividedSource`.
+        is_divided: Whether the library divides the data; see `raysgd.worker.data.feed.Feed`.
         left_out: Rows that could not be read and were left out.
         most_batches: The number of batches that a rank takes for a global step, one after the other.
         num_shards: The number of logical shards of a global batch; 0 where it is divided by ranks.

@@ -17,7 +17,6 @@ from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.batch_streams import (
-    DividedBatchesSource,
     DividedLoaderSource,
     DrawnItem,
     LoaderSource,
@@ -46,7 +45,6 @@ class TorchFeed(feed.Feed):
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
         rank: The place among them.
         rule: How loaders are divided by global batches; None where the size of a worker's batch is given.
-        balance: Whether shares follow the speed of the ranks.
     """
 
     def __init__(
@@ -57,13 +55,12 @@ class TorchFeed(feed.Feed):
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
         rule: GlobalBatchRule | None = None,
-        balance: bool = False,
     ) -> None:
         super().__init__()
         self._data_of = data_of
         self._parallel = parallel
         self.rule = rule
-        self._group = Ranks(parallel, rank, world_size, balance)
+        self._group = Ranks(parallel, rank, world_size)
         self._undo = undo
 
     @property
@@ -89,7 +86,7 @@ class TorchFeed(feed.Feed):
             data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
         if isinstance(data, ShardedLoader):
             dealt = every_nth(loader, ranks.rank, ranks.world_size)
-            return _divided_source(data, call_data.seed_of(loader, request.seed), dealt)
+            return self._divided_source(data, call_data.seed_of(loader, request.seed), dealt, training)
         return self._plain_source(data, training)
 
     def _make(self, name: str) -> Any:
@@ -119,13 +116,18 @@ class TorchFeed(feed.Feed):
         if data is None:
             return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
         if isinstance(data, ShardedLoader):
-            return _divided_source(data, request.seed, data.given)
+            return self._divided_source(data, request.seed, data.given, training)
         if isinstance(data, StreamData):
             return self._stream_source(data, request.seed)
         return self._plain_source(data.loader, training)
 
     def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
         return StreamSource(data, self._ranks, seed, TensorCollate(), DrawnItem, NO_BATCH)
+
+    def _divided_source(self, data: ShardedLoader, seed: int, plain: Any, training: bool) -> LoaderSource:
+        """Return the source of divided batches; `plain` where a batch sampler of the user draws for each by itself."""
+        is_apart = training and self._ranks.world_size > 1 and not self._ranks.is_global
+        return PlainSource(plain) if is_apart and data.signature is None else DividedLoaderSource(data, seed)
 
     def _plain_source(self, loader: Any, training: bool) -> PlainSource:
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
@@ -139,9 +141,9 @@ class TorchFeed(feed.Feed):
             batch_size: How many samples of a global batch are this worker's share from now on; None if unknown.
             instead_of: How many were; loaders with another batch size keep theirs.
         """
-        self._group = Ranks(self._parallel, rank, size, self._group.balance)
+        self._group = Ranks(self._parallel, rank, size)
         self._of_call = None, None
-        self.validation.drop()
+        self._left_to_validate = None
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
@@ -180,12 +182,6 @@ class TorchFeed(feed.Feed):
         due, used, in_flight = stream.ledger()
         source = stream.source
         return DataLedger(stream.pass_index, due, used, in_flight, left_out=source.left_out)
-
-
-def _divided_source(data: ShardedLoader, seed: int, plain: Any) -> DividedLoaderSource:
-    if data.signature is None:
-        return DividedBatchesSource(data, seed, plain)
-    return DividedLoaderSource(data, seed)
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:

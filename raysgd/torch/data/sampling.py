@@ -31,16 +31,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DataSignature:
-    """The facts that must be equal on all ranks for them to divide the same data."""
-
-    num_samples: int
-    batch_size: int
-    drop_last: bool
-    order: str
-
-
-@dataclass(frozen=True)
 class ShardedLoader:
     """A user's loader, rebuilt so that each rank loads its share.
 
@@ -50,8 +40,8 @@ class ShardedLoader:
         sampler: Where to begin passes and change the group.
         seed_hint: The seed the user gave, as far as this worker can tell. One rank's must be chosen for all.
         num_samples: Samples in a pass over all ranks.
-        signature: To compare across ranks; None where each rank takes whole batches of a user's batch sampler. Then a
-            sample is one of these.
+        signature: What must be equal on all ranks for them to divide the same data; None where each rank takes whole
+            batches of a user's batch sampler. Then a sample is one of these.
     """
 
     given: DataLoader[Any]
@@ -59,7 +49,7 @@ class ShardedLoader:
     sampler: ElasticBatchSampler
     seed_hint: int
     num_samples: int
-    signature: DataSignature | None
+    signature: str | None
 
     @property
     def batch_size(self) -> int | None:
@@ -140,7 +130,7 @@ def shard_loader(
     size, drop_last = (1, False) if is_of_batches else (batches.batch_size, batches.drop_last)
     size *= 1 if rule is None else rule.multiple
     sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, rule, is_of_batches=takes_whole)
-    signature = DataSignature(order.num_samples, sampler.batch_size, sampler.drop_last, order.name)
+    signature = f"{order.num_samples} samples, {order.name}, batch_size={sampler.batch_size}, {drop_last=}"
     return ShardedLoader(
         given=loader,
         loader=_rebuild(loader, sampler, pin_memory),

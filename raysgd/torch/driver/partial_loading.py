@@ -11,7 +11,7 @@ import torch
 
 from raysgd import _arguments as checks
 from raysgd.engine.snapshots import Snapshot
-from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
+from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
 from raysgd.torch.hosting.replica_state import CRITERION, as_in_file
 from raysgd.torch.objects.loading import with_plain_names
 from raysgd.worker.state.replica_state import RESUME
@@ -109,11 +109,7 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
     """Returns the content of a file of either format, or of a folder; tensors may be views of the open file."""
     if divided_folder.is_folder(path):
-        from raysgd.torch.checkpoints import (
-            divided_files,  # here, since it loads parts of PyTorch that others do without
-        )
-
-        return divided_files.opened(path, weights_only).read_whole()
+        return divided_folder.opened(path, weights_only).read_whole()
     if weights_file.is_weights_file(path):
         return {"models": weights_file.read(path, name)}
     return held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name)).state
@@ -134,7 +130,7 @@ def merged(
         KeyError: The file lacks a part.
         ValueError: It holds another number of models.
     """
-    state: dict[str, Any] = as_in_file(shared_state.whole(snapshot.shared_state, copy=True))
+    state: dict[str, Any] = as_in_file(divided_state.whole(snapshot.shared_state, copy=True))
     reports: tuple[ModelReport, ...] = ()
     parts = parts or _WEIGHTS
     for part in parts:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.transfers import DividedValue, storing
 from raysgd.storage import files
-from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
+from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
 from raysgd.torch.checkpoints.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
@@ -35,130 +35,99 @@ from raysgd.worker.state.state_checks import check_parts, check_progress
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CheckedState:
-    """A state to load.
+Content = tuple[dict[str, Any], tuple[Any, ...], bool]
+"""A state to load: what concerns all ranks; what each rank had for itself; whether it leaves nothing out."""
 
-    Attributes:
-        shared: What concerns all ranks.
-        rank_states: What each rank had for itself.
-        is_complete: Whether it leaves nothing out: it is of a file, with one of those for each rank of today.
+
+def load_state(controller: ElasticController, state: dict[str, Any]) -> None:
+    """Load what `state_dict` returned into the workers of a trainer.
+
+    Raises:
+        ValueError, KeyError: It does not fit; the workers are as they were.
     """
-
-    shared: dict[str, Any]
-    rank_states: tuple[Any, ...]
-    is_complete: bool
+    _load(controller, _checked(controller, state, is_file=False))
 
 
-class StateLoader:
-    """Loads states into the workers of a trainer."""
+def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
+    """Load what another trainer's workers had. It may be shared: nothing of it is changed.
 
-    def __init__(self, controller: ElasticController) -> None:
-        self._controller = controller
+    Raises:
+        ValueError, KeyError: It does not fit; the workers are as they were.
+    """
+    shared = snapshot.shared_state
+    _check_parts(divided_state.outline(shared), controller.facts[0])
+    if controller.ensure_group().is_driver_only:
+        _load(controller, (divided_state.whole(shared, copy=False), snapshot.rank_states, False))
+        return
+    if isinstance(shared, DividedValue) and not controller.facts[0].is_sharded:
+        lent = lend(divided_state.whole(shared, copy=False))
+        snapshot = replace(snapshot, shared_state=lent, reference=None)
+    load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned.
 
-        Raises:
-            ValueError, KeyError: It does not fit; the workers are as they were.
-        """
-        self._load(self._checked(state, is_file=False))
+def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
+    """Load the folder of a checkpoint of divided models. Workers whose models are divided read it themselves."""
+    folder = divided_folder.opened(path, weights_only)
+    if not controller.facts[0].is_sharded:
+        _load(controller, _checked(controller, folder.read_whole(), is_file=True))
+        return
+    _, rank_states, _ = _checked(controller, folder.outline(), is_file=True)
+    place = StateInFolder(os.path.realpath(path), weights_only)
+    load_into_all(controller, TorchRunner.restore, place, rank_states, is_complete=False)
 
-    def load_file(self, file: OpenedFile, weights_only: bool, held: ExitStack) -> None:
-        """Loads an open file.
 
-        Args:
-            file: The file, checked.
-            weights_only: How it may be read.
-            held: Keeps it open; taken over where the driver needs it longer than this call.
+def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool) -> Content:
+    _check_parts(state, controller.facts[0])
+    check_progress(state["epoch"], state.get(RESUME))
+    resume = dict(as_in_file(state).get(RESUME) or {})
+    rank_states = _checked_rank_states(resume.pop(RNG, ()))
+    # A file of this very group leaves nothing out: afterwards it is what the workers have.
+    return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
-        Raises:
-            ValueError, KeyError: It does not fit; the workers are as they were.
-        """
-        content = self._checked(file.state, is_file=True)
-        if not self._load_where_it_lies(file, content, weights_only, held):
-            self._load(content)
 
-    def load_folder(self, path: str, weights_only: bool) -> None:
-        """Loads the folder of a checkpoint of divided models. Workers whose models are divided read it themselves.
+def _load_where_it_lies(
+    controller: ElasticController, file: OpenedFile, content: Content, weights_only: bool, held: ExitStack
+) -> bool:
+    """Let the workers map the file themselves. Only afterwards the driver stores what a recovery starts from.
 
-        Raises:
-            CheckpointCorruptedError: It is damaged.
-            ValueError, KeyError: It does not fit; the workers are as they were.
-        """
-        from raysgd.torch.checkpoints import (
-            divided_files,  # here, since it loads parts of PyTorch that others do without
-        )
+    Args:
+        controller: Has the workers.
+        file: The file, checked.
+        content: What it holds.
+        weights_only: How it may be read.
+        held: Keeps it open; taken over where the driver needs it longer than this call.
 
-        folder = divided_files.opened(path, weights_only)
-        if not self._controller.facts[0].is_sharded:
-            self._load(self._checked(folder.read_whole(), is_file=True))
-            return
-        rank_states = self._checked(folder.outline(), is_file=True).rank_states
-        place = StateInFolder(os.path.realpath(path), weights_only)
-        load_into_all(self._controller, TorchRunner.restore, place, rank_states, is_complete=False)
-
-    def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Loads what another trainer's workers had. It may be shared: nothing of it is changed.
-
-        Raises:
-            ValueError, KeyError: It does not fit; the workers are as they were.
-        """
-        controller, shared = self._controller, snapshot.shared_state
-        _check_parts(shared_state.outline(shared), controller.facts[0])
-        if controller.ensure_group().is_driver_only:
-            state = shared_state.whole(shared, copy=False)
-            controller.run(Call(TorchRunner.restore, lambda worlds: [(state, *own_states(snapshot.rank_states, 1))]))
-            return
-        if isinstance(shared, DividedValue) and not controller.facts[0].is_sharded:
-            lent = lend(shared_state.whole(shared, copy=False))
-            snapshot = replace(snapshot, shared_state=lent, reference=None)
-        load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
-
-    def _checked(self, state: dict[str, Any], is_file: bool) -> CheckedState:
-        """Return what of `state` concerns all ranks, and what each of them."""
-        _check_parts(state, self._controller.facts[0])
-        check_progress(state["epoch"], state.get(RESUME))
-        resume = dict(as_in_file(state).get(RESUME) or {})
-        rank_states = _checked_rank_states(resume.pop(RNG, ()))
-        # A file of this very group leaves nothing out: afterwards it is what the workers have.
-        is_complete = is_file and len(rank_states) == self._controller.num_workers
-        return CheckedState({**state, RESUME: resume}, rank_states, is_complete)
-
-    def _load_where_it_lies(self, file: OpenedFile, content: CheckedState, weights_only: bool, held: ExitStack) -> bool:
-        """Lets the workers map the file themselves. Only afterwards the driver stores what a recovery starts from.
-
-        Returns:
-            Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
-        """
-        group = self._controller.ensure_group()
-        if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
+    Returns:
+        Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
+    """
+    group, (shared, rank_states, is_complete) = controller.ensure_group(), content
+    if group.is_driver_only or not (file.is_mapped and is_complete and group.is_on_one_node):
+        return False
+    call = Call(
+        TorchRunner.restore_file,
+        lambda worlds: [(file.identity, weights_only, own) for own in own_states(rank_states, len(worlds))],
+        keeps_alike=True,
+    )
+    with controller.turns.take_turn():  # a call of another thread in between would count as covered
+        try:
+            controller.run(call)
+        except OtherFileError as error:
+            logger.debug("the workers get the state from the driver: %s", error)
             return False
-        call = Call(
-            TorchRunner.restore_file,
-            lambda worlds: [(file.identity, weights_only, own) for own in own_states(content.rank_states, len(worlds))],
-            keeps_alike=True,
-        )
-        with self._controller.turns.take_turn():  # a call of another thread in between would count as covered
-            try:
-                self._controller.run(call)
-            except OtherFileError as error:
-                logger.debug("the workers get the state from the driver: %s", error)
-                return False
-            file.check_unchanged()
-            kept = held.pop_all()
-            stored = storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
-            self._controller.snapshots.expect(stored, content.rank_states, call)
-        return True
+        file.check_unchanged()
+        stored = storing(controller.ensure_group().store, partial(_lent, shared, held.pop_all()))
+        controller.snapshots.expect(stored, rank_states, call)
+    return True
 
-    def _load(self, content: CheckedState) -> None:
-        """Loads into all workers; nothing of `content` is kept."""
-        whole, rank_states = content.shared, content.rank_states
-        if self._controller.ensure_group().is_driver_only:
-            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
-            return
-        stored = self._controller.ensure_group().store(lend(whole))
-        load_into_all(self._controller, TorchRunner.restore, stored, rank_states, content.is_complete)
+
+def _load(controller: ElasticController, content: Content) -> None:
+    """Load into all workers; nothing of `content` is kept."""
+    whole, rank_states, is_complete = content
+    if controller.ensure_group().is_driver_only:
+        controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
+        return
+    stored = controller.ensure_group().store(lend(whole))
+    load_into_all(controller, TorchRunner.restore, stored, rank_states, is_complete)
 
 
 @contextmanager
@@ -208,7 +177,7 @@ def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) 
     Raises:
         ValueError: Something in it could not be loaded back.
     """
-    state = as_in_file(shared_state.whole(snapshot.shared_state, copy=False))
+    state = as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
     if file_format == "safetensors":
         return {"models": state["models"]}, weights_file.write
     state[RESUME][RNG] = list(snapshot.rank_states)
@@ -256,19 +225,21 @@ def load(
     Returns:
         What was loaded and what did not fit, if only a part was loaded; else None.
     """
-    loader, name = StateLoader(controller), files.shown(checkpoint)
+    name = files.shown(checkpoint)
     with ExitStack() as held:
         path = held.enter_context(files.local_copy(checkpoint))
         if parts is None and divided_folder.is_folder(path):
-            loader.load_folder(path, weights_only)
+            _load_folder(controller, path, weights_only)
             return None
         report = None
         if parts or weights_file.is_weights_file(path):
             saved = partial_loading.read(path, name, weights_only, held)
             state, report = partial_loading.merged(take_snapshot(), saved, parts, strict)
-            loader.load(state)
+            load_state(controller, state)
         else:
             file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            loader.load_file(file, weights_only, held)
+            content = _checked(controller, file.state, is_file=True)
+            if not _load_where_it_lies(controller, file, content, weights_only, held):
+                _load(controller, content)
     saves.note_file(name)
     return report

@@ -38,7 +38,7 @@ from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.exchanges import StepRows, names_of_all
 from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.advice import BATCH_NORMS, check_norms, comparing_sizes, with_advice
+from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
@@ -89,11 +89,8 @@ class TorchHosted(hosted.Hosted):
     def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
         self._device = _device(settings.use_gpu)
         self.parallel = _make_parallel(settings, world, self._device)
-        is_balanced = settings.batch_options.balance is not None
-        if is_balanced:
-            self.parallel.take_time(self._device)
         rule = global_batches(settings)
-        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, is_balanced)
+        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule)
         super().__init__(settings, world, feed, ledger)
         self._modes: ModuleModes | None = None  # of models that are evaluated, to give them back
         self._prediction: PredictionLoader | None = None
@@ -125,7 +122,6 @@ class TorchHosted(hosted.Hosted):
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         self.internals.begin_training()
         self._check_data()
-        self._warn_of_batch_norms()
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world, self._ledger)
@@ -152,16 +148,6 @@ class TorchHosted(hosted.Hosted):
             raise ValueError(
                 f"`deterministic=True` with {num_optimizers} registered optimizers cannot work: one that steps between "
                 "two shards would change the second one. Register a single optimizer, with parameter groups."
-            )
-
-    def _warn_of_batch_norms(self) -> None:
-        """Says once what shares by speed mean to them."""
-        models = self.internals.registered.original_models
-        has_some = any(isinstance(module, BATCH_NORMS) for model in models for module in model.modules())
-        if self.settings.batch_options.balance is not None and has_some and self.world.rank == 0:
-            logger.warning(
-                '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
-                "speed. Gradients of other layers are exact. Use another norm, or `sync_batchnorm=True` on GPUs"
             )
 
     def _part_ways(self) -> None:
@@ -343,8 +329,7 @@ class TorchHosted(hosted.Hosted):
         stack, models, step = ExitStack(), self.internals.registered.wrapped, self.parallel.step
         stack.enter_context(with_advice(models, step if is_divided else None))
         if is_divided and is_distributed and not self.parallel.is_sharded:
-            is_balanced = self.settings.batch_options.balance is not None
-            stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
+            stack.enter_context(comparing_sizes(lambda: step.weight != 1.0))
         return stack
 
     @contextmanager

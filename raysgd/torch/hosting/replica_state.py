@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from raysgd._state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.engine.transfers import DividedValue
-from raysgd.torch.checkpoints.divided_folder import Path_, StateInFolder
+from raysgd.torch.checkpoints import divided_folder, divided_state
+from raysgd.torch.checkpoints.divided_folder import StateInFolder
+from raysgd.torch.checkpoints.divided_state import Path_
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.loading import (
@@ -39,51 +39,6 @@ def _at(state: Any, path: Path_) -> Any:
     for step in path:
         state = state[step]
     return state
-
-
-@dataclass(frozen=True)
-class DividedRoom:
-    """Room for a state that is divided like what is registered.
-
-    Attributes:
-        registered: The models and the optimizers.
-        criterion: The criterion, if it is trained.
-        outline: The state, with tensors that have a shape and no memory.
-    """
-
-    registered: RegisteredObjects
-    criterion: Any
-    outline: Mapping[str, Any]
-
-    def tensor(self, path: Path_, parallel: NoParallel) -> torch.Tensor:
-        """Return one of its tensors, divided by `parallel`."""
-        return parallel.empty_like(self._like(path), _at(self.outline, path).dtype)
-
-    def _like(self, path: Path_) -> torch.Tensor:
-        """Return a tensor with the shape, divided as that one is to be."""
-        size = _at(self.outline, path).shape
-        own = self._owner(path)
-        return own if isinstance(own, DTensor) and own.shape == size else torch.empty(size)
-
-    def _owner(self, path: Path_) -> Any:
-        part, *rest = path
-        if part == "models":
-            return self._in(self.registered.original_models[int(rest[0])], rest[1])
-        if part == "criterion":
-            return self._in(self.criterion, rest[0])
-        return self._parameter(rest) if rest[1] == "state" else None
-
-    def _in(self, model: torch.nn.Module, name: Any) -> Any:
-        return with_plain_names(model.state_dict()).get(plain(str(name)))
-
-    def _parameter(self, rest: list[Any]) -> Any:
-        """Returns the parameter of an entry of an optimizer's state: entries are by its index."""
-        number, _, index, *_ = rest
-        saved = self.outline["optimizers"][number]["param_groups"]
-        own = self.registered.optimizers[number].param_groups
-        indices = [each for group in saved for each in group["params"]]
-        parameters = [each for group in own for each in group["params"]]
-        return dict(zip(indices, parameters, strict=True)).get(index)
 
 
 CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
@@ -143,11 +98,7 @@ class TorchState(ReplicaState):
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
         if self._parallel.is_sharded:
-            from raysgd.torch.checkpoints import (
-                divided_snapshot,  # not everywhere: it loads parts of PyTorch that others do without
-            )
-
-            part = self._encoder.encode(divided_snapshot.content_of(self.read_divided(), rank))
+            part = self._encoder.encode(divided_state.content_of(self.read_divided(), rank))
             return StateCopy(part, part.num_bytes, is_part=True)
         if rank:
             return None
@@ -156,16 +107,14 @@ class TorchState(ReplicaState):
 
     def decoded(self, state: EncodedState | StateInFolder | DividedValue | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):
-            from raysgd.torch.checkpoints import (
-                divided_files,  # not everywhere: it loads parts of PyTorch that others do without
-            )
-
-            return divided_files.read(state, self.room_for, self._parallel.group_beside)
+            return divided_folder.read(state, self.room_for, self._parallel.group_beside)
         if isinstance(state, DividedValue):
-            from raysgd.torch.checkpoints import divided_snapshot
-
-            snapshot = divided_snapshot.DividedSnapshot(state)
-            return snapshot.taken(self.room_for) if self._parallel.is_sharded else snapshot.whole()
+            divided = divided_state.of_snapshot(state)
+            if not self._parallel.is_sharded:
+                return divided.whole()
+            room = divided.make_room(self.room_for)
+            divided.fill(room)
+            return divided.joined(room)
         return decode(state, copy=False) if isinstance(state, EncodedState) else state
 
     def own(self) -> Any:
@@ -214,13 +163,26 @@ class TorchState(ReplicaState):
         Raises:
             ValueError, KeyError: It does not fit.
         """
-        from raysgd.torch.hosting.replica_state import (
-            DividedRoom,  # not everywhere: it loads parts of PyTorch that others do without
-        )
-
         self.check(outline)
-        room = DividedRoom(self.registered, self.criterion, outline)
-        return {path: room.tensor(path, self._parallel) for path in paths}
+        return {path: self._room_for_one(outline, path) for path in paths}
+
+    def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
+        """Return a tensor to fill, divided as that is which it will be loaded into, or be beside."""
+        wanted = _at(outline, path)
+        part, *rest = path
+        own: Any = None
+        number: Any = rest[0]
+        if part == "models":
+            own = _named(self.registered.original_models[number], rest[1])
+        elif part == CRITERION:
+            own = _named(self.criterion, rest[0])
+        elif rest[1] == "state":  # entries are by the index of their parameter
+            index = rest[2]
+            groups = outline["optimizers"][number]["param_groups"], self.registered.optimizers[number].param_groups
+            indices, parameters = ([each for group in one for each in group["params"]] for one in groups)
+            own = dict(zip(indices, parameters, strict=True)).get(index)
+        is_like = own is not None and own.shape == wanted.shape
+        return self._parallel.empty_like(own if is_like else torch.empty(wanted.shape), wanted.dtype)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
@@ -260,6 +222,10 @@ class TorchState(ReplicaState):
             logger.warning("the state has no parameters of the criterion, so they stay unchanged")
         else:
             self._parallel.load_model(criterion, with_names_of(criterion, saved))
+
+
+def _named(model: torch.nn.Module, name: Any) -> Any:
+    return with_plain_names(model.state_dict()).get(plain(str(name)))
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -226,22 +226,6 @@ class OptimizerChoice:
 _LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
 
 
-class EvaluatedBatch(NamedTuple):
-    """The result of `forward` for a batch.
-
-    Attributes:
-        output: The predictions.
-        target: What they are to be.
-        comparisons: How the criterion compared the two.
-        metrics: The loss, as `val_loss`, and what it counts by if user code says so; else the samples.
-    """
-
-    output: Any
-    target: Any
-    comparisons: list[LossCall]
-    metrics: dict[str, Any]
-
-
 class TorchInternals(Internals):
     """See `raysgd.worker.operator.Internals`.
 
@@ -377,15 +361,20 @@ class TorchInternals(Internals):
         counts = {NUM_SAMPLES: num}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
-    def evaluate(self, batch: Any) -> EvaluatedBatch:
-        """Return what `forward` makes of a batch of the validation."""
+    def evaluate(self, batch: Any) -> tuple[Any, Any, list[LossCall], dict[str, Any]]:
+        """Return what `forward` makes of a batch of the validation.
+
+        Returns:
+            The predictions; what they are to be; how the criterion compared the two; and the loss, as `val_loss`, with
+            what it counts by if user code says so, else the samples.
+        """
         operator, comparisons = self._operator, list[LossCall]()
         features, target = operator.prepare_batch(batch)
         noting = self.loss_calls.on(self.criterion, comparisons.append)
         with operator.timers.record("eval_fwd"), self.precision.forward(), noting:
             output, loss, weight = self.parts_of_forward(operator.forward(features, target))
         metrics = {"val_loss": loss.detach(), **self.counts_of(features, target, weight)}
-        return EvaluatedBatch(batches.prediction(output), target, comparisons, metrics)
+        return batches.prediction(output), target, comparisons, metrics
 
     def begin_batch(self) -> None:
         if self.logged:

@@ -108,55 +108,6 @@ def names_of_all(name: str) -> Collection[str] | None:
     return {row.tobytes().decode() for row in group.gather(np.frombuffer(name.encode(), np.uint8))}
 
 
-def _timed_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)
-
-
-class StreamClock:
-    """Takes the time that a rank computes on a GPU without waiting for other ranks.
-
-    A program only starts kernels, so its own clock shows how long it waits for results, and these may wait for all
-    ranks. Here the time is taken in the stream: from the end of an exchange until the gradients of the next one are
-    complete. Time in which the stream is idle counts, for instance when it waits for data.
-
-    Args:
-        make_event: Makes an event that knows its time.
-    """
-
-    def __init__(self, make_event: Callable[[], Any] = _timed_event) -> None:
-        self._make_event = make_event
-        self._seconds = 0.0
-        self._intervals: list[tuple[Any, Any]] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """The exchange that was to end the present interval does not come."""
-        self._began: Any = None
-
-    def begin(self) -> None:
-        """An exchange is over: called where the present stream has waited for it."""
-        self._began = self._recorded()
-
-    def end(self) -> None:
-        """All gradients of an exchange are complete."""
-        if self._began is not None:
-            self._intervals.append((self._began, self._recorded()))
-            self._began = None
-
-    def seconds(self) -> float:
-        """The sum of all intervals so far; waits for the stream to pass the last one."""
-        for began, ended in self._intervals:
-            ended.synchronize()
-            self._seconds += began.elapsed_time(ended) / 1000
-        self._intervals.clear()
-        return self._seconds
-
-    def _recorded(self) -> Any:
-        event = self._make_event()
-        event.record()
-        return event
-
-
 class Exchanges:
     """The exchanges of the running step.
 
@@ -166,7 +117,6 @@ class Exchanges:
 
     Attributes:
         ledger: Is told when exchanges begin and end.
-        clock: The same, where it is needed how long a GPU computes in between.
     """
 
     def __init__(
@@ -177,30 +127,19 @@ class Exchanges:
         self._is_lost = is_lost
         self._is_broken = is_broken
         self.ledger: Ledger | None = None
-        self.clock: StreamClock | None = None
         self.forget()
 
     def forget(self) -> None:
         """Starts over, in another group."""
         self._error: BaseException | None = None
         self._num_made = 0
-        if self.clock is not None:
-            self.clock.forget()
 
     def track(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
         self.count(is_last)
-        if is_last and self.clock is not None:
-            self.clock.end()
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # the pass is over but for it
         received = partial(self._received_last, is_awaited) if is_last else self._received
         return future.then(received)  # not a callback beside it, which the backward pass would not wait for
-
-    def own_s(self) -> float:
-        """Seconds of training so far outside of exchanges; 0 where that is not known."""
-        if self.clock is not None:
-            return self.clock.seconds()
-        return 0.0 if self.ledger is None else self.ledger.own_s()
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
         """Count the time inside as an exchange that the backward pass waits for."""
@@ -215,8 +154,6 @@ class Exchanges:
         if is_awaited:
             assert self.ledger is not None
             self.ledger.end_exchange()
-        if self.clock is not None:
-            self.clock.begin()
         return received
 
     def _received(self, future: Any) -> Any:

@@ -17,7 +17,6 @@ class Ranks:
     Attributes:
         rank: The place of the replica.
         world_size: How many replicas there are.
-        balance: Whether shares follow the speed of the ranks.
     """
 
     def __init__(
@@ -25,11 +24,9 @@ class Ranks:
         parallel: NoParallel,
         rank: int = 0,
         world_size: int = 1,
-        balance: bool = False,
     ) -> None:
         self._parallel = parallel
         self.rank, self.world_size = rank, world_size
-        self.balance = balance
 
     @property
     def is_global(self) -> bool:
@@ -64,7 +61,3 @@ class Ranks:
             return summed
 
         return start
-
-    def own_s(self) -> float:
-        """Return for how long this rank has trained so far, without waiting for others."""
-        return self._parallel.exchanges.own_s()

@@ -26,7 +26,7 @@ from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.exchanges import Exchanges, StepRows, StreamClock
+from raysgd.torch.parallel.exchanges import Exchanges, StepRows
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.step import BatchStep
 
@@ -57,7 +57,6 @@ class NoParallel:
         rows: What the ranks tell each other in each step; None where they tell nothing.
         record: What was done in the call that all ranks have to do alike; None where nothing is.
         forward_context: The context of forward passes.
-        times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
     synchronizes = False
@@ -71,16 +70,9 @@ class NoParallel:
         self.step.open_call(1)
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
-        self.times_exchanges = False
         self.exchanged: set[int] = set()
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
-
-    def take_time(self, device: torch.device) -> None:
-        """Lets `exchanges.own_s` say for how long this rank computes by itself. Called before any model is wrapped."""
-        self.times_exchanges = True
-        if device.type == "cuda":
-            self.exchanges.clock = StreamClock()
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """The model to call in training. `options` are those for `DistributedDataParallel`."""
@@ -122,8 +114,6 @@ class NoParallel:
             self.record.begin()
         if self._left_out:
             self.step.refresh = partial(self._refresh_left_out, in_training=True)
-        if self.exchanges.clock is not None:
-            self.exchanges.clock.begin()
         self.step.check = self.exchanges.check if may_run_backward and self.has_others else None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
+from torch.nn import BatchNorm1d, Module, SyncBatchNorm
 
 from raysgd._private_names import require_names
 from raysgd.torch.data.batch_sampler import PassPlan
@@ -58,9 +58,6 @@ def _of_unused_parameters(models: Iterable[torch.nn.Module]) -> str:
         "trained, call `parameter.requires_grad_(False)` on them before `register`."
     )
 
-
-BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
-"""Those that look at the batch of their own rank."""
 
 SINGLE_SAMPLE = (
     "A batch norm cannot train on a single sample, and sizes leave a worker one here: the global batch has one sample, "

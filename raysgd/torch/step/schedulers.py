@@ -9,7 +9,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd._numbers.metric_names import validation_name
 from raysgd._numbers.results import as_number
-from raysgd.messages.epochs import VALIDATES
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.step import BatchStep
@@ -23,77 +22,70 @@ Plateau = tuple[str, Callable[[float], Any]]
 _VAL_LOSS = "val_loss"
 
 
-class SchedulerSteps:
-    """The schedulers of one epoch of the stock `train_epoch`.
+def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
+    """Return the schedulers that the stock `train_epoch` steps: after each step of the optimizer, and after the epoch.
 
     Args:
-        given: `self.scheduler` of the operator: one, several, or None.
-        freq: `scheduler_step_freq` of the trainer.
-        metric: `scheduler_metric` of the operator.
+        operator: Has them, and says when they step and by what.
         validates: Whether a metric that this epoch lacks may be one of the validation that follows, as in `fit`.
-
-    Attributes:
-        follow_steps: Whether they step after each step of the optimizer.
 
     Raises:
         ValueError: One of them goes by a metric, and no metric is named, or it would be asked for after each batch.
     """
+    schedulers, freq = _several(operator.scheduler), operator.scheduler_step_freq
+    lacks_metric = freq == SCHEDULER_STEP_EPOCH and operator.scheduler_metric is None and not validates
+    by_batch, by_epoch = (schedulers if freq == each else [] for each in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH))
+    if (by_batch or lacks_metric) and any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
+        raise ValueError(
+            f'`scheduler_step_freq="{freq}"`: `ReduceLROnPlateau` needs a metric of an epoch. Pass "epoch": in '
+            "`fit` with validation data it goes by `val_loss`. Without, name a metric of `train_batch` in your "
+            'operator, as in `scheduler_metric = "train_loss"`. In a loop of your own pass "manual" and call '
+            '`trainer.update_scheduler(result["val_loss"])`.'
+        )
+    return by_batch, by_epoch
 
-    def __init__(self, given: Any, freq: str | None, metric: str | None, validates: bool = False) -> None:
-        self._schedulers = _several(given)
-        self._freq = freq
-        self._metric = metric or _VAL_LOSS
-        self._validates = validates
-        self.follow_steps = freq == SCHEDULER_STEP_BATCH and bool(self._schedulers)
-        has_plateau = any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers)
-        lacks_metric = freq == SCHEDULER_STEP_EPOCH and metric is None and not validates
-        if has_plateau and (lacks_metric or freq == SCHEDULER_STEP_BATCH):
+
+def step_after_batch(schedulers: Sequence[Any], precision: Precision, step: BatchStep) -> None:
+    """Step them after a step of the optimizer, if that was taken."""
+    if not (precision.has_skipped() or step.left_out):
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def step_after_epoch(
+    schedulers: Sequence[Any], metric: str | None, metrics: Mapping[str, Any], mean_of: MeanOf, validates: bool
+) -> None:
+    """Step them after an epoch.
+
+    Args:
+        schedulers: The schedulers.
+        metric: The name of what they may go by.
+        metrics: Those of this worker.
+        mean_of: The mean of one of them over all workers, who have to agree about a learning rate.
+        validates: As in `schedulers_of`.
+
+    Raises:
+        ValueError: No worker has the metric.
+    """
+    metric = metric or _VAL_LOSS
+    for scheduler in schedulers:
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+        elif (value := mean_of(metric, metrics)) is not None:
+            scheduler.step(value)
+        elif not validates:
             raise ValueError(
-                f'`scheduler_step_freq="{freq}"`: `ReduceLROnPlateau` needs a metric of an epoch. Pass "epoch": in '
-                "`fit` with validation data it goes by `val_loss`. Without, name a metric of `train_batch` in your "
-                'operator, as in `scheduler_metric = "train_loss"`. In a loop of your own pass "manual" and call '
-                '`trainer.update_scheduler(result["val_loss"])`.'
-            )
-
-    @classmethod
-    def of(cls, operator: Any, info: Mapping[str, Any]) -> SchedulerSteps:
-        """Make them for an operator that has a scheduler, and the `info` of an epoch."""
-        return cls(*_scheduling(operator), validates=info.get(VALIDATES, False))
-
-    def after_step(self, precision: Precision, step: BatchStep) -> None:
-        """Called after each step of the optimizer, taken or not."""
-        if self.follow_steps and not (precision.has_skipped() or step.left_out):
-            for scheduler in self._schedulers:
-                scheduler.step()
-
-    def after_epoch(self, metrics: Mapping[str, Any], mean_of: MeanOf) -> None:
-        """Called after the epoch.
-
-        Args:
-            metrics: Those of this worker.
-            mean_of: The mean of one of them over all workers, who have to agree about a learning rate.
-        """
-        for scheduler in self._schedulers if self._freq == SCHEDULER_STEP_EPOCH else ():
-            if not isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step()
-            elif (value := self._value(metrics, mean_of)) is not None:
-                scheduler.step(value)
-
-    def _value(self, metrics: Mapping[str, Any], mean_of: MeanOf) -> float | None:
-        value = mean_of(self._metric, metrics)
-        if value is None and not self._validates:
-            raise ValueError(
-                f"`scheduler_metric={self._metric!r}`: no worker reported a number with that name in this epoch. "
+                f"`scheduler_metric={metric!r}`: no worker reported a number with that name in this epoch. "
                 f"`train_batch` reports {', '.join(f'`{each}`' for each in metrics)}."
             )
-        return value
 
 
 def plateaus_of(operator: Any) -> list[Plateau]:
-    """Return those of the schedulers of `SchedulerSteps` that go by a metric of an epoch."""
-    given, freq, metric = _scheduling(operator)
-    found = _several(given) if freq == SCHEDULER_STEP_EPOCH else []
-    return [(metric or _VAL_LOSS, each.step) for each in found if isinstance(each, ReduceLROnPlateau)]
+    """Return those of the schedulers that go by a metric of an epoch, where the library steps them after it."""
+    is_by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+    found = _several(getattr(operator, "scheduler", None)) if is_by_epoch else []
+    metric = operator.scheduler_metric or _VAL_LOSS
+    return [(metric, each.step) for each in found if isinstance(each, ReduceLROnPlateau)]
 
 
 def values_after_validation(
@@ -122,10 +114,6 @@ def values_after_validation(
             )
         values[name] = float(value)
     return values
-
-
-def _scheduling(operator: Any) -> tuple[Any, str | None, str | None]:
-    return getattr(operator, "scheduler", None), operator.scheduler_step_freq, operator.scheduler_metric
 
 
 def _several(given: Any) -> list[Any]:

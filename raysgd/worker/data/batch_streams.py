@@ -9,10 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
-
-from raysgd.messages.epochs import EpochRequest
 
 NO_BATCH = object()
 """Instead of a batch: this rank has no sample in a global step, which still counts."""
@@ -265,31 +262,3 @@ def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[An
             redraw()
             due = time.monotonic() + _REDRAW_EVERY_S
         yield batch
-
-
-class LeftoverBatches:
-    """The batches that one call of `validate` leaves to the next one.
-
-    Only a call that was to take some of them, and returned, leaves the others. A call that raised, or that was to take
-    all batches, is followed by one that begins with the first batch, wherever the user's loop stopped.
-    """
-
-    def __init__(self, open_stream: Callable[[EpochRequest], Any]) -> None:
-        self._open = open_stream
-        self._left: Any = None
-
-    @contextmanager
-    def stream(self, request: EpochRequest) -> Iterator[Any]:
-        """The stream for one call."""
-        if request.shard_key is not None:  # over other data
-            yield self._open(request)
-            return
-        left, self._left = self._left, None
-        stream = self._open(request) if left is None or request.starts_over else left
-        yield stream
-        if request.num_steps is not None:
-            self._left = stream
-
-    def drop(self) -> None:
-        """Lets the next call begin with the first batch."""
-        self._left = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, Tally
 from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
@@ -23,29 +23,6 @@ METRICS = "metrics"
 
 class HeldAtBoundary(BaseException):
     """Ends an epoch between two steps, past any `except Exception` of user code; the call will continue."""
-
-
-class BatchSupply(Protocol):
-    """Hands out the batches of a run, and remembers where it is."""
-
-    num_steps_taken: int
-    pass_index: int
-    at_boundary: Any
-    source: Any
-
-    @property
-    def num_steps_completed(self) -> int:
-        """Steps that are done, over all calls."""
-
-    @property
-    def is_mid_pass(self) -> bool:
-        """True if the next batch belongs to the pass that was begun last."""
-
-    def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yields so many batches; with None the rest of this pass, or a whole one."""
-
-    def settle(self) -> None:
-        """Says that the loop around the steps came to its end."""
 
 
 class Gate:
@@ -153,15 +130,15 @@ class EpochRun:
     place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
     ledger_before: DataLedger | None = None
-    _stream: BatchSupply | None = None
+    _stream: Any = None  # hands out the batches, and remembers where it is
     _began_at: int = 0
 
-    def attach(self, stream: BatchSupply) -> None:
+    def attach(self, stream: Any) -> None:
         """Takes its batches from `stream` from here on."""
         self._stream, self._began_at = stream, stream.num_steps_completed
 
     @property
-    def stream(self) -> BatchSupply | None:
+    def stream(self) -> Any:
         """The source of its batches; None where that was left."""
         return self._stream
 

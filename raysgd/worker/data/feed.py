@@ -4,48 +4,30 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.arrays.data_kinds import CallData, DataPosition
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
-from raysgd.worker.data.batch_streams import LeftoverBatches
 
 logger = logging.getLogger(__name__)
-
-
-class DividedSource(Protocol):
-    """The source of a stream's batches, where the library divides the data.
-
-    Attributes:
-        is_divided: Whether it does, so that a position means the same on any number of workers. Other sources have
-            nothing else of this.
-    """
-
-    is_divided: bool
-
-    def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return what a position also says: which data, in which order, and where in them.
-
-        Args:
-            consumed: The samples of the pass that all ranks have used.
-            is_mid_pass: Whether the pass goes on there.
-        """
-
-    def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Take a saved position over; return whether a pass that stopped there can go on."""
 
 
 class Feed(ABC):
     """Hands out the streams of a replica and knows where they are.
 
+    A source of batches says whether the library divides its data (`is_divided`), so that a position means the same on
+    any number of workers. Then its `state(consumed, is_mid_pass)` returns what a position also says: which data, in
+    which order, and where in them; and `load_state(position)` takes one over, and tells whether a pass that stopped
+    there can go on.
+
     Attributes:
         epoch: How many passes over the train data were begun.
         train_stream: The one over the registered train data, once a call has used it.
-        validation: The streams to evaluate on.
         data_of_call: This worker's share of what a call of `train`, or of `validate`, brought along last.
     """
 
@@ -53,7 +35,7 @@ class Feed(ABC):
         self.epoch = 0
         self.train_stream: Any = None
         self.data_of_call: dict[str, CallData] = {}
-        self.validation = LeftoverBatches(self._open_validation)
+        self._left_to_validate: Any = None  # the stream of which a call of `validate` left batches to the next one
         self._to_resume: Mapping[str, Any] | None = None
         self._of_call: tuple[str | None, Any] = (None, None)
         self._made: dict[str, tuple[str | None, Any]] = {}
@@ -132,6 +114,22 @@ class Feed(ABC):
             stream = self.train_stream
         stream.source.join(self._ranks)
         return stream
+
+    @contextmanager
+    def validating(self, request: EpochRequest) -> Iterator[Any]:
+        """Inside is a call of `validate`, over this stream.
+
+        Only a call that was to take some of the registered batches, and returned, leaves the others to the next one.
+        After any other it begins with the first batch, wherever the user's loop stopped.
+        """
+        if request.shard_key is not None:  # over other data
+            yield self._open_validation(request)
+            return
+        left, self._left_to_validate = self._left_to_validate, None
+        stream = self._open_validation(request) if left is None or request.starts_over else left
+        yield stream
+        if request.num_steps is not None:
+            self._left_to_validate = stream
 
     def _stream_of_call(self, request: EpochRequest) -> Any:
         """Return one that continues where the last call with the same data stopped."""
@@ -243,7 +241,7 @@ class Feed(ABC):
         """Drops the streams and all that they hold."""
         self.train_stream = None
         self._of_call = None, None
-        self.validation.drop()
+        self._left_to_validate = None
 
     def _resume(self, stream: Any) -> None:
         position = self._to_resume

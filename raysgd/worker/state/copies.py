@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.shared.replica import Capture
+from raysgd.worker.ledger import Ledger
 
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a separate call would cost more
 
@@ -51,95 +52,129 @@ class StateCopy:
             return self._content
 
 
-class PendingCopies:
-    """The copies of the whole state that rank 0 keeps until the driver has them.
+class StateCopies:
+    """Takes the copies of one worker, and keeps them until the driver has fetched them, from another thread.
 
-    They are begun in the training thread, and claimed and fetched from other ones.
+    Of the snapshots inside a call it keeps this rank's parts of the newest two, by the number of steps before them.
+
+    Args:
+        every: After how many steps of a training call the state is copied inside it; None for never.
+        ledger: Where the time that copies take is booked.
+
+    Attributes:
+        every: The same.
+        newest: The number of steps before the newest snapshot inside the running call; 0 where there is none.
+        has_unmade: Whether a copy is still to be made, before the state changes.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[int, StateCopy] = {}
-        self._lock = threading.Lock()
-        self._claimed: int | None = None
+    def __init__(self, every: int | None, ledger: Ledger) -> None:
+        self.every, self._ledger = every, ledger
+        self._kept: dict[int, StateCopy] = {}  # by their tokens
+        self._changing = threading.Lock()
+        self._claimed: int | None = None  # what will be fetched, so that it has to stay
         self._last_token = 0
+        self._usual_s: float | None = None
+        self.has_unmade = False
+        self._parts: dict[int, Capture] = {}
+        self.newest = 0
 
-    def add(self, part: Capture, copy: StateCopy) -> Capture:
-        """`part` with this copy of the state: in it if the whole state is small, else under a token to fetch it by."""
+    def after_call(self, state: Any, rank: int, landed_token: int | None) -> Capture:
+        """Copy the state once, between two calls; the driver has that of `landed_token`, and all before it, by now.
+
+        A large copy is made when the driver fetches it, or by `finish`; but for the first one, which says how long they
+        take. Perhaps a file is to be written of it, so it stays until it is fetched.
+
+        Args:
+            state: A `ReplicaState`.
+            rank: That of this worker.
+            landed_token: None before the driver has any.
+        """
+        with self._ledger.copying():
+            with self._changing:
+                kept = self._kept.items()
+                self._kept = {each: copy for each, copy in kept if landed_token is None or each > landed_token}
+            copy = state.copy_for_driver(rank)
+            if copy is not None and self._usual_s is None:
+                self._made(copy)
+            part = self._with(copy, Capture(state.own()))
+            self._claimed = part.token or self._claimed
+            self.has_unmade = copy is not None and not copy.is_made
+            return replace(part, seconds=self._usual_s or 0.0) if self.has_unmade else part
+
+    def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
+        """Do the same inside a call that is so far, and at once; a copy that was not claimed gives way to this one."""
+        with self._ledger.copying():
+            with self._changing:
+                self._kept = {each: copy for each, copy in self._kept.items() if each == self._claimed}
+            copy = state.copy_for_driver(rank)
+            if copy is not None:
+                self._made(copy)
+            return self._with(copy, Capture(state.own(), progress=progress))
+
+    def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
+        """Return `part` with a copy: in it if the whole state is small, else under a token to fetch it by."""
+        if copy is None:
+            return part
         if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
             return replace(part, shared_state=copy.made())
-        with self._lock:  # else it might go into the collection that `fetch` is about to replace
+        with self._changing:  # else it might go into the collection that `fetch` is about to replace
             self._last_token += 1
             self._kept[self._last_token] = copy
             return replace(part, token=self._last_token, is_part=copy.is_part)
 
+    def _made(self, copy: StateCopy) -> Any:
+        content = copy.made()
+        self._usual_s = copy.seconds
+        return content
+
     def unmade(self) -> list[StateCopy]:
-        """The copies that have to be made before the state changes."""
-        with self._lock:
+        """Return the copies that have to be made before the state changes."""
+        with self._changing:
             return [copy for copy in self._kept.values() if not copy.is_made]
 
-    def drop_landed(self, token: int | None) -> None:
-        """Lets go of what the driver holds by now: that under `token`, and all before it."""
-        with self._lock:
-            self._kept = {each: kept for each, kept in self._kept.items() if token is None or each > token}
+    def finish(self) -> None:
+        """Make what is still to be copied: the state is about to change."""
+        self.has_unmade, unmade = False, self.unmade()
+        if unmade:
+            with self._ledger.copying():
+                for copy in unmade:
+                    self._made(copy)
 
-    def drop_unclaimed(self) -> None:
-        """Drops copies that were not fetched: a newer one will take their place."""
-        with self._lock:
-            self._kept = {each: kept for each, kept in self._kept.items() if each == self._claimed}
+    def fetch(self, token: int) -> Any:
+        """Return the copy that `token` names. A request for one says that the earlier ones have arrived."""
+        with self._changing:
+            self._kept = {each: copy for each, copy in self._kept.items() if each >= token}
+            self._claimed, copy = token, self._kept[token]
+        return self._made(copy)
 
-    def claim(self, token: int) -> bool:
-        """Says that it will be fetched, so that it has to stay; False if it is gone already."""
-        with self._lock:
-            if token not in self._kept:
-                return False
-            self._claimed = token
-            return True
-
-    def claimed(self, part: Capture) -> Capture:
-        """`part`, whose copy will be fetched in any case: perhaps a file is to be written of it."""
-        if part.token is not None:
-            self.claim(part.token)
-        return part
-
-    def fetch(self, token: int) -> StateCopy:
-        """The copy under this token. A request for one says that the earlier ones have arrived."""
-        with self._lock:
-            self._kept = {each: kept for each, kept in self._kept.items() if each >= token}
-            self._claimed = token
-            return self._kept[token]
-
-    def clear(self) -> None:
-        """Lets go of everything."""
-        with self._lock:
-            self._kept = {}
-
-
-class MidCallSnapshots:
-    """This rank's parts of the snapshots taken inside a call: the newest two, by the number of steps before them.
-
-    Args:
-        every: How many steps lie between two of them; None for none at all.
-    """
-
-    def __init__(self, every: int | None) -> None:
-        self.every = every
-        self._parts: dict[int, Capture] = {}
-        self.newest = 0
+    # ------------------------------------------------------------------------------------ snapshots inside a call
 
     def is_due(self, num_steps: int) -> bool:
-        """Tells whether one is to be taken after this many steps."""
+        """Return whether a snapshot is to be taken after so many steps of the running call."""
         return self.every is not None and num_steps - self.newest >= self.every
 
     def keep(self, num_steps: int, part: Capture) -> None:
-        """Keeps a new one, and of those before only the last."""
+        """Keep a new part, and of those before only the last."""
         self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
         self._parts[num_steps] = part
         self.newest = num_steps
 
-    def part(self, number: int) -> Capture | None:
-        """The part with this number, if it is still kept."""
-        return self._parts.get(number)
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """Return the part of the snapshot after so many steps, which will be fetched; None if it is not kept."""
+        part = self._parts.get(number)
+        if part is not None and part.token is not None:
+            with self._changing:
+                if part.token not in self._kept:
+                    return None
+                self._claimed = part.token
+        return part
+
+    def forget_call(self) -> None:
+        """Forget the snapshots inside the call: another call begins, or another group."""
+        self._parts, self.newest = {}, 0
 
     def clear(self) -> None:
-        """Another call, or another group."""
-        self._parts, self.newest = {}, 0
+        """Drop everything."""
+        self.forget_call()
+        with self._changing:
+            self._kept = {}

@@ -53,7 +53,7 @@ def feed_of(shuffle: bool = True, seed: int = 3, validates: str = "") -> TFFeed:
 
 def validated(feed: TFFeed) -> list[int]:
     feed.align_validation()
-    with feed.validation.stream(REQUEST) as stream:
+    with feed.validating(REQUEST) as stream:
         return [number for batch in stream.take(None) for number in batch.numpy().tolist()]
 
 

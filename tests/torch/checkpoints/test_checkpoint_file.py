@@ -29,12 +29,12 @@ from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import (
     CheckpointCorruptedError,
     OtherFileError,
-    Seal,
     UnsafeCheckpointError,
     mapped,
     mapped_again,
     packed,
     read,
+    seal_at_end_of,
     write,
 )
 
@@ -491,7 +491,7 @@ class TestSeal:
 
     @pytest.mark.parametrize("tail", [b"", b"raysgd:1:xxh128:00", b"\x14\0raysgd:1:sha1:00000000"])
     def test_anything_else_is_none(self, tail: bytes) -> None:
-        assert Seal.at_end_of(tail) is None
+        assert seal_at_end_of(tail) is None
 
 
 class TestDamage:

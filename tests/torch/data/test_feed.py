@@ -229,6 +229,6 @@ def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:
     feed = TorchFeed(data.get, NoParallel(), 1)
     assert feed.obstacle("train") is None
     assert feed.obstacle("validation") == "the validation loader is not divided by the library (not a torch DataLoader)"
-    with feed.validation.stream(REQUEST) as stream:
+    with feed.validating(REQUEST) as stream:
         assert list(stream.take(None)) == [1, 2]
     assert feed.position() is feed.ledger() is None

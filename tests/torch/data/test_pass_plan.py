@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raysgd.arrays.division import Division
-from raysgd.torch.data.batch_sampler import PassPlan, Share, SpeedsAt
+from raysgd.torch.data.batch_sampler import PassPlan, Share
 
 
 def make_plan(
@@ -60,8 +60,7 @@ def random_plans(num_plans: int, seed: int, **fixed: bool) -> Iterator[PassPlan]
         num_samples = draw.randint(0, 60)
         division = random_division(draw)
         options = {"drop_last": draw.random() < 0.5, "pad": draw.random() < 0.5, **fixed}
-        speeds_at = changing_speeds(draw, division.world_size) if draw.random() < 0.3 else None
-        yield PassPlan(num_samples, draw.randint(0, num_samples), division, speeds_at=speeds_at, **options)
+        yield PassPlan(num_samples, draw.randint(0, num_samples), division, **options)
 
 
 def random_division(draw: random.Random) -> Division:
@@ -69,11 +68,6 @@ def random_division(draw: random.Random) -> Division:
     if draw.random() < 0.5:
         return of_workers(draw.randint(1, 6), world_size)
     return Division(draw.randint(1, 20), world_size, draw.choice([None, draw.randint(1, 5)]))
-
-
-def changing_speeds(draw: random.Random, world_size: int) -> SpeedsAt:
-    slow, fast = ([draw.uniform(0.2, 4.0) for _ in range(world_size)] for _ in range(2))
-    return lambda position: fast if position > 20 else slow
 
 
 # Tables
@@ -229,7 +223,7 @@ def test_weights_average_to_one_and_are_exactly_one_for_equal_shares_and_only_fo
                 assert sum(weights) / plan.division.world_size == pytest.approx(1.0)
                 if len({share.num_samples for share in together}) == 1:
                     assert weights == [1.0] * plan.division.world_size
-                elif plan.speeds_at is None:
+                else:
                     num_uneven += 1
                     assert 1.0 not in weights, "ranks agree on whether shares are even"
     assert num_uneven > 20
@@ -263,9 +257,8 @@ def test_padding_repeats_samples_of_its_own_step() -> None:
 
 def test_the_batches_of_a_rank_are_its_shares_that_are_not_empty() -> None:
     for plan in random_plans(400, seed=6):
-        if plan.speeds_at is None or plan.pad:
-            for rank in range(plan.division.world_size):
-                assert plan.num_batches(rank) == sum(share.start < share.stop for share in plan.shares(rank))
+        for rank in range(plan.division.world_size):
+            assert plan.num_batches(rank) == sum(share.start < share.stop for share in plan.shares(rank))
 
 
 def test_the_position_after_each_step_is_the_prefix_used_so_far() -> None:
@@ -285,8 +278,7 @@ def test_any_sequence_of_groups_sees_the_global_batches_of_one_process() -> None
         while consumed < num_samples:
             world_size = draw.randint(1, 7)
             division = Division(global_size, world_size, draw.choice([None, 1, 2, 3, 8]))
-            speeds_at = changing_speeds(draw, world_size) if draw.random() < 0.5 else None
-            plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True, speeds_at=speeds_at)
+            plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True)
             num_steps = draw.randint(0, plan.num_steps)
             ends = [len(used(plan, steps)) for steps in range(num_steps + 1)]
             batches += [used(plan, num_steps)[start:stop] for start, stop in pairwise(ends)]
@@ -303,8 +295,7 @@ def test_any_sequence_of_groups_sees_global_batches_of_given_sizes() -> None:
         while consumed < bounds[-1]:
             world_size = draw.randint(1, 7)
             division = Division(max(sizes), world_size, draw.choice([None, 1, 2, 3, 8]))
-            speeds_at = changing_speeds(draw, world_size) if draw.random() < 0.5 else None
-            plan = PassPlan(bounds[-1], consumed, division, False, True, speeds_at, bounds)
+            plan = PassPlan(bounds[-1], consumed, division, False, True, bounds)
             assert plan.num_steps == len(bounds) - 1 - bounds.index(consumed)
             num_steps = draw.randint(0, plan.num_steps)
             for step in range(num_steps):

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
-from raysgd.torch.data.sampling import DataSignature, ShardedLoader, UndividedLoader, shard_loader
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
 from tests.torch.samplers import Epochs, as_list
 
 
@@ -198,7 +198,7 @@ def test_every_other_sampler_draws_the_global_order(sampler: Any) -> None:
 def test_a_plain_batch_sampler_around_a_users_sampler_is_looked_through() -> None:
     loader = DataLoader(FOUR, batch_sampler=BatchSampler([3, 2, 1, 0], 3, drop_last=True))
     sharded = shard(loader, world_size=1)
-    assert sharded.signature == DataSignature(4, 3, True, "sampler list")
+    assert sharded.signature == "4 samples, sampler list, batch_size=3, drop_last=True"
     sharded.sampler.begin_pass(0, seed=0)
     assert [indices.tolist() for indices, _ in sharded.loader] == [[3, 2, 1]]
 

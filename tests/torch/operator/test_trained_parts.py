@@ -14,7 +14,7 @@ from raysgd.engine.shared.types import World
 from raysgd.engine.transfers import DividedValue
 from raysgd.messages.epochs import EpochRequest
 from raysgd.torch import TorchTrainer
-from raysgd.torch.checkpoints.divided_snapshot import DividedSnapshot, content_of
+from raysgd.torch.checkpoints.divided_state import content_of, of_snapshot
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
 from tests.torch.operators_for_tests import LinearOperator, Operator, equal
@@ -113,7 +113,10 @@ def test_a_divided_snapshot_fits_a_replica_that_lacks_its_groups() -> None:
     train(runner)
     state = runner.state()
     parts = DividedValue((StateEncoder().encode(content_of(state, rank=0)),), ((),))
-    assert equal(DividedSnapshot(parts).taken(other._hosted.state.room_for), state)
+    divided = of_snapshot(parts)
+    room = divided.make_room(other._hosted.state.room_for)
+    divided.fill(room)
+    assert equal(divided.joined(room), state)
 
 
 def test_files_leave_to_setup_what_is_trained(make_local: Make, tmp_path: Path) -> None:

@@ -211,9 +211,7 @@ def test_another_class_is_refused(divided: TorchTrainer) -> None:
 def test_each_worker_writes_its_part_and_reads_it_back(divided: TorchTrainer, tmp_path: Path) -> None:
     divided.train()
     path, state = divided.save(tmp_path / "parts"), divided.state_dict()
-    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "ranks.pt", "rest.pt"} == {
-        entry.name for entry in path.iterdir()
-    }
+    assert {"part-0.pt", "part-1.pt", "ranks.pt", "rest.pt"} == {entry.name for entry in path.iterdir()}
     following = divided.train()["train_loss"]
     after = divided.state_dict()
     divided.load(path)
@@ -240,7 +238,7 @@ def test_a_damaged_folder_leaves_the_workers_as_they_were(divided: TorchTrainer,
     path = divided.save(tmp_path / "parts")
     divided.train()
     state = divided.state_dict()
-    part = path / "__1_0.distcp"
+    part = path / "part-1.pt"
     content = bytearray(part.read_bytes())
     content[-100] ^= 1
     part.write_bytes(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.step import BatchStep
-from raysgd.torch.step.schedulers import SchedulerSteps
+from raysgd.torch.step.schedulers import schedulers_of, step_after_batch, step_after_epoch
 from tests.torch.operators_for_tests import an_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no optimizer is needed here
@@ -19,6 +20,10 @@ def a_scheduler() -> StepLR:
     return StepLR(an_optimizer(), step_size=1)
 
 
+def found(scheduler: Any, freq: str, metric: str | None = None) -> tuple[list[Any], list[Any]]:
+    return schedulers_of(SimpleNamespace(scheduler=scheduler, scheduler_step_freq=freq, scheduler_metric=metric))
+
+
 def no_mean(name: str, metrics: Any) -> None:
     return None
 
@@ -26,18 +31,17 @@ def no_mean(name: str, metrics: Any) -> None:
 @pytest.mark.parametrize(("freq", "after_step", "after_epoch"), [("batch", 1, 1), ("epoch", 0, 1), ("manual", 0, 0)])
 def test_the_frequency_says_when_they_step(freq: str, after_step: int, after_epoch: int) -> None:
     scheduler = a_scheduler()
-    steps = SchedulerSteps(scheduler, freq, None)
-    steps.after_step(Precision(), BatchStep())
+    by_batch, by_epoch = found(scheduler, freq)
+    step_after_batch(by_batch, Precision(), BatchStep())
     assert scheduler.last_epoch == after_step
-    steps.after_epoch({}, no_mean)
+    step_after_epoch(by_epoch, None, {}, no_mean, False)
     assert scheduler.last_epoch == after_epoch
 
 
-def test_several_step_together_and_none_is_fine() -> None:
+def test_several_step_together() -> None:
     schedulers = [a_scheduler(), a_scheduler()]
-    SchedulerSteps(schedulers, "epoch", None).after_epoch({}, no_mean)
+    step_after_epoch(found(schedulers, "epoch")[1], None, {}, no_mean, False)
     assert [each.last_epoch for each in schedulers] == [1, 1]
-    SchedulerSteps(None, "epoch", None).after_epoch({}, no_mean)
 
 
 def test_a_step_that_was_left_out_is_none_for_a_scheduler() -> None:
@@ -47,8 +51,8 @@ def test_a_step_that_was_left_out_is_none_for_a_scheduler() -> None:
 
     scheduler, idle = a_scheduler(), BatchStep()
     idle.leave_out(an_optimizer())
-    SchedulerSteps(scheduler, "batch", None).after_step(Skips(), BatchStep())
-    SchedulerSteps(scheduler, "batch", None).after_step(Precision(), idle)
+    step_after_batch([scheduler], Skips(), BatchStep())
+    step_after_batch([scheduler], Precision(), idle)
     assert scheduler.last_epoch == 0
 
 
@@ -56,14 +60,13 @@ def test_a_step_that_was_left_out_is_none_for_a_scheduler() -> None:
 def test_one_that_goes_by_a_metric_needs_one_of_an_epoch(freq: str, metric: str | None) -> None:
     plateau = ReduceLROnPlateau(an_optimizer())
     with pytest.raises(ValueError, match=r"`ReduceLROnPlateau` needs a metric of an epoch"):
-        SchedulerSteps([a_scheduler(), plateau], freq, metric)
-    SchedulerSteps(plateau, "manual", None)
+        found([a_scheduler(), plateau], freq, metric)
+    assert found(plateau, "manual") == ([], [])
 
 
 def test_a_plateau_is_told_the_mean_over_all_workers() -> None:
     plateau = ReduceLROnPlateau(an_optimizer())
-    steps = SchedulerSteps(plateau, "epoch", "train_loss")
-    steps.after_epoch({"train_loss": 3.0}, lambda name, metrics: metrics[name] - 1)
+    step_after_epoch([plateau], "train_loss", {"train_loss": 3.0}, lambda name, metrics: metrics[name] - 1, False)
     assert plateau.best == 2.0
     with pytest.raises(ValueError, match=r"`scheduler_metric='train_loss'`: no worker .* reports `accuracy`"):
-        steps.after_epoch({"accuracy": 1.0}, no_mean)
+        step_after_epoch([plateau], "train_loss", {"accuracy": 1.0}, no_mean, False)

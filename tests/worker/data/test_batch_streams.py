@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from raysgd.messages.epochs import EpochRequest
+from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.data import batch_streams
-from raysgd.worker.data.batch_streams import NO_BATCH, BatchStream, LeftoverBatches, WatchedBatches, redrawing
+from raysgd.worker.data.batch_streams import NO_BATCH, BatchStream, WatchedBatches, redrawing
 
 
 class Place:
@@ -164,17 +166,22 @@ def request(num_steps: int | None, starts_over: bool = False) -> EpochRequest:
 
 
 def test_only_a_call_that_takes_some_batches_and_returns_leaves_the_others() -> None:
-    opened: list[EpochRequest] = []
-    remainder = LeftoverBatches(lambda request: opened.append(request) or len(opened))  # type: ignore[func-returns-value]
-    found = []
+    class Counting(TorchFeed):
+        num_opened = 0
+
+        def _open_validation(self, request: EpochRequest) -> Any:
+            self.num_opened += 1
+            return self.num_opened
+
+    feed, found = Counting(lambda name: None, NoParallel(), 1), []
     for each in (request(1), request(1), request(None), request(1), request(1, starts_over=True)):
-        with remainder.stream(each) as stream:
+        with feed.validating(each) as stream:
             found.append(stream)
-    with pytest.raises(KeyError), remainder.stream(request(1)):
+    with pytest.raises(KeyError), feed.validating(request(1)):
         raise KeyError
-    with remainder.stream(request(1)) as stream:
+    with feed.validating(request(1)) as stream:
         found.append(stream)
-    remainder.drop()
-    with remainder.stream(request(1)) as stream:
+    feed.close()
+    with feed.validating(request(1)) as stream:
         found.append(stream)
     assert found == [1, 1, 1, 2, 3, 4, 5]

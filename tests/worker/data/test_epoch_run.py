@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from raysgd._numbers.meters import AverageMeterCollection
 from raysgd._numbers.results import WorkerMetrics
-from raysgd.engine.shared.replica import Capture
 from raysgd.messages.epochs import merged
 from raysgd.torch.data.batch_streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
@@ -25,7 +24,6 @@ from raysgd.torch.parallel.step import BatchStep
 from raysgd.utils import BATCH_COUNT
 from raysgd.worker.data.epoch_run import METRICS, EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.rank_rows import RankRows, Row
-from raysgd.worker.state.copies import MidCallSnapshots
 from tests.helpers.processes import wait_until
 
 PATIENCE_S = 60.0
@@ -173,37 +171,6 @@ def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_
 
 def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> None:
     assert not issubclass(HeldAtBoundary, Exception)
-
-
-# ------------------------------------------------------------------------------------------------ snapshots inside
-
-
-def test_a_snapshot_is_due_so_many_steps_after_the_one_before_or_never() -> None:
-    snapshots = MidCallSnapshots(3)
-    taken = []
-    for num_steps in (1, 2, 3, 4, 5, 7, 8, 9, 10):  # steps of several batches may jump over a multiple
-        if snapshots.is_due(num_steps):
-            snapshots.keep(num_steps, Capture())
-            taken.append(num_steps)
-    assert taken == [3, 7, 10]
-    assert not any(MidCallSnapshots(None).is_due(num_steps) for num_steps in range(1, 10))
-
-
-def test_the_newest_two_parts_are_kept() -> None:
-    inside = MidCallSnapshots(2)
-    parts = {number: Capture(number) for number in (2, 4, 6)}
-    assert (inside.newest, inside.part(2)) == (0, None)
-    for number, part in parts.items():
-        inside.keep(number, part)
-    assert inside.newest == 6
-    assert [inside.part(number) for number in (2, 4, 6)] == [None, parts[4], parts[6]]
-
-
-def test_another_call_knows_nothing_of_the_parts_of_the_last_one() -> None:
-    inside = MidCallSnapshots(2)
-    inside.keep(2, Capture())
-    inside.clear()
-    assert (inside.newest, inside.part(2)) == (0, None)
 
 
 # ------------------------------------------------------------------------------------------------ the run

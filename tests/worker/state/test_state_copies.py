@@ -8,10 +8,8 @@ from typing import Any, cast
 import pytest
 
 from raysgd.engine.shared.replica import Capture
-from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.state.copies import StateCopy
-from raysgd.worker.state.replica_state import ReplicaState, StateCopies
+from raysgd.worker.state.copies import StateCopies, StateCopy
 
 LARGE, SMALL = 10**6, 10  # bytes
 
@@ -36,7 +34,7 @@ def copies() -> StateCopies:
 
 
 def after_call(copies: StateCopies, state: Counted, rank: int = 0) -> Capture:
-    return copies.after_call(cast(ReplicaState, state), rank, None)
+    return copies.after_call(state, rank, None)
 
 
 def test_the_first_copy_is_made_at_once_and_later_ones_when_they_are_fetched(copies: StateCopies) -> None:
@@ -86,13 +84,57 @@ def test_a_copy_that_is_made_later_is_said_to_take_as_long_as_the_one_before(cop
 
 
 def test_a_copy_inside_a_call_is_made_at_once() -> None:
-    class Run:
-        def state(self, with_metrics: bool) -> str:
-            return "progress"
-
     copies, state = StateCopies(1, Ledger()), Counted()
     after_call(copies, state)
-    part = copies.inside_call(cast(ReplicaState, state), 0, cast(EpochRun, Run()))
+    part = copies.inside_call(state, 0, "progress")
     state.value = 1
     assert part.progress == "progress"
     assert copies.fetch(cast(int, part.token)) == [0]
+
+
+def test_a_copy_that_is_made_while_another_one_is_fetched_is_not_lost(copies: StateCopies) -> None:
+    first = after_call(copies, Counted()).token
+    fetching = threading.Thread(target=copies.fetch, args=(first,))
+
+    class Kept(dict[int, Any]):
+        """Is about to get the second copy when the first one is fetched."""
+
+        def __setitem__(self, token: int, copy: Any) -> None:
+            fetching.start()
+            fetching.join(0.1)
+            super().__setitem__(token, copy)
+
+    class Second(Counted):
+        def copy_for_driver(self, rank: int) -> StateCopy | None:
+            copies._kept = Kept(copies._kept)
+            return super().copy_for_driver(rank)
+
+    second = after_call(copies, Second()).token
+    fetching.join(60)
+    assert copies.fetch(cast(int, second)) == [0]
+
+
+# ------------------------------------------------------------------------------------------------ snapshots inside
+
+
+def test_a_snapshot_is_due_so_many_steps_after_the_one_before_or_never(copies: StateCopies) -> None:
+    snapshots = StateCopies(3, Ledger())
+    taken = []
+    for num_steps in (1, 2, 3, 4, 5, 7, 8, 9, 10):  # steps of several batches may jump over a multiple
+        if snapshots.is_due(num_steps):
+            snapshots.keep(num_steps, Capture())
+            taken.append(num_steps)
+    assert taken == [3, 7, 10]
+    assert not any(copies.is_due(num_steps) for num_steps in range(1, 10))
+
+
+def test_the_newest_two_parts_are_kept_until_another_call() -> None:
+    inside = StateCopies(2, Ledger())
+    parts = {number: Capture(number) for number in (2, 4, 6)}
+    assert (inside.newest, inside.part_of_snapshot(2)) == (0, None)
+    for number, part in parts.items():
+        inside.keep(number, part)
+    assert inside.newest == 6
+    assert [inside.part_of_snapshot(number) for number in (2, 4, 6)] == [None, parts[4], parts[6]]
+    inside.forget_call()
+    assert (inside.newest, inside.part_of_snapshot(6)) == (0, None)

@@ -9,8 +9,8 @@ import torch
 
 from raysgd._state.state_codec import StateEncoder
 from raysgd.engine.transfers import DividedValue
-from raysgd.torch.checkpoints import divided_snapshot, shared_state
-from raysgd.torch.checkpoints.divided_snapshot import overlaps
+from raysgd.torch.checkpoints import divided_state
+from raysgd.torch.checkpoints.divided_state import overlaps
 from tests.torch.operators_for_tests import equal
 
 
@@ -28,14 +28,15 @@ def parts_of(content: dict[str, Any], num_ranks: int) -> DividedValue:
     """As ranks keep them that divide what has five rows."""
     kept = []
     for rank in range(num_ranks):
-        own = dict(divided_snapshot.content_of(content, rank=0))
-        own["dims"] = {path: 0 if tensor.shape[0] == 5 else None for path, tensor in own["tensors"].items()}
-        own["tensors"] = {
-            path: tensor if own["dims"][path] is None else chunk(tensor, num_ranks, rank)
+        own = divided_state.content_of(content, rank=0)
+        index = {path: (dtype, size, size[0] == 5) for path, (dtype, size, _) in own["index"].items()}
+        tensors = {
+            path: chunk(tensor, num_ranks, rank) if index[path][2] else tensor
             for path, tensor in own["tensors"].items()
-            if not rank or own["dims"][path] == 0
+            if not rank or index[path][2]
         }
-        kept.append(StateEncoder().encode({**own, "rest": None if rank else own["rest"]}))
+        of_first = {"rest": own["rest"], "index": index} if not rank else {"rest": None, "index": None}
+        kept.append(StateEncoder().encode({**of_first, "tensors": tensors}))
     return DividedValue(tuple(kept), ((),) * num_ranks)
 
 
@@ -48,8 +49,8 @@ def chunk(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
 def test_the_parts_of_all_ranks_are_the_whole_state(num_ranks: int) -> None:
     content = state()
     parts = parts_of(content, num_ranks)
-    assert equal(shared_state.whole(parts, copy=True), content)
-    [model] = shared_state.outline(parts)["models"]
+    assert equal(divided_state.whole(parts, copy=True), content)
+    [model] = divided_state.outline(parts)["models"]
     assert model["weight"].shape == (5, 2)
     assert model["weight"].untyped_storage().nbytes() == 4
 
@@ -57,19 +58,19 @@ def test_the_parts_of_all_ranks_are_the_whole_state(num_ranks: int) -> None:
 def test_a_whole_state_stays_what_it_is() -> None:
     content = state()
     encoded = StateEncoder().encode(content)
-    assert equal(shared_state.whole(encoded, copy=True), content)
-    assert equal(shared_state.outline(encoded), content)
+    assert equal(divided_state.whole(encoded, copy=True), content)
+    assert equal(divided_state.outline(encoded), content)
 
 
 def test_other_ranks_than_the_first_keep_only_what_is_divided() -> None:
-    first, second = (divided_snapshot.content_of(state(), rank) for rank in (0, 1))
+    first, second = (divided_state.content_of(state(), rank) for rank in (0, 1))
     assert set(first["tensors"]) == {
         ("models", 0, "weight"),
         ("models", 0, "mean"),
         ("optimizers", 0, "state", 0, "exp_avg"),
     }
     assert first["rest"]["optimizers"][0]["state"][0]["step"] == 3.0
-    assert (second["tensors"], second["rest"]) == ({}, None)
+    assert (second["tensors"], second["rest"], second["index"]) == ({}, None, None)
 
 
 @pytest.mark.parametrize("total", [1, 5, 12])
