@@ -77,7 +77,7 @@ INSIDE = {
         "worker_callback",
         "callback",
         "averages calling loggers monitors progress report sidecar",
-        "adapters early_stopping",
+        "early_stopping",
         "checkpointing",
     ),
     "connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),

@@ -34,7 +34,7 @@ from raysgd.air.reports import (
 )
 from raysgd.air.result import Result, by_checkpoint, read_reports, read_validations, value_at
 from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
-from raysgd.callbacks.adapters import RunCallbacks
+from raysgd.callbacks.calling import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import failure_logged
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
@@ -201,7 +201,7 @@ class Recorder:
         if error is None:
             self._trial.last_result[DONE] = True
         try:
-            self._callbacks.end_run(has_failed=error is not None, error=error)
+            self._callbacks.end_run(error)
         finally:
             self._close(has_failed=error is not None)
         return self._result(error)
