@@ -1,4 +1,4 @@
-"""`raysgd migrate PATH... [--write] [--diff] [--strict]`."""
+"""`raysgd migrate PATH... [--write] [--diff] [--ray-train]`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
 @click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
 @click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean Ray 1.x or 2.0 to 2.9, too.")
-@click.option("--strict", is_flag=True, help="Leave a file unchanged if a line in it needs a person.")
-def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool, strict: bool) -> None:
+def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
     """Rewrite programs for `ray.util.sgd`.
 
     PATH is a file, or a folder of Python files. Imports, names and retired arguments get their names in raysgd. Lines
@@ -35,7 +34,7 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
     from raysgd.compat.migrate.files import files_of, migrate_file
 
     try:
-        found = [migrate_file(path, ray_train, strict) for path in files_of(paths)]
+        found = [migrate_file(path, ray_train) for path in files_of(paths)]
     except FileNotFoundError as error:
         raise click.ClickException(str(error)) from None
     has_failed = False

@@ -10,11 +10,14 @@ from pathlib import Path
 
 from raysgd._files import replacing
 from raysgd.compat.migrate.names import Finding
-from raysgd.compat.migrate.notebook import migrate_notebook
 from raysgd.compat.migrate.source import MigratedProgram, migrate
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 _WRITABLE = 0o222
+_NOTEBOOK = (
+    "a notebook is not rewritten: run `jupytext --to py:percent {path}`, migrate `{code}`, and run `jupytext --update "
+    "--to ipynb {code}`, which keeps the outputs"
+)
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,12 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
         yield from found
 
 
-def migrate_file(path: Path, ray_train: bool, is_strict: bool = False) -> MigratedFile:
+def migrate_file(path: Path, ray_train: bool) -> MigratedFile:
     """Rewrites one file, in memory. What is no file of its folder is left alone.
 
     Args:
         path: The file.
         ray_train: Whether `ray.train` and `ray.air` mean the old library.
-        is_strict: Whether a file in which a line is left for a person stays as it is.
     """
     reason = _obstacle(path)
     if reason is not None:
@@ -80,8 +82,11 @@ def migrate_file(path: Path, ray_train: bool, is_strict: bool = False) -> Migrat
         before = path.read_bytes()
     except OSError as error:
         return MigratedFile(path, b"", MigratedProgram(b"", [Finding(1, f"it cannot be read: {error}", is_error=True)]))
-    after = migrate_notebook(before, ray_train) if path.suffix == ".ipynb" else migrate(before, ray_train)
-    return MigratedFile(path, before, after.or_nothing(before) if is_strict else after)
+    if path.suffix == ".ipynb":
+        is_old = any(name in before for name in (b"ray.util.sgd", *[b"ray.train", b"ray.air"] * ray_train))
+        text = _NOTEBOOK.format(path=path, code=path.with_suffix(".py"))
+        return MigratedFile(path, before, MigratedProgram(before, [Finding(1, text, is_error=True)] * is_old))
+    return MigratedFile(path, before, migrate(before, ray_train))
 
 
 def _obstacle(path: Path) -> str | None:

@@ -36,10 +36,6 @@ class MigratedProgram:
     text: bytes
     findings: list[Finding]
 
-    def or_nothing(self, before: bytes) -> MigratedProgram:
-        """The same, with the old text if something is left for a person."""
-        return MigratedProgram(before, self.findings) if self.has_failed else self
-
     @property
     def has_failed(self) -> bool:
         """True if something is left that only a person can rewrite."""
