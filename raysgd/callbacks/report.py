@@ -9,12 +9,12 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._files import check_path, replacing
 from raysgd._text.cards import grid, safe, two_column_table
+from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
@@ -32,7 +32,7 @@ from raysgd.engine.shared.time_spent import (
 from raysgd.history import readable
 from raysgd.history.charts import Mark, Span, figure, grouped_series, shown_events, time_line
 from raysgd.history.history import CallRecord, History
-from raysgd.writers.sink import FailureWarnings
+from raysgd.writers.sink import failures_warned
 
 if TYPE_CHECKING:
     from raysgd.engine.shared.group_events import GroupEvent
@@ -75,7 +75,7 @@ class HTMLReport(Callback):
         if path is not None:
             check_path("path", path)
         self._given = Path(path).expanduser().absolute() if path is not None else None
-        self._failures = FailureWarnings(type(self).__name__)
+        self._warned = Once()
         self._rest_until = 0.0
 
     def on_run_begin(self, run: Run) -> None:
@@ -105,7 +105,7 @@ class HTMLReport(Callback):
         return self._given if self._given is not None else run.folder / "report.html"
 
     def _write(self, run: Run, state: str, reason: str = "") -> None:
-        with self._failures.instead():
+        with failures_warned(type(self).__name__, self._warned):
             self._write_page(run, state, reason)
 
     def _write_page(self, run: Run, state: str, reason: str) -> None:
@@ -118,21 +118,27 @@ class HTMLReport(Callback):
         self._rest_until = began + took * _SHARE if took > _LONG_S else 0.0
 
 
-def facts_of(run: Run, state: str, reason: str = "") -> RunFacts:
-    """Return what there is to tell of a run besides its history."""
-    return RunFacts(
-        name=str(run.name),
-        state=state,
-        reason=reason,
-        epoch=run.epoch,
-        epochs=run.epochs,
-        started_at=run.started_at,
-        written_at=time.time(),
-        trainer=_options_of(run.trainer),
-        config=dict(_flat(masked(run.config))),
-        versions=_versions(),
-        ledger={} if run.trainer is None else run.trainer.ledger().total(),
-    )
+def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
+    """Return what there is to tell of a run besides its history, as it stands in the data of the page.
+
+    Args:
+        run: The run.
+        state: "running", "finished", "stopped" or "failed".
+        reason: Why it was stopped or failed.
+    """
+    return {
+        "name": str(run.name),
+        "state": state,
+        "reason": reason,
+        "epoch": run.epoch,
+        "epochs": run.epochs,
+        "started_at": run.started_at,
+        "written_at": time.time(),
+        "trainer": _options_of(run.trainer),
+        "config": dict(_flat(masked(run.config))),
+        "versions": _versions(),
+        "ledger": {} if run.trainer is None else run.trainer.ledger().total(),
+    }
 
 
 def _options_of(trainer: Any) -> dict[str, str]:
@@ -187,49 +193,18 @@ _BIN_CLASSES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """The facts of a run besides its history.
-
-    Attributes:
-        name: What it is called.
-        state: "running", "finished", "stopped" or "failed".
-        reason: Why it was stopped or failed.
-        epoch: The epoch that was trained last.
-        epochs: The last one; None if that is not known.
-        started_at: In seconds since the Unix epoch.
-        written_at: When this was written.
-        trainer: What trains: names and values.
-        config: The config, flat: names and values.
-        versions: Of what was imported.
-        ledger: Seconds of all ranks together, by bin; empty where that is not known.
-    """
-
-    name: str
-    state: str
-    reason: str
-    epoch: int
-    epochs: int | None
-    started_at: float
-    written_at: float
-    trainer: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    ledger: Mapping[str, float] = field(default_factory=dict)
-
-
-def page_of(facts: RunFacts, history: History) -> str:
+def page_of(facts: Mapping[str, Any], history: History) -> str:
     """Return the page. It refreshes itself as long as the run goes on."""
-    refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if facts.state == "running" else ""
+    refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if facts["state"] == "running" else ""
     sections = [
         _header(facts),
-        _tiles(facts, history),
+        _tiles(history),
         _section("Metrics", _curves(history)),
         _section("What happened when", _what_happened(history)),
-        _where_time_went(facts.ledger),
+        _where_time_went(facts["ledger"]),
         _section("Results", _results(history)),
-        f'<div class="columns">{_table_of("Trainer", facts.trainer)}{_table_of("Configuration", facts.config)}'
-        f"{_table_of('Versions', facts.versions)}</div>",
+        f'<div class="columns">{_table_of("Trainer", facts["trainer"])}{_table_of("Configuration", facts["config"])}'
+        f"{_table_of('Versions', facts['versions'])}</div>",
     ]
     return f"""<!doctype html>
 <html lang="en">
@@ -238,13 +213,13 @@ def page_of(facts: RunFacts, history: History) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 {refresh}
-<title>{safe(facts.name)}: {safe(facts.state)}</title>
+<title>{safe(facts["name"])}: {safe(facts["state"])}</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <main>
 {"".join(sections)}
-<footer>Written by raysgd at {_moment(facts.written_at)}. The data of this page is in its source, as JSON.</footer>
+<footer>Written by raysgd at {_moment(facts["written_at"])}. The data of this page is in its source, as JSON.</footer>
 </main>
 <script type="application/json" id="{DATA_ID}">{_data(facts, history)}</script>
 </body>
@@ -252,25 +227,26 @@ def page_of(facts: RunFacts, history: History) -> str:
 """
 
 
-def _data(facts: RunFacts, history: History) -> str:
-    content = json.dumps({"run": asdict(facts), "history": history.thinned(_MOST_POINTS).as_data()})
+def _data(facts: Mapping[str, Any], history: History) -> str:
+    content = json.dumps({"run": facts, "history": history.thinned(_MOST_POINTS).as_data()})
     return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 # ------------------------------------------------------------------------------------------------ the top of the page
 
 
-def _header(facts: RunFacts) -> str:
-    of = f" of {facts.epochs}" if facts.epochs is not None else ""
-    took = readable.seconds(max(0.0, facts.written_at - facts.started_at))
-    reason = f'<p class="reason">{safe(facts.reason)}</p>' if facts.reason else ""
+def _header(facts: Mapping[str, Any]) -> str:
+    of = f" of {facts['epochs']}" if facts["epochs"] is not None else ""
+    took = readable.seconds(max(0.0, facts["written_at"] - facts["started_at"]))
+    reason = f'<p class="reason">{safe(facts["reason"])}</p>' if facts["reason"] else ""
+    state = safe(facts["state"])
     return (
-        f'<header><h1>{safe(facts.name)}</h1><span class="state {safe(facts.state)}">{safe(facts.state)}</span>'
-        f"<p>epoch {facts.epoch}{of}, {took}, started {_moment(facts.started_at)}</p>{reason}</header>"
+        f'<header><h1>{safe(facts["name"])}</h1><span class="state {state}">{state}</span>'
+        f"<p>epoch {facts['epoch']}{of}, {took}, started {_moment(facts['started_at'])}</p>{reason}</header>"
     )
 
 
-def _tiles(facts: RunFacts, history: History) -> str:
+def _tiles(history: History) -> str:
     tiles = [_tile(name, *_last_and_first(history, name)) for name in _headline_metrics(history)]
     speeds = [speed for record in _trainings(history) if (speed := _speed(record)) is not None]
     if speeds:

@@ -19,7 +19,7 @@ import pytest
 
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
-from raysgd.callbacks.report import DATA_ID, RunFacts
+from raysgd.callbacks.report import DATA_ID
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.history.history import CallRecord, History
@@ -325,9 +325,9 @@ def test_a_page_that_takes_long_to_write_is_not_written_after_every_epoch(
 ) -> None:
     now, pages = [0.0], []
 
-    def slow_page(facts: RunFacts, history: History) -> str:
+    def slow_page(facts: dict[str, Any], history: History) -> str:
         now[0] += 1.0
-        pages.append(facts.state)
+        pages.append(facts["state"])
         return "page"
 
     monkeypatch.setattr(report_module, "page_of", slow_page)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from raysgd._text.log_lines import Once
 from raysgd.writers.files import EventFile
-from raysgd.writers.sink import FailureWarnings, LoggedRun, RunInFolder, SafeSink, Sink
+from raysgd.writers.sink import RunInFolder, SafeSink, Sink, failures_warned
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 
@@ -21,7 +22,7 @@ class Flaky(Sink):
         self.calls: list[Any] = []
         self.failures = list(failures)
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         self._note("open", first_step)
 
     def write(self, row: Any, step: int) -> None:
@@ -94,9 +95,9 @@ def test_a_file_for_tensorboard_is_opened_with_the_first_row_and_again_for_the_n
 
 
 def test_a_failure_costs_one_warning_for_each_kind_of_error(caplog: pytest.LogCaptureFixture) -> None:
-    failures, written = FailureWarnings("Table"), []
+    warned, written = Once(), []
     for number, error in enumerate([OSError("full"), None, OSError("full again"), ValueError("closed")]):
-        with failures.instead():
+        with failures_warned("Table", warned):
             if error is not None:
                 raise error
             written.append(number)
@@ -108,5 +109,5 @@ def test_a_failure_costs_one_warning_for_each_kind_of_error(caplog: pytest.LogCa
 
 
 def test_an_interrupt_is_no_failure() -> None:
-    with pytest.raises(KeyboardInterrupt), FailureWarnings("Table").instead():
+    with pytest.raises(KeyboardInterrupt), failures_warned("Table", Once()):
         raise KeyboardInterrupt
