@@ -11,6 +11,7 @@ import json
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -39,10 +40,10 @@ from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import failure_logged
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.output import (
-    BackgroundTasks,
     ConsoleReporter,
     Logs,
     Reporter,
+    attempt,
     file_names,
     open_writers,
     output_copied,
@@ -99,7 +100,7 @@ class Recorder:
         self._copying = ExitStack()
         self._config = shown_config(config)
         self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
-        self._chores = BackgroundTasks()
+        self._chores = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
         self._writers: list[SafeSink] = []
@@ -256,7 +257,7 @@ class Recorder:
         with ExitStack() as last_first:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
-            last_first.callback(self._chores.finish)
+            last_first.callback(self._chores.shutdown)
             if not has_failed:
                 last_first.callback(self._forget_errors)
                 last_first.callback(self._checkpoints.move_to_memory)
@@ -306,7 +307,7 @@ class KeptCheckpoints:
         progress: How far the run was when it was reported.
     """
 
-    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: BackgroundTasks) -> None:
+    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
         self._folder = folder
         self._attribute = config.checkpoint_score_attribute
         self._rule = BestCheckpoints(config.num_to_keep, config.checkpoint_score_order, num_newest=1)
@@ -377,7 +378,7 @@ class KeptCheckpoints:
     def _delete(self, reported: ReportedCheckpoint) -> None:
         name = name_of(reported.checkpoint)
         if name is not None:
-            self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
+            self._chores.submit(attempt, f"delete {name}", (self._folder.trial / name).delete)
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         if self._attribute is None:
