@@ -31,7 +31,7 @@ from raysgd.air.reports import (
     MetricsFiller,
     ReportedCheckpoint,
     ReportedCheckpointStatus,
-    RunProgress,
+    iteration_of,
 )
 from raysgd.air.result import Result, by_checkpoint, read_reports, read_validations, value_at
 from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
@@ -119,11 +119,11 @@ class Recorder:
         """
         if not self._is_open:
             self._open()
-        self._filler.begin_attempt(self._checkpoints.progress)
+        self._filler.begin_attempt(self._checkpoints.report)
         self._callbacks.start(
             after_failure=self._last_failure is not None,
             restores=self._checkpoints.latest is not None,
-            num_reports=self._filler.progress.iteration,
+            num_reports=self._filler.iteration,
         )
         self._trial.set_status(FitTrialView.RUNNING)
 
@@ -234,7 +234,7 @@ class Recorder:
     def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any], is_pending: bool) -> None:
         self._callbacks.save(checkpoint)
         self._trial.checkpoint = checkpoint
-        self._checkpoints.keep(checkpoint, result, self._filler.progress, is_pending)
+        self._checkpoints.keep(checkpoint, result, is_pending)
         self._callbacks.saved()
         self._save_callback_states()
 
@@ -304,7 +304,7 @@ class KeptCheckpoints:
 
     Attributes:
         latest: The newest checkpoint; None before the first one.
-        progress: How far the run was when it was reported.
+        report: The report that it came with, behind which the run goes on.
     """
 
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
@@ -317,23 +317,23 @@ class KeptCheckpoints:
         self._next = 0
         self._once = Once()
         self.latest: Checkpoint | None = None
-        self.progress = RunProgress()
+        self.report: Mapping[str, Any] = {}
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take over what a run that this one continues has left, with its reports."""
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
-            report = by_name.get(name)
-            self.keep(Checkpoint(self._folder.trial / name), report or {}, _progress_at(report, reports))
+            self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
+        if self.latest is not None and not self.report:  # the driver could not write it any more
+            last = reports[-1] if reports else {}
+            self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 
-    def keep(
-        self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress, is_pending: bool = False
-    ) -> None:
+    def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], is_pending: bool = False) -> None:
         """Take a new checkpoint in, and delete those that need not stay. A pending one is judged once it is settled."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
-        self.latest, self.progress = checkpoint, progress
+        self.latest, self.report = checkpoint, metrics
         reported = ReportedCheckpoint(checkpoint, dict(metrics))
         if is_pending:
             reported.status = ReportedCheckpointStatus.PENDING_VALIDATION
@@ -411,13 +411,6 @@ def number_of(checkpoint: Checkpoint) -> int:
     name = name_of(checkpoint)
     number: Any = checkpoint.to_dict().get(TUNE_CHECKPOINT_ID) if name is None else checkpoint_index(name)
     return number if is_integer(number) and number >= 0 else 0
-
-
-def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> RunProgress:
-    """Return the progress of a run at a checkpoint whose report the driver could not write any more."""
-    if report is not None:
-        return RunProgress.at_report(report)
-    return RunProgress.at_report(reports[-1]).after(0.0) if reports else RunProgress(iteration=1)
 
 
 Stop = Callable[[str, Mapping[str, Any]], bool]
