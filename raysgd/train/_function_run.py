@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -42,21 +42,10 @@ from raysgd.train._worker.messages import (
     TrainingResultType,
     is_mere_report,
 )
+from raysgd.train._worker.shards import DividedData
 from raysgd.train.checkpoint import CheckpointLostError, CheckpointTaker
-from raysgd.train.worker_group import Worker
 
 logger = logging.getLogger(__name__)
-
-
-class DivideData(Protocol):
-    """Divides data over workers, whenever they start."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every worker gets the same, and takes its part by its place."""
-
-    def __call__(self, num_workers: int, workers: Sequence[Worker]) -> Sequence[Any]:
-        """Return, for a number of workers that start, and for these, what each gets, by rank."""
 
 
 class FunctionRun:
@@ -89,7 +78,7 @@ class FunctionRun:
         checkpoints: CheckpointTaker,
         retries: LossCounter,
         decode: Callable[[Any], dict[str, Any]],
-        data: DivideData | None = None,
+        data: DividedData | None = None,
         max_workers: int = 1,
         resize_interval_s: float = 60.0,
         on_wait: Callable[[], None] | None = None,

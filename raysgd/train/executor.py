@@ -34,7 +34,7 @@ from raysgd.exceptions import (
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train import constants
-from raysgd.train._function_run import DivideData, FunctionRun
+from raysgd.train._function_run import FunctionRun
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._retries import RETRY_ADVICE, LossCounter, RenewingPolicy, restarts_allowed
 from raysgd.train._worker.function_replica import FunctionReplicas
@@ -365,7 +365,7 @@ class BackendExecutor:
     def launch(
         self,
         function: Callable[[], Any],
-        data: DivideData | None = None,
+        data: DividedData | None = None,
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
         answers: Mapping[str, Callable[[], Any]] | None = None,
