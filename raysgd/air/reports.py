@@ -71,6 +71,11 @@ class ReportedCheckpoint:
     metrics: dict[str, Any]
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
 
+    @property
+    def is_pending(self) -> bool:
+        """True if its validation is not over yet."""
+        return self.status is ReportedCheckpointStatus.PENDING_VALIDATION
+
 
 @dataclass(frozen=True)
 class PreemptionInfo:

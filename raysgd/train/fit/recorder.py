@@ -347,10 +347,10 @@ class KeptCheckpoints:
         self._judge(settled.number, settled.content)
 
     def _judge(self, number: int, reported: ReportedCheckpoint) -> None:
-        score = None if _is_pending(reported) else self._score(reported.metrics)
+        score = None if reported.is_pending else self._score(reported.metrics)
         others = [each for each in self._saved if each.number != number]
         saved = [*others, SavedCheckpoint(number, score, reported)]
-        pending = {each.number for each in saved if _is_pending(each.content)}
+        pending = {each.number for each in saved if each.content.is_pending}
         self._saved, dropped = self._rule.divide(saved, pending)
         for each in dropped:
             self._delete(each.content)
@@ -358,7 +358,7 @@ class KeptCheckpoints:
     @property
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
-        judged = [each for each in self._saved if not _is_pending(each.content)]
+        judged = [each for each in self._saved if not each.content.is_pending]
         return [(each.content.checkpoint, each.content.metrics) for each in self._rule.best(judged)]
 
     @property
@@ -395,10 +395,6 @@ class KeptCheckpoints:
                 ", ".join(map(str, metrics)),
             )
         return score
-
-
-def _is_pending(reported: ReportedCheckpoint) -> bool:
-    return reported.status is ReportedCheckpointStatus.PENDING_VALIDATION
 
 
 def name_of(checkpoint: Checkpoint) -> str | None:
