@@ -170,7 +170,6 @@ class FitRun:
             self._checkpoints,
             self._note_failure,
             words=WORDS,
-            retry_advice="",
             num_ahead=job.num_ahead,
             is_elastic=scaling.elastic,
             num_spares=scaling.spare_workers,
