@@ -120,8 +120,10 @@ def test_a_run_grows_back_after_a_checkpoint(tmp_path: Path) -> None:
     config = config_of(tmp_path, dying(1, "backward", 6), saves=True)
     returned, reports, kinds = run(tmp_path, config, resize_interval_s=0)
     assert kinds == ["started", "continued", "grown"]
-    assert reports == [(0, 3), (1, 2), (2, 3), (3, 3), (4, 3)]
-    assert [answer["first"] for answer in returned] == [2, 2, 2]
+    in_second = reports[1][1]
+    assert in_second in (2, 3), "3 where the checkpoint of the first epoch arrives after the failure"
+    assert reports == [(0, 3), (1, in_second), (2, 3), (3, 3), (4, 3)]
+    assert [answer["first"] for answer in returned] == 3 * [2 if in_second == 2 else 1]
     check_weights(tmp_path)
 
 
