@@ -99,7 +99,28 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `pathlib` makes one of two
+SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")
+"""The beginning of a URI, also with one slash: `pathlib` makes one of two."""
+
+
+def checked_text(name: str, path: Any, what: str = "a path") -> str:
+    """Return a path as text.
+
+    Args:
+        name: The argument.
+        path: Its value.
+        what: What it has to be.
+
+    Raises:
+        TypeError: It is no text and no path.
+        ValueError: It is empty, or has a null character.
+    """
+    if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
+        raise TypeError(f"`{name}={path!r}`: need {what}, as a `str` or a `pathlib.Path`.")
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise ValueError(f"`{name}={path!r}`: need {what}, not an empty one or one with a null character.")
+    return text
 
 
 def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
@@ -114,11 +135,7 @@ def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
         TypeError: It is no text and no path.
         ValueError: It is empty, has a null character, or is a URI.
     """
-    if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
-        raise TypeError(f"`{name}={path!r}`: need a path, as a `str` or a `pathlib.Path`.")
-    if not os.fspath(path) or "\0" in os.fspath(path):
-        raise ValueError(f"`{name}={path!r}`: need a path, not an empty one or one with a null character.")
-    check_local(name, path, instead)
+    check_local(name, checked_text(name, path), instead)
 
 
 def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
@@ -132,7 +149,7 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
     Traceback (most recent call last):
     ValueError: `logdir='s3://bucket/results'`: need a path on a local or mounted disk, not a URI...
     """
-    if isinstance(path, str | os.PathLike) and _SCHEME.match(str(path)):
+    if isinstance(path, str | os.PathLike) and SCHEME.match(str(path)):
         raise ValueError(
             f"`{name}={masked(str(path))!r}`: need a path on a local or mounted disk, not a URI. {instead}"
         )
