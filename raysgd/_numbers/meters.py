@@ -355,6 +355,10 @@ class MetricSummary(dict[str, Any]):
         """Float sum and count of each mean that still stands as it was computed."""
         return {name: total for name, total in self._totals.items() if self._stands(name)}
 
+    def total_of(self, name: str) -> tuple[float, float] | None:
+        """Return that of one mean; None where it does not stand, or the value never was a mean."""
+        return self._totals[name] if name in self._totals and self._stands(name) else None
+
     @property
     def objects(self) -> dict[str, CapturedMetric]:
         """Captured state of each metric object whose value still stands as it was computed."""

@@ -11,7 +11,6 @@ from itertools import takewhile
 from typing import Any
 
 from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary
-from raysgd._numbers.results import WorkerMetrics
 from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
@@ -72,7 +71,7 @@ class CallAnswers:
         if request.profile:
             values["profile"] = self._timers.stats()
         behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
-        return EpochAnswer(WorkerMetrics(values, *behind), None, num_steps)
+        return EpochAnswer(MetricSummary(values, *behind), None, num_steps)
 
 
 class Training:
@@ -202,7 +201,7 @@ class Training:
         extra = loop.extra_results()
         extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
         answer = self._answering.answer(operator, returned, request, run.num_completed, loop.plain, extra)
-        told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
+        told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else loop.num_samples(run)
         heartbeat = self._activity.last_heartbeat(num_samples)
         before, after = run.ledger_before, heartbeat.data
