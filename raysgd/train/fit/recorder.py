@@ -71,7 +71,6 @@ class Recorder:
         folder: Where the run keeps its files.
         config: The config of the trial: `{"train_loop_config": ...}`.
         run_config: What the user wants to know of the run.
-        trainer_name: The name of the trainer's class.
         resources: The resources of the trial, which callbacks are shown.
 
     Attributes:
@@ -87,12 +86,10 @@ class Recorder:
         folder: TrialFolder,
         config: Mapping[str, Any],
         run_config: RunConfig,
-        trainer_name: str,
         resources: Any = None,
     ) -> None:
         self._folder = folder
         self._trial = FitTrialView(folder, masked(config), resources)
-        self._trial.trainable_name = trainer_name
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
