@@ -414,7 +414,7 @@ class RunCallbacks(Dispatcher):
             CallbackError: A callback failed in a run that did not.
         """
         hooks = ["on_trial_error" if error is not None else "on_trial_complete", "on_experiment_end"]
-        shown = {"iteration": self._iteration, "trials": [self._trial], "trial": self._trial}
+        shown: dict[str, Any] = {"iteration": self._iteration, "trials": [self._trial], "trial": self._trial}
         with OnFailure(told=self._own.end_run):
             self.finish(hooks, has_failed=error is not None, **shown)
         self._own.end_run(error)
