@@ -55,7 +55,10 @@ class Options(dict[str, Any]):
     """Has its entries as attributes, as an `AttrDict` has."""
 
     def __getattr__(self, name: str) -> Any:
-        return self[name]
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def test_a_config_is_copied_as_what_it_is() -> None:

@@ -239,7 +239,7 @@ def test_sizes_are_compared_in_other_ways_without(name: str, monkeypatch: pytest
 
 def test_sizes_are_not_left_uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in advice._NAMES:
-        monkeypatch.delattr(dist.ProcessGroup, name)
+        monkeypatch.delattr(dist.ProcessGroup, name, raising=False)  # some are new
     with gone("allgather", "torch"), advice.comparing_sizes(lambda: False):
         raise AssertionError("nothing would compare them")
 
@@ -578,6 +578,7 @@ def test_no_node_goes_away_without(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert placement.drain_deadlines() == {}
 
 
+@RunIf(modules=["ray._private.authentication"])
 @without("print_to_stdstream", "_global_node", "maybe_enable_token_auth_if_token_available")
 def test_ray_is_used_as_it_is_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = "worker" if "enable" not in name else "authentication.authentication_token_setup"

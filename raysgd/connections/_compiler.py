@@ -151,6 +151,7 @@ class _StandIn(ModuleType):
     """Answers in place of the real module."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
+        super().__init__(_NAME)  # before it a module of Python 3.10 has nothing to put attributes in
         answers = {
             "graph_break": _do_nothing,
             "disable": deferred.disable,

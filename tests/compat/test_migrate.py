@@ -595,7 +595,7 @@ def test_nothing_is_written_without_being_asked(folder: Path) -> None:
 def test_a_program_for_ray_train_is_told_of_the_option(tmp_path: Path, flags: list[str], is_told: bool) -> None:
     program = tmp_path / "old.py"
     program.write_text("from ray.train import Trainer\n")
-    assert ("pass --ray-train" in run(program, *flags).stderr) is is_told
+    assert ("pass --ray-train" in run(program, *flags).output) is is_told
 
 
 def test_without_libcst_one_line_says_how_to_install_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

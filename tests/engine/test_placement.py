@@ -14,6 +14,7 @@ import pytest
 
 from raysgd.engine.placement import Reservation, Slots, _plain, explain, impossibility
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources
+from tests.helpers.run_if import RunIf
 
 NEED = Resources(num_cpus=2)
 
@@ -62,6 +63,7 @@ def test_who_asks_for_gpus_that_no_node_has_is_told_how_to_do_without() -> None:
     assert advice not in explain(NEED, 2, ClusterView((node(8),)))
 
 
+@RunIf(modules=["ray._private.authentication"])
 @pytest.mark.parametrize(
     ("token", "mode", "taken"), [(True, None, "token"), (True, "disabled", "disabled"), (False, None, "")]
 )

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from raysgd import TorchTrainer
@@ -66,6 +68,9 @@ def test_each_step_has_the_loss_that_the_trainer_of_transformers_has(
     assert max(expected) - min(expected) > 0.05, "they were trained"
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("4.53"), reason="counts steps otherwise where batches are left over"
+)
 def test_accumulated_steps_reach_the_same_weights(lab: Any, tmp_path: Path) -> None:
     theirs = lab.their_trainer(
         "next words", tmp_path, gradient_accumulation_steps=3, dataloader_drop_last=True, optim="sgd"

@@ -157,6 +157,7 @@ def test_what_rows_are(tmp_path: Path) -> None:
     assert next(stream.open(stream.shards()[0].name, 3)) == {"__key__": "a.b/3", "number": b"3", "text.txt": b"xxx"}
 
 
+@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 19, reason="an older pyarrow writes no such file")
 def test_tables_keep_what_is_missing_and_no_row_depends_on_its_neighbors(tmp_path: Path) -> None:
     points = pa.array([[1.0, 2.0], None, [3.0, None], [4.0, 5.0]], pa.list_(pa.float64(), 2))
     columns = {"a": [1, None, 3, 4], "point": points, "many": [[1], [], [3], None]}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from packaging.version import Version
 
 from raysgd.connections.group import Group
 from raysgd.engine.shared.types import World
@@ -67,6 +68,8 @@ def test_a_metric_whose_variables_name_no_aggregation_is_refused(
 ) -> None:
     import tensorflow as tf
 
+    if Version("3") <= Version(keras_here.__version__) < Version("3.6"):
+        pytest.skip("there are none: each has the aggregation `mean`, unless it names another")
     none = tf.VariableAggregation.NONE if "tf_keras" in keras_here.__name__ else "none"
     model = keras_here.Sequential([keras_here.layers.Input([1]), keras_here.layers.Dense(1)])
     model.compile(loss="mse", metrics=[own_metric(keras_here, seen=none)])
