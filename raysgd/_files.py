@@ -2,15 +2,14 @@
 
 A write goes to a temporary file beside the target, which takes the target's name only when all of it is on the disk. A
 process killed in the middle leaves the earlier file intact, and a file `.raysgd-*.tmp`. Such a leftover is deleted by
-the next write into the folder that finds it old and without a writer: a training that is preempted again and again
-would fill the disk with them.
+the next write into the folder that finds it old: a training that is preempted again and again would fill the disk with
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -24,7 +23,7 @@ from typing import IO, Any
 from raysgd._text.secrets import masked
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
-_LEFTOVER_S = 600.0  # age of a leftover; decides where file locks do not work
+_LEFTOVER_S = 3600.0  # for which nothing was written to it: a writer that lives writes more often
 _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
 
@@ -46,7 +45,6 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     temporary = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
     file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115
     try:
-        _lock(file.fileno())
         with contextlib.suppress(FileNotFoundError):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         yield file
@@ -65,31 +63,6 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     flush_to_disk(folder)
 
 
-@contextlib.contextmanager
-def held(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep a temporary file or folder from being taken for a leftover."""
-    descriptor = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
-    try:
-        _lock(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    """Lock a file or a folder, where that works.
-
-    Raises:
-        BlockingIOError: Another writer has it.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # some file systems have no locks, or none for folders
-        return
-
-
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Delete what writers that were killed have left in this folder, as far as that can be told and done."""
     old = time.time() - _LEFTOVER_S
@@ -97,8 +70,12 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
         for entry in entries:
             if entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX):
                 with contextlib.suppress(OSError):
-                    if _last_change(entry) < old:
-                        _remove_unless_locked(entry)
+                    if _last_change(entry) >= old:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry)
+                    else:
+                        os.unlink(entry)
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
@@ -108,14 +85,6 @@ def _last_change(entry: os.DirEntry[str]) -> float:
         with os.scandir(entry) as inner:
             times.extend(each.stat(follow_symlinks=False).st_mtime for each in inner)
     return max(times)
-
-
-def _remove_unless_locked(entry: os.DirEntry[str]) -> None:
-    with held(entry):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry)
-        else:
-            os.unlink(entry)
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
@@ -130,7 +99,28 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `pathlib` makes one of two
+SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")
+"""The beginning of a URI, also with one slash: `pathlib` makes one of two."""
+
+
+def checked_text(name: str, path: Any, what: str = "a path") -> str:
+    """Return a path as text.
+
+    Args:
+        name: The argument.
+        path: Its value.
+        what: What it has to be.
+
+    Raises:
+        TypeError: It is no text and no path.
+        ValueError: It is empty, or has a null character.
+    """
+    if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
+        raise TypeError(f"`{name}={path!r}`: need {what}, as a `str` or a `pathlib.Path`.")
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise ValueError(f"`{name}={path!r}`: need {what}, not an empty one or one with a null character.")
+    return text
 
 
 def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
@@ -145,11 +135,7 @@ def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
         TypeError: It is no text and no path.
         ValueError: It is empty, has a null character, or is a URI.
     """
-    if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
-        raise TypeError(f"`{name}={path!r}`: need a path, as a `str` or a `pathlib.Path`.")
-    if not os.fspath(path) or "\0" in os.fspath(path):
-        raise ValueError(f"`{name}={path!r}`: need a path, not an empty one or one with a null character.")
-    check_local(name, path, instead)
+    check_local(name, checked_text(name, path), instead)
 
 
 def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
@@ -163,7 +149,7 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
     Traceback (most recent call last):
     ValueError: `logdir='s3://bucket/results'`: need a path on a local or mounted disk, not a URI...
     """
-    if isinstance(path, str | os.PathLike) and _SCHEME.match(str(path)):
+    if isinstance(path, str | os.PathLike) and SCHEME.match(str(path)):
         raise ValueError(
             f"`{name}={masked(str(path))!r}`: need a path on a local or mounted disk, not a URI. {instead}"
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd._numbers.results import WorkerMetrics
+from raysgd._numbers.meters import MetricSummary
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Reservation, Slot
@@ -81,7 +81,7 @@ def answer_of_training() -> EpochAnswer:
     totals = {"train_loss": (16.0, 32.0)}
     values = {"num_samples": 32, "epoch": 1, "batch_count": 1, "train_loss": 0.5, "last_train_loss": 0.5}
     heartbeat = Heartbeat(1, 1, "training", 32, at=time.monotonic(), own_s=0.1, time=TimeSpent("1", {"steps": 1.0}))
-    return EpochAnswer(WorkerMetrics(values, totals), None, 1, 0, heartbeat)
+    return EpochAnswer(MetricSummary(values, totals), None, 1, 0, heartbeat)
 
 
 class Host:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 BATCH_WEIGHT = "batch_weight"
 _WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
@@ -108,35 +108,18 @@ class Tally:
 logger = logging.getLogger(__name__)
 
 
-class CapturedMetric(Protocol):
-    """The state of a metric object, apart from the object that goes on counting."""
-
-    def value(self) -> Any:
-        """Compute the metric from this state alone."""
-        ...
-
-    def merged_with(self, others: Sequence[Any], /) -> Any:
-        """Return the state of one metric that saw everything these states saw."""
-        ...
-
+CapturedMetric = Any
+"""The state of a metric object, apart from the object that goes on counting: it has `value` and `merged_with`."""
 
 CaptureObject = Callable[[Any], CapturedMetric]
 
+FlatObjects = Any
+"""Makes rows of numbers of what metric objects have seen, and lets them forget: `raysgd.torch.objects.metric_objects`.
 
-class FlatObjects(Protocol):
-    """Makes rows of numbers of what metric objects have seen, and lets them forget."""
-
-    def flat(self, metric: Any) -> Flat | None:
-        """Return the state of a metric object, or of a captured one, as numbers; None where it has no fixed size."""
-        ...
-
-    def captured_like(self, metric: Any, flat: Flat) -> CapturedMetric | None:
-        """Return such a state of a metric object like this one; None where it is none of one like this."""
-        ...
-
-    def remember_all(self, metrics: Iterable[Any]) -> Callable[[], None]:
-        """Remember what metric objects have seen; return what lets them forget the rest."""
-        ...
+* `flat(metric)` gives the state of a metric object, or of a captured one; None where it has no fixed size.
+* `captured_like(metric, flat)` gives such a state of a metric object like this one; None where it is none of one.
+* `remember_all(metrics)` remembers what they have seen, and returns what lets them forget the rest.
+"""
 
 
 class ObjectMeter:
@@ -185,8 +168,7 @@ class ObjectMeter:
             if state is None:
                 return None
             states.append(state)
-        merged: CapturedMetric = states[0].merged_with(states[1:])
-        return merged
+        return states[0].merged_with(states[1:])
 
     def add(self, value: Any, weight: int | float) -> None:
         if not is_metric_object(type(value)):
@@ -372,6 +354,10 @@ class MetricSummary(dict[str, Any]):
     def totals(self) -> dict[str, tuple[float, float]]:
         """Float sum and count of each mean that still stands as it was computed."""
         return {name: total for name, total in self._totals.items() if self._stands(name)}
+
+    def total_of(self, name: str) -> tuple[float, float] | None:
+        """Return that of one mean; None where it does not stand, or the value never was a mean."""
+        return self._totals[name] if name in self._totals and self._stands(name) else None
 
     @property
     def objects(self) -> dict[str, CapturedMetric]:

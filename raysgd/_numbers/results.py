@@ -15,25 +15,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, value_here
+from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary, value_here
 
 _PER_WORKER = ("epoch", BATCH_COUNT)  # counters that mean "per worker": the plain mean over workers
 _LAST = "last_"
-
-
-@dataclass(frozen=True)
-class WorkerMetrics:
-    """One worker's result of one epoch.
-
-    Attributes:
-        values: What the operator returned, as the user sees it with `reduce_results=False`.
-        totals: Sum and count behind those values that the library averaged over batches.
-        objects: Metric objects by name; each has `merged_with(others)` and `value()`.
-    """
-
-    values: Mapping[str, Any]
-    totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    objects: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Metrics(dict[str, Any]):
@@ -76,31 +61,32 @@ class Metrics(dict[str, Any]):
         return count
 
 
-def merge(workers: Sequence[WorkerMetrics]) -> Metrics:
+def merge(workers: Sequence[MetricSummary]) -> Metrics:
     """Merges the workers' metrics, `num_samples` first, then in the order in which names are first met."""
-    if len(workers) == 1 and workers[0].values.get(NUM_SAMPLES):
+    if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
-    counts = any(NUM_SAMPLES in worker.values for worker in workers)
+    counts = any(NUM_SAMPLES in worker for worker in workers)
     merged = Metrics({NUM_SAMPLES: _total_samples(workers)} if counts else {})
-    for name in dict.fromkeys(name for worker in workers for name in worker.values):
+    for name in dict.fromkeys(name for worker in workers for name in worker):
         if name != NUM_SAMPLES:
-            merged[name] = _merge_one(name, [worker for worker in workers if name in worker.values])
+            merged[name] = _merge_one(name, [worker for worker in workers if name in worker])
     return merged
 
 
-def _of_one(worker: WorkerMetrics) -> Metrics:
+def _of_one(worker: MetricSummary) -> Metrics:
     """Return the result of a single worker with samples, whose means are those of all."""
-    merged = Metrics({NUM_SAMPLES: math.nan, **worker.values})
+    merged = Metrics({NUM_SAMPLES: math.nan, **worker})
+    objects = worker.objects
     for name, value in merged.items():
-        if name in worker.objects:
-            merged[name] = worker.objects[name].value()
+        if name in objects:
+            merged[name] = objects[name].value()
         elif (number := as_number(value)) is not None:
             is_count = name == NUM_SAMPLES or name in _PER_WORKER or _is_last_value(str(name), worker)
             merged[name] = number if is_count else number * 1.0
     return merged
 
 
-def with_lost(worker: WorkerMetrics, lost: Sequence[WorkerMetrics], known: Collection[Any]) -> WorkerMetrics:
+def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
     """Return the metrics of a worker that also counts what other workers had averaged until they were lost.
 
     What the user computed or removed stays as it is. So does a result that is none of the library's.
@@ -110,9 +96,9 @@ def with_lost(worker: WorkerMetrics, lost: Sequence[WorkerMetrics], known: Colle
         lost: Those of the others.
         known: What the worker has measured itself, before user code saw it.
     """
-    if not worker.totals and not worker.objects and worker.values.get(NUM_SAMPLES) != 0:
+    if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
         return worker
-    values, totals, objects = dict(worker.values), dict(worker.totals), dict(worker.objects)
+    values, totals, objects = dict(worker), worker.totals, worker.objects
     for each in lost:
         for name in _missing(each.totals, totals, known):
             values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), each.totals[name])
@@ -121,7 +107,7 @@ def with_lost(worker: WorkerMetrics, lost: Sequence[WorkerMetrics], known: Colle
     values.update({name: value_here(objects[name], values.get(name)) for name in objects})
     if NUM_SAMPLES in values:
         values[NUM_SAMPLES] = _total_samples([worker, *lost])
-    return WorkerMetrics(values, totals, objects)
+    return MetricSummary(values, totals, objects)
 
 
 def _missing(names: Iterable[Any], standing: Collection[Any], known: Collection[Any]) -> list[Any]:
@@ -135,42 +121,40 @@ def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]
     return total / count if count else math.nan, (total, count)
 
 
-def num_samples_of(worker: WorkerMetrics) -> Any:
+def num_samples_of(worker: MetricSummary) -> Any:
     """Return how many samples a worker counted; NaN if it does not count them."""
     return _total_samples([worker])
 
 
-def _total_samples(workers: Sequence[WorkerMetrics]) -> Any:
-    counts = [as_number(worker.values.get(NUM_SAMPLES, math.nan)) for worker in workers]
+def _total_samples(workers: Sequence[MetricSummary]) -> Any:
+    counts = [as_number(worker.get(NUM_SAMPLES, math.nan)) for worker in workers]
     return sum(math.nan if count is None else count for count in counts)
 
 
-def _merge_one(name: str, workers: Sequence[WorkerMetrics]) -> Any:
+def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
     objects = [worker.objects[name] for worker in workers if name in worker.objects]
     if objects:
         return objects[0].merged_with(objects[1:]).value()
-    values = [as_number(worker.values[name]) for worker in workers]
+    values = [as_number(worker[name]) for worker in workers]
     present = [value for value in values if value is not None]
     if len(present) < len(values):  # not a number: one worker's value stands for all
-        return workers[0].values[name]
+        return workers[0][name]
     if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
         return _plain_mean(present)
     return _averaged(*(_sum_and_count(name, worker) for worker in workers))[0]
 
 
-def _is_last_value(name: str, worker: WorkerMetrics) -> bool:
+def _is_last_value(name: str, worker: MetricSummary) -> bool:
     """Return whether it stands beside a metric whose last value it is; other metrics may have a name like that."""
-    return name.startswith(_LAST) and name.removeprefix(_LAST) in worker.values and name not in worker.totals
+    return name.startswith(_LAST) and name.removeprefix(_LAST) in worker and worker.total_of(name) is None
 
 
-def _sum_and_count(name: str, worker: WorkerMetrics) -> tuple[float, float]:
+def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
     """The exact total where the library averaged and the user left the value alone; else value times samples."""
-    value = as_number(worker.values[name])
-    assert value is not None
-    total = worker.totals.get(name)
-    if total is not None and total[1] and _same(total[0] / total[1], value):
+    total = worker.total_of(name)
+    if total is not None and total[1]:
         return total
-    samples = as_number(worker.values.get(NUM_SAMPLES))
+    value, samples = as_number(worker[name]), as_number(worker.get(NUM_SAMPLES))
     weight = 1.0 if samples is None or math.isnan(samples) else float(samples)
     return value * weight, weight
 
@@ -178,10 +162,6 @@ def _sum_and_count(name: str, worker: WorkerMetrics) -> tuple[float, float]:
 def _plain_mean(values: Sequence[Any]) -> Any:
     """The mean; equal integers (an epoch, say) stay the integer that they are."""
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
-
-
-def _same(left: float, right: float) -> bool:
-    return left == right or (math.isnan(left) and math.isnan(right))
 
 
 def as_number(value: Any) -> Any:

@@ -90,10 +90,12 @@ class FolderContent:
 
     Args:
         folder: The folder.
+        goes_by_place: Whether it goes to other processes by its place, and not with its files. A dict in it goes along,
+            for machines that do not see the folder.
     """
 
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
+    def __init__(self, folder: Folder, goes_by_place: bool = False) -> None:
+        self.folder, self._goes_by_place = folder, goes_by_place
 
     @property
     def representation(self) -> tuple[str, Any]:
@@ -136,23 +138,13 @@ class FolderContent:
     def portable(self) -> Content:
         """Return it by value where only this machine can reach it, else as it is."""
         is_here_only = self.folder.is_local or self.folder.is_in_memory
-        return self._copied() if is_here_only else self
+        return self._copied() if is_here_only and not self._goes_by_place else self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.folder, self._copied() if self._goes_by_place and self.folder.has(DICT_FILE) else None)
 
     def _copied(self) -> DictContent:
         return DictContent(self.as_dict(), self.metadata())
-
-
-class FolderReference(FolderContent):
-    """A folder that goes to other processes by its place, not with its files.
-
-    A dict in it goes along, for machines that do not see the folder.
-    """
-
-    def portable(self) -> Content:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self.folder, self._copied() if self.folder.has(DICT_FILE) else None)
 
 
 def _arrived(folder: Folder, copy: DictContent | None) -> Content:

@@ -22,7 +22,6 @@ from raysgd.air._contents import (
     Content,
     DictContent,
     FolderContent,
-    FolderReference,
 )
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
 
@@ -241,7 +240,7 @@ class Checkpoint:
         """Return the same checkpoint, which travels as the folder that it is, also where that is on a disk."""
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):
-            made._content = FolderReference(self._content.folder)
+            made._content = FolderContent(self._content.folder, goes_by_place=True)
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:

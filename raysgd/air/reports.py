@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,6 +70,11 @@ class ReportedCheckpoint:
     checkpoint: Checkpoint
     metrics: dict[str, Any]
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
+
+    @property
+    def is_pending(self) -> bool:
+        """True if its validation is not over yet."""
+        return self.status is ReportedCheckpointStatus.PENDING_VALIDATION
 
 
 @dataclass(frozen=True)
@@ -252,29 +257,9 @@ _REPLACED = FILLED_IN - {DONE, SHOULD_CHECKPOINT, TIMESTAMP, TIME_THIS_ITER_S}
 """Those that replace what was reported; of the others, that counts."""
 
 
-@dataclass(frozen=True)
-class RunProgress:
-    """The progress of a run.
-
-    Attributes:
-        iteration: The number of reports.
-        time_total_s: How long they took, in seconds.
-    """
-
-    iteration: int = 0
-    time_total_s: float = 0.0
-
-    @classmethod
-    def at_report(cls, result: Mapping[str, Any]) -> RunProgress:
-        """Return the progress at one report, from its line in `result.json`. What is missing there counts as 0."""
-        return cls(
-            int(_number(result.get(TRAINING_ITERATION))),
-            float(_number(result.get(TIME_TOTAL_S))),
-        )
-
-    def after(self, time_this_iter_s: float) -> RunProgress:
-        """Return the progress after one more report."""
-        return replace(self, iteration=self.iteration + 1, time_total_s=self.time_total_s + time_this_iter_s)
+def iteration_of(report: Mapping[str, Any]) -> int:
+    """Return which report it is, from 1; 0 where that is missing or damaged."""
+    return int(_number(report.get(TRAINING_ITERATION)))
 
 
 def _number(value: Any) -> float:
@@ -289,6 +274,9 @@ class MetricsFiller:
         config: The config of the trial.
         experiment_tag: The tag of the trial.
         clock: The time, in seconds since 1970.
+
+    Attributes:
+        iteration: The number of reports so far.
     """
 
     def __init__(
@@ -301,14 +289,13 @@ class MetricsFiller:
         self._constant = {"config": dict(config), "experiment_tag": experiment_tag}
         self._trial_id = trial_id
         self._clock = clock
-        self._last = clock()
         self._has_warned = False
-        self._began_at = RunProgress()
-        self.progress = RunProgress()
+        self.begin_attempt({})
 
-    def begin_attempt(self, progress: RunProgress) -> None:
-        """Begin an attempt that continues from `progress`."""
-        self._began_at = self.progress = progress
+    def begin_attempt(self, report: Mapping[str, Any]) -> None:
+        """Begin an attempt that continues behind a report. What is missing in it, or damaged, counts as 0."""
+        self.iteration = self._began_at = iteration_of(report)
+        self._time_total_s = self._began_at_s = float(_number(report.get(TIME_TOTAL_S)))
         self._last = self._clock()
 
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
@@ -318,18 +305,19 @@ class MetricsFiller:
         reported = metrics.get(TIME_THIS_ITER_S)
         time_this_iter_s = float(reported) if reported is not None else now - self._last
         self._last = now
-        self.progress = self.progress.after(time_this_iter_s)
+        self.iteration += 1
+        self._time_total_s += time_this_iter_s
         return {
             **metrics,
             CHECKPOINT_DIR_NAME: checkpoint_name,
             **({SHOULD_CHECKPOINT: True} if checkpoint_name is not None else {}),
             DONE: bool(metrics.get(DONE, False)),
-            TRAINING_ITERATION: self.progress.iteration,
+            TRAINING_ITERATION: self.iteration,
             **self._where_and_when(metrics.get(TIMESTAMP) or int(now)),
             TIME_THIS_ITER_S: time_this_iter_s,
-            TIME_TOTAL_S: self.progress.time_total_s,
-            "time_since_restore": self.progress.time_total_s - self._began_at.time_total_s,
-            "iterations_since_restore": self.progress.iteration - self._began_at.iteration,
+            TIME_TOTAL_S: self._time_total_s,
+            "time_since_restore": self._time_total_s - self._began_at_s,
+            "iterations_since_restore": self.iteration - self._began_at,
             **self._constant,
         }
 

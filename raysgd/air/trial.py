@@ -189,7 +189,6 @@ class FitTrialView:
         checkpoint: The newest checkpoint, or None.
         relative_logdir: The name of the trial's folder.
         placement_group_factory: The resources of the trial.
-        storage: Where the trial is stored, as Ray Tune describes it.
     """
 
     PENDING = "PENDING"
@@ -213,7 +212,6 @@ class FitTrialView:
         self.log_to_file: tuple[str | None, str | None] = (None, None)
         self.run_metadata = SimpleNamespace(num_failures=0, error_filename=None, pickled_error_filename=None)
         self.temporary_state = SimpleNamespace(location=_Location("", ""))
-        self.storage = _TrialStorage(folder)
 
     def __str__(self) -> str:
         return self._folder.name
@@ -247,6 +245,13 @@ class FitTrialView:
     def experiment_dir_name(self) -> str:
         """The name of the experiment's folder."""
         return self._folder.experiment_name
+
+    @property
+    def storage(self) -> Any:
+        """The storage of the trial, by the names that loggers of Ray Tune use."""
+        trial = self._folder.trial
+        names = {"trial_fs_path": trial.path, "storage_filesystem": trial.filesystem}
+        return SimpleNamespace(**names, experiment_dir_name=self.experiment_dir_name)
 
     @property
     def node_ip(self) -> str:
@@ -317,17 +322,3 @@ class _Location:
 
     def __str__(self) -> str:
         return f"{self.hostname}:{self.pid}" if self.pid else ""
-
-
-class _TrialStorage:
-    """The storage of a trial, by the names that loggers of Ray Tune use."""
-
-    def __init__(self, folder: TrialFolder) -> None:
-        self._folder = folder
-        self.experiment_dir_name = folder.experiment_name
-        self.trial_fs_path = folder.trial.path
-
-    @property
-    def storage_filesystem(self) -> Any:
-        """A `pyarrow.fs.FileSystem`."""
-        return self._folder.trial.filesystem

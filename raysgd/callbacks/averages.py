@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from raysgd import _arguments as checks
-from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import (
     WorkerCallback,
     index_of,
@@ -27,16 +25,26 @@ Weights = list[dict[str, Any]]
 """For each model its tensors by name."""
 
 
-class AveragedWeights(Callback):
-    """The base of `EMA` and `SWA`: gets at the averages, which are alike in all workers.
+class AveragedWeights(WorkerCallback):
+    """The base of `EMA` and `SWA`: averages of the weights in each worker, alike in all, and the way to get at them.
 
-    Floating-point buffers, such as the statistics of batch norms, are averaged as well; other buffers are copied. For
-    `TorchTrainer`, but not with `strategy="fsdp"`.
+    Floating-point buffers, such as the statistics of batch norms, are averaged as well; other buffers are copied. A
+    second run of the same trainer continues them. For `TorchTrainer`, but not with `strategy="fsdp"`.
     """
 
-    @abstractmethod
-    def worker_callback(self) -> Averager:
-        """Keep the averages in the workers. A second run of the same trainer continues them."""
+    def __init__(self) -> None:
+        self.weights: Weights = []  # in a worker
+
+    def on_begin(self, operator: Any) -> None:
+        if is_sharded(operator):
+            raise ValueError('Averages of weights need whole models in each worker: `strategy="fsdp"` divides them.')
+        self.weights = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": [{name: tensor.cpu() for name, tensor in weights.items()} for weights in self.weights]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
 
     def get_model(self, trainer: Any) -> Any:
         """Return a copy of the model with the averaged weights, on the CPU, or a list of models.
@@ -70,11 +78,11 @@ class AveragedWeights(Callback):
             trainer.apply_all_operators(partial(_load_weights, weights=own))
 
     def _weights(self, trainer: Any) -> Weights:
-        found = trainer.apply_all_operators(partial(_state_of, key=self.worker_callback().state_key()))
+        found = trainer.apply_all_operators(partial(_state_of, key=self.state_key()))
         state = next((each for each in found if each is not None), None)
         if state is None or not state["weights"]:
             raise RuntimeError(
-                f"`{type(self).__name__}` has averaged nothing yet: pass it to `trainer.fit(callbacks=[...])` first."
+                f"`{self.state_key()}` has averaged nothing yet: pass it to `trainer.fit(callbacks=[...])` first."
             )
         weights: Weights = state["weights"]
         return weights
@@ -101,72 +109,8 @@ class EMA(AveragedWeights):
         if not checks.is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"`decay={decay!r}`: need a number from 0 to less than 1, such as 0.999.")
         checks.refuse_text(warmup=warmup)
-        self.decay, self.warmup = float(decay), bool(warmup)
-
-    def worker_callback(self) -> Averager:
-        return EMAInWorker(self.decay, self.warmup)
-
-
-class SWA(AveragedWeights):
-    """Keeps the plain mean of the weights at the end of epochs (stochastic weight averaging).
-
-    A run that ends before `start_epoch` warns: only a later one continues the count. The learning rate is up to your
-    scheduler. The statistics of batch norms are averaged too; for exact ones call
-    `torch.optim.swa_utils.update_bn` on the model of `get_model`.
-
-    Args:
-        start_epoch: The first epoch whose weights count, from 1 in the first run with this callback.
-        every_n_epochs: How often the weights are taken from there on.
-
-    Raises:
-        InvalidCountError: A number is less than 1.
-
-    Examples:
-        >>> swa = SWA(start_epoch=8)
-    """
-
-    def __init__(self, start_epoch: int = 1, every_n_epochs: int = 1) -> None:
-        self.start_epoch = checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
-        self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
-
-    def _check_run(self, run: Run) -> None:
-        """Warn of a run that ends too early; refusing it would refuse `fit(2)` twice, which is `fit(4)`."""
-        if run.epochs is not None and run.epochs < self.start_epoch:
-            logger.warning(
-                "`SWA(start_epoch=%s)`: this run ends with epoch %s, so it averages nothing, unless later runs with "
-                "the same callback follow. Pass a lower `start_epoch`, or train more epochs",
-                self.start_epoch,
-                run.epochs,
-            )
-
-    def worker_callback(self) -> Averager:
-        return SWAInWorker(self.start_epoch, self.every_n_epochs)
-
-
-class Averager(WorkerCallback):
-    """An average of the weights, kept in one worker."""
-
-    def __init__(self) -> None:
-        self.weights: Weights = []
-
-    def on_begin(self, operator: Any) -> None:
-        if is_sharded(operator):
-            raise ValueError('Averages of weights need whole models in each worker: `strategy="fsdp"` divides them.')
-        self.weights = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": [{name: tensor.cpu() for name, tensor in weights.items()} for weights in self.weights]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
-
-
-class EMAInWorker(Averager):
-    """Updates an average after each step of the optimizer that trains the weight."""
-
-    def __init__(self, decay: float, warmup: bool) -> None:
         super().__init__()
-        self._decay, self._warmup = decay, warmup
+        self.decay, self.warmup = float(decay), bool(warmup)
         self._num_updates: list[int] = []  # of each optimizer
         self._num_before: list[int] | None = None  # at the beginning of the epoch
 
@@ -199,10 +143,10 @@ class EMAInWorker(Averager):
             )
 
     def _decay_of(self, num_updates: int) -> float:
-        return min(self._decay, (1 + num_updates) / (10 + num_updates)) if self._warmup else self._decay
+        return min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
 
     def state_key(self) -> str:
-        return f"EMA(decay={self._decay}, warmup={self._warmup})"
+        return f"EMA(decay={self.decay}, warmup={self.warmup})"
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "num_updates": list(self._num_updates)}
@@ -213,12 +157,28 @@ class EMAInWorker(Averager):
         self._num_before = None
 
 
-class SWAInWorker(Averager):
-    """Updates the averages at the end of epochs."""
+class SWA(AveragedWeights):
+    """Keeps the plain mean of the weights at the end of epochs (stochastic weight averaging).
 
-    def __init__(self, start_epoch: int, every_n_epochs: int) -> None:
+    A later run continues the count of a run that ends before `start_epoch`. The learning rate is up to your scheduler.
+    The statistics of batch norms are averaged too; for exact ones call
+    `torch.optim.swa_utils.update_bn` on the model of `get_model`.
+
+    Args:
+        start_epoch: The first epoch whose weights count, from 1 in the first run with this callback.
+        every_n_epochs: How often the weights are taken from there on.
+
+    Raises:
+        InvalidCountError: A number is less than 1.
+
+    Examples:
+        >>> swa = SWA(start_epoch=8)
+    """
+
+    def __init__(self, start_epoch: int = 1, every_n_epochs: int = 1) -> None:
+        self.start_epoch = checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
+        self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
         super().__init__()
-        self._start, self._every = start_epoch, every_n_epochs
         self._num_epochs = self._num_updates = 0
 
     def on_begin(self, operator: Any) -> None:
@@ -227,8 +187,8 @@ class SWAInWorker(Averager):
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
         self._num_epochs += 1
-        since = self._num_epochs - self._start
-        if since < 0 or since % self._every:
+        since = self._num_epochs - self.start_epoch
+        if since < 0 or since % self.every_n_epochs:
             return
         self.weights = self.weights or [_copied(model) for model in models_of(operator)]
         self._num_updates += 1
@@ -236,7 +196,7 @@ class SWAInWorker(Averager):
             _mix(_tensors_of(model), weights, 1 / self._num_updates)
 
     def state_key(self) -> str:
-        return f"SWA(start_epoch={self._start}, every_n_epochs={self._every})"
+        return f"SWA(start_epoch={self.start_epoch}, every_n_epochs={self.every_n_epochs})"
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "num_updates": self._num_updates, "num_epochs": self._num_epochs}

@@ -16,7 +16,6 @@ from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
     from raysgd._numbers.results import CallProgress
-    from raysgd.callbacks.worker_callback import WorkerCallback
     from raysgd.engine.shared.group_events import GroupEvent
 
 logger = logging.getLogger(__name__)
@@ -87,10 +86,6 @@ class Callback:
 
     def left_behind(self, run: Run) -> str | None:
         """Return what this callback has written and where, such as "report: /tmp/run/report.html"; None for nothing."""
-        return None
-
-    def worker_callback(self) -> WorkerCallback | None:
-        """Return what runs in each worker, if this callback needs something there."""
         return None
 
     def newest_checkpoint(self, run: Run) -> str | None:
@@ -167,7 +162,6 @@ class Run:
         self._save = save
         self._obstacle_to_stop = obstacle_to_stop
         self._may_validate = may_validate
-        self._report: Mapping[str, Any] | None = None  # of a function, with what the library has added
 
     @cached_property
     def folder(self) -> Path:

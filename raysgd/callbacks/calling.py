@@ -1,7 +1,8 @@
-"""Calls of callbacks with what happens in a run; one that fails is named.
+"""Callbacks that users give, checked, and their calls with what happens in a run; one that fails is named.
 
-`Dispatcher` calls hooks of any objects, `CallbackCalls` those of the callbacks of one run, and `TrialCalls` those of
-callbacks and loggers of Ray Tune, which are shown a run as a trial.
+`Dispatcher` calls hooks of any objects, `CallbackCalls` those of our callbacks in a `fit` of a class-based trainer, and
+`FunctionCalls` while a training function runs. `RunCallbacks` calls ours beside callbacks of Ray Tune, which are shown
+the run as a trial.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd.air.constants import DEFAULT_LOGGERS
+from raysgd.air.reports import OF_PLACE, OF_TRIAL, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.exceptions import CallbackError
+from raysgd.exceptions import CallbackError, OnFailure
 
 if TYPE_CHECKING:
     from raysgd._numbers.results import CallProgress
@@ -39,6 +42,59 @@ TUNE_HOOKS = (
     "on_experiment_end",
 )
 """The methods of callbacks of Ray Tune, of which one makes an object a callback."""
+_ADVICE_IN_RUN = (
+    "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
+    "continue with `restore`."
+)
+_NOT_SHOWN = OF_TRIAL | OF_PLACE | {SHOULD_CHECKPOINT}
+
+
+def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
+    """Return the callbacks that a user gave to `fit`: those of the driver in the order of their calls, and the others.
+
+    Raises:
+        TypeError: They are no list, or one of them is no callback.
+        ValueError: One of them is there twice.
+    """
+    given = as_list(callbacks)
+    for number, each in enumerate(given):
+        if any(each is other for other in given[:number]):
+            raise ValueError(f"`callbacks` has {each!r} twice, which would be called twice: pass each object once.")
+        if not isinstance(each, Callback | WorkerCallback):
+            instead = f" Did you mean `{each.__name__}()`?" if isinstance(each, type) else ""
+            raise TypeError(
+                f"`callbacks` has {each!r}: need objects of subclasses of `raysgd.callbacks.Callback` or "
+                f"`WorkerCallback`.{instead}"
+            )
+    own = sorted((each for each in given if isinstance(each, Callback)), key=lambda each: each.runs_last)
+    return own, [each for each in given if isinstance(each, WorkerCallback)]
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """Return the callbacks that a user gave.
+
+    Raises:
+        TypeError: They are no list.
+    """
+    if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable | None):
+        raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")
+    return list(callbacks or ())
+
+
+def own_among(callbacks: Iterable[Any]) -> list[Callback]:
+    """Return which of the callbacks that a user gave for a training function are ours.
+
+    Raises:
+        TypeError: One of them runs in the workers.
+    """
+    given = list(callbacks)
+    for each in given:
+        if isinstance(each, WorkerCallback):
+            raise TypeError(
+                f"`{type(each).__name__}` runs in the workers, around each step, and a training function takes its "
+                "steps itself: leave it out, or use `TorchTrainer.fit`."
+            )
+    return [each for each in given if isinstance(each, Callback)]
 
 
 class Dispatcher:
@@ -140,24 +196,6 @@ class CallbackCalls(Dispatcher):
         self._begun: list[Callback] = []
         self._failed_in_progress: CallbackError | None = None
 
-    def worker_callbacks(self) -> list[tuple[str, WorkerCallback]]:
-        """Return what callbacks need in each worker, with the name of the callback that brings it.
-
-        Raises:
-            TypeError: A callback returned something else.
-        """
-        found: list[tuple[str, WorkerCallback]] = []
-        for callback in self.callbacks:
-            brought = self.call(callback, "worker_callback")
-            if brought is not None and not isinstance(brought, WorkerCallback):
-                raise TypeError(
-                    f"`{type(callback).__name__}.worker_callback` returned {brought!r}: need an object of a subclass "
-                    "of `raysgd.callbacks.WorkerCallback`, or None."
-                )
-            if brought is not None:
-                found.append((name_of(callback), brought))
-        return found
-
     def check(self) -> None:
         """Refuse a run that a callback cannot be part of; nothing has begun.
 
@@ -173,13 +211,13 @@ class CallbackCalls(Dispatcher):
             self._begun.append(callback)
             self.call(callback, "on_run_begin", self._run)
 
-    def begin_epoch(self) -> None:
-        """Tell callbacks that an epoch begins."""
-        self.on("on_epoch_begin", self._run)
+    def tell(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks, with the run.
 
-    def epoch_trained(self) -> None:
-        """Tell callbacks that an epoch was trained."""
-        self.on("on_epoch_trained", self._run)
+        Raises:
+            CallbackError: One of them failed.
+        """
+        self.on(hook, self._run, *args)
 
     @property
     def wants_progress(self) -> bool:
@@ -204,18 +242,6 @@ class CallbackCalls(Dispatcher):
         """Raise what a callback raised while an epoch was running."""
         if self._failed_in_progress is not None:
             raise self._failed_in_progress
-
-    def result(self, result: dict[str, Any]) -> None:
-        """Tell callbacks a result."""
-        self.on("on_result", self._run, result)
-
-    def checkpoint(self, checkpoint: str) -> None:
-        """Tell callbacks that a checkpoint was saved."""
-        self.on("on_checkpoint", self._run, checkpoint)
-
-    def event(self, event: GroupEvent) -> None:
-        """Tell callbacks what happened to the workers."""
-        self.on("on_event", self._run, event)
 
     def end_run(self, error: BaseException | None) -> None:
         """Tell each callback whose `on_run_begin` was called that the run has ended, also when one fails.
@@ -246,21 +272,99 @@ def overrides(callback: Callback, method: str) -> bool:
     return getattr(type(callback), method, None) is not getattr(Callback, method)
 
 
-class TrialCalls:
-    """The callbacks of one trial. When one of them has failed, none is called before the end.
+class FunctionCalls(CallbackCalls):
+    """Calls our callbacks while a training function runs: there is one result per report, and no epochs.
 
     Args:
-        callbacks: Objects with hooks of Ray Tune.
-        trial: The trial that they are shown.
-        advice: What to do where one of them fails.
+        callbacks: Called in this order.
+        name: What the run is called.
+        config: The config of the function.
+        folder: Where callbacks put files.
+        obstacle_to_stop: Why `run.stop` cannot end this kind of run; None if it can.
+
+    Raises:
+        ValueError: Two of the callbacks write to the same place.
     """
 
-    def __init__(self, callbacks: Sequence[Any], trial: FitTrialView, advice: str) -> None:
-        self._dispatcher = Dispatcher(callbacks, advice)
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        name: str,
+        config: Any,
+        folder: str | Path,
+        obstacle_to_stop: str | None = None,
+    ) -> None:
+        run = Run(
+            name=name,
+            config=config if isinstance(config, Mapping) else {},
+            folder=folder,
+            callbacks=list(callbacks),
+            obstacle_to_stop=obstacle_to_stop,
+        )
+        super().__init__(callbacks, run)
+        self.check()
+
+    @property
+    def is_stopping(self) -> bool:
+        """True if a callback has called `run.stop`."""
+        return self._run.is_stopping
+
+    def begin_run(self, num_reports: int = 0) -> None:
+        """Tell callbacks that the function starts; when it starts again, do nothing.
+
+        Args:
+            num_reports: How many reports the checkpoint has from which it continues.
+        """
+        if not self._begun:
+            self._run.epoch = num_reports
+            super().begin_run()
+
+    def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
+        """Tell callbacks of a report. `events` are all that happened to the workers so far."""
+        if not self.callbacks:
+            return
+        run = self._run
+        for event in events[len(run.history.events) :]:
+            run.history.events.append(event)
+            self.tell("on_event", event)
+        run.epoch = int(metrics.get(TRAINING_ITERATION) or run.epoch + 1)
+        shown = {name: value for name, value in metrics.items() if name not in _NOT_SHOWN}
+        self.tell("on_result", run.history.add_row({TRAINING_ITERATION: run.epoch, **shown}))
+
+
+class RunCallbacks(Dispatcher):
+    """The callbacks of a run of `fit()`: those of `RunConfig(callbacks=[...])`, called in their order.
+
+    Callbacks and loggers of Ray Tune are called with the trial; after them ours with the run. When one of them has
+    failed, none is called before the end.
+
+    Args:
+        callbacks: What the user gave.
+        trial: The trial that they are shown.
+
+    Raises:
+        TypeError: One of them is not a callback, or runs in the workers.
+    """
+
+    def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView) -> None:
+        given = list(callbacks or ())
+        config = trial.config.get("train_loop_config", trial.config)
+        self._own = FunctionCalls(own_among(given), trial.trainable_name, config, trial.local_path)
+        super().__init__(of_tune_among(given), _ADVICE_IN_RUN)
         self._events: Callable[[], Sequence[GroupEvent]] = tuple
         self._trial = trial
         self._iteration = 0
         self._has_failed = False
+
+    @property
+    def replaced_loggers(self) -> frozenset[str]:
+        """The default loggers of Ray Tune that the user passed, by name."""
+        return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
+
+    @property
+    def is_stopping(self) -> bool:
+        """True if a callback has called `run.stop`."""
+        return self._own.is_stopping
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """Let callbacks see what happens to the workers."""
@@ -268,7 +372,7 @@ class TrialCalls:
 
     def setup(self, stop: Any) -> None:
         """Tell callbacks of the run, once, before the first attempt."""
-        self._on("setup", stop=stop, num_samples=1, total_num_samples=1)
+        self._unless_failed(self.on, "setup", stop=stop, num_samples=1, total_num_samples=1)
 
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
         """Tell callbacks that an attempt starts.
@@ -278,68 +382,102 @@ class TrialCalls:
             restores: Whether it continues from a checkpoint.
             num_reports: How many reports that checkpoint has.
         """
-        if after_failure:
-            self._on_trial("on_trial_recover")
-        self._on_trial("on_trial_start", num_reports=num_reports)
-        if restores:
-            self._on_trial("on_trial_restore")
+        hooks = ["on_trial_recover"] * after_failure + ["on_trial_start"] + ["on_trial_restore"] * restores
+        for hook in hooks:
+            self._on(hook)
+        self._unless_failed(self._own.begin_run, num_reports)
 
     def report(self, result: Mapping[str, Any]) -> None:
         """Tell callbacks of a report, while `trial.last_result` is still the one before."""
-        self._on_step("on_step_begin")
-        self._on_trial("on_trial_result", result=dict(result), events=self._events())
+        self._on("on_step_begin")
+        self._on("on_trial_result", result=dict(result))
+        self._unless_failed(self._own.report, result, self._events())
 
     def save(self, checkpoint: Any) -> None:
         """Tell callbacks of a checkpoint, while `trial.checkpoint` is still the one before."""
-        self._on_trial("on_checkpoint", checkpoint=checkpoint)
+        self._on("on_checkpoint", checkpoint=checkpoint)
+        self._unless_failed(self._own.tell, "on_checkpoint", str(checkpoint.path))
 
     def saved(self) -> None:
         """Tell callbacks that `trial.checkpoint` is the new one."""
-        self._on_trial("on_trial_save")
+        self._on("on_trial_save")
 
     def end_step(self) -> None:
         """Tell callbacks that the report is done with."""
         self._iteration += 1
-        self._on_step("on_step_end")
+        self._on("on_step_end")
 
-    def end_run(self, *, has_failed: bool, error: BaseException | None = None) -> None:
+    def end_run(self, error: BaseException | None) -> None:
         """Tell every callback that the run has ended, maybe with `error`, also when one of them fails.
 
         Raises:
             CallbackError: A callback failed in a run that did not.
         """
-        hooks = ["on_trial_error" if has_failed else "on_trial_complete", "on_experiment_end"]
-        trial = self._trial
-        self._dispatcher.finish(
-            hooks, has_failed=has_failed, iteration=self._iteration, trials=[trial], trial=trial, error=error
-        )
-
-    # ------------------------------------------------------------------------------------------------ their state
+        hooks = ["on_trial_error" if error is not None else "on_trial_complete", "on_experiment_end"]
+        shown: dict[str, Any] = {"iteration": self._iteration, "trials": [self._trial], "trial": self._trial}
+        with OnFailure(told=self._own.end_run):
+            self.finish(hooks, has_failed=error is not None, **shown)
+        self._own.end_run(error)
 
     def states(self) -> dict[int, Any]:
-        """Return what callbacks want to find again in a run that continues this one, by their position."""
-        dispatcher = self._dispatcher
-        found = {index: dispatcher.call(each, "get_state") for index, each in enumerate(dispatcher.callbacks)}
-        return {index: state for index, state in found.items() if state}
+        """Return what callbacks want to find again in a run that continues this one: by their position, ours last."""
+        found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
+        own = [each for each in self._own.states() if each["state"] is not None]
+        return {index: state for index, state in {**found, len(found): own}.items() if state}
 
     def restore_states(self, states: Mapping[int, Any]) -> None:
         """Give callbacks back what `states` found."""
-        for index, callback in enumerate(self._dispatcher.callbacks):
+        for index, callback in enumerate(self.callbacks):
             if index in states:
-                self._dispatcher.call(callback, "set_state", states[index])
-
-    # ------------------------------------------------------------------------------------------------ calls
-
-    def _on_trial(self, hook: str, **info: Any) -> None:
-        self._on_step(hook, trial=self._trial, **info)
-
-    def _on_step(self, hook: str, **info: Any) -> None:
-        if not self._has_failed:
-            self._on(hook, iteration=self._iteration, trials=[self._trial], **info)
+                self.call(callback, "set_state", states[index])
+        self._own.load_states(states.get(len(self.callbacks), ()))
 
     def _on(self, hook: str, **info: Any) -> None:
+        trial = self._trial
+        self._unless_failed(self.on, hook, iteration=self._iteration, trials=[trial], trial=trial, **info)
+
+    def _unless_failed(self, call: Callable[..., None], *args: Any, **info: Any) -> None:
+        if self._has_failed:
+            return
         try:
-            self._dispatcher.on(hook, **info)
+            call(*args, **info)
         except CallbackError:
             self._has_failed = True
             raise
+
+
+def of_tune_among(callbacks: Iterable[Any]) -> list[Any]:
+    """Return which of the callbacks that a user gave for a run of `fit()`, or for a sweep, are not ours.
+
+    Raises:
+        TypeError: One of them has no hook of Ray Tune.
+    """
+    found = [each for each in callbacks if not isinstance(each, Callback)]
+    for each in found:
+        _check_of_tune(each)
+    return found
+
+
+def _check_of_tune(callback: Any) -> None:
+    if isinstance(callback, type) or not any(hasattr(callback, hook) for hook in TUNE_HOOKS):
+        instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
+        if hasattr(callback, "start_training"):
+            instead = ". A `TrainingCallback` is for `raysgd.train.Trainer.run(callbacks=[...])`"
+        if hasattr(callback, "after_report"):  # one of Ray Train, such as its `TuneReportCallback`
+            instead = (
+                ". Callbacks of Ray Train are for its own trainers. To let Ray Tune see a run, pass the trainer to "
+                "`raysgd.tune.Tuner`, or call `ray.tune.report(trainer.fit().metrics)` in your function"
+            )
+        raise TypeError(
+            f"`RunConfig(callbacks=[{callback!r}])`: need objects of subclasses of `ray.tune.Callback`, "
+            f"`ray.tune.logger.LoggerCallback` or `raysgd.callbacks.Callback`{instead}"
+        )
+
+
+def _default_loggers(callback: Any) -> list[str]:
+    """Return which of the default loggers of Ray Tune this is."""
+    return [
+        base.__name__
+        for base in type(callback).__mro__
+        if base.__name__ in DEFAULT_LOGGERS and base.__module__.startswith("ray.tune.logger")
+    ]

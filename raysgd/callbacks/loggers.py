@@ -29,7 +29,7 @@ class MetricsLogger(Callback):
 
     def on_run_begin(self, run: Run) -> None:
         """Note where the run begins, and open the sink."""
-        with self._sink.failures.instead():
+        with self._sink.warns():
             self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:

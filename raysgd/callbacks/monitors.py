@@ -11,26 +11,18 @@ from raysgd import _arguments as checks
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback, index_of, of_optimizer, optimizers_of, rank_of
 from raysgd.engine.shared.time_spent import goodput_of
-from raysgd.storage import Folder, open_folder
+from raysgd.storage import open_folder
 
 _SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
 """The names that epochs, reports in `fit()`, and reports in `Trainer.run` give their time."""
 
 
-class LearningRateMonitor(Callback):
+class LearningRateMonitor(WorkerCallback):
     """Adds the learning rate of the last step of each epoch to its results, as `lr`.
 
     Several optimizers have `lr_optimizer0` and so on; several parameter groups `lr_group0`, or `lr_NAME` if they have
     names. For `TorchTrainer`.
     """
-
-    def worker_callback(self) -> WorkerCallback:
-        """Read the rates in the workers."""
-        return LearningRatesInWorker()
-
-
-class LearningRatesInWorker(WorkerCallback):
-    """Notes the rates that optimizers step with."""
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
@@ -114,7 +106,7 @@ def _seconds_of(result: Mapping[str, Any]) -> float:
     return next((float(result[name]) for name in _SECONDS if name in result), 0.0)
 
 
-class GradientNorms(Callback):
+class GradientNorms(WorkerCallback):
     """Adds the norm of the gradients before clipping to the results: `grad_norm` (the mean) and `max_grad_norm`.
 
     The gradients are those that the optimizer steps with, averaged over all workers. In fp16, steps that are left out
@@ -122,18 +114,9 @@ class GradientNorms(Callback):
     are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
     """
 
-    def worker_callback(self) -> WorkerCallback:
-        """Measure in the workers."""
-        return GradientNormsInWorker()
-
-
-class GradientNormsInWorker(WorkerCallback):
-    """Keeps sum, number and maximum of the norms, and the number of steps left out, for each optimizer.
-
-    They begin again at the end of an epoch, because a worker that steps in begins it with those of the others.
-    """
-
     def __init__(self) -> None:
+        # For each optimizer sum, number and maximum of the norms, and the number of steps left out. They begin again at
+        # the end of an epoch, because a worker that steps in begins it with those of the others.
         self._totals: dict[int, list[Any]] = {}
 
     def on_begin(self, operator: Any) -> None:
@@ -179,7 +162,7 @@ def _like(value: Any, tensor: Any) -> Any:
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
-class ProfilerTrace(Callback):
+class ProfilerTrace(WorkerCallback):
     """Records some steps of a run with `torch.profiler` and writes `rank0.json`, `rank1.json` and so on.
 
     Open the files in https://ui.perfetto.dev. For `TorchTrainer`.
@@ -205,18 +188,6 @@ class ProfilerTrace(Callback):
             self._folder = open_folder(self._folder.local_path.absolute())
         self.steps = _checked_steps(steps)
         self.ranks = None if ranks is None else _checked_ranks(ranks)
-
-    def worker_callback(self) -> WorkerCallback:
-        """Record in the workers."""
-        return ProfilerInWorker(self._folder, self.steps, self.ranks)
-
-
-class ProfilerInWorker(WorkerCallback):
-    """Records in one worker."""
-
-    def __init__(self, folder: Folder, steps: tuple[int, int], ranks: frozenset[int] | None) -> None:
-        self._folder, self._ranks = folder, ranks
-        self._first, self._end = steps
         self._num_steps = 0
         self._profiler: Any = None
 
@@ -225,7 +196,7 @@ class ProfilerInWorker(WorkerCallback):
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         self._num_steps += 1
-        if self._num_steps >= self._end:
+        if self._num_steps >= self.steps[1]:
             self._finish(operator)
         else:
             self._begin_if_due(operator)
@@ -234,8 +205,8 @@ class ProfilerInWorker(WorkerCallback):
         self._finish(operator)
 
     def _begin_if_due(self, operator: Any) -> None:
-        is_chosen = self._ranks is None or rank_of(operator) in self._ranks
-        if self._num_steps == self._first and is_chosen and self._profiler is None:
+        is_chosen = self.ranks is None or rank_of(operator) in self.ranks
+        if self._num_steps == self.steps[0] and is_chosen and self._profiler is None:
             from torch.profiler import profile
 
             self._profiler = profile()

@@ -11,7 +11,6 @@ in a log file, which a bar would fill with pages, lines only. What it guarantees
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import sys
@@ -265,7 +264,7 @@ class TqdmBar(LineBar):
             if self._bar is None:
                 options = {"unit": "batch", "leave": False, "dynamic_ncols": True, "delay": 1e-9}
                 self._bar = self._tqdm(initial=done, total=total, file=self._stream, **options)
-                self._redirected.enter_context(lines_above(self._bar, self._stream))
+                self._redirected.enter_context(lines_above(self._stream))
             self._bar.set_description(title, refresh=False)
             self._bar.total, self._bar.n = total, done
             self._bar.set_postfix(values, refresh=False)
@@ -329,62 +328,15 @@ def _while_there_is_a_reader() -> Iterator[None]:
         logging.getLogger(__name__).debug("the progress cannot be shown: %s", error)
 
 
-class _Above(io.TextIOBase):
-    """Takes whole lines, and lets the bar out of their way.
-
-    Args:
-        stream: Where the lines go.
-        bar: The bar.
-    """
-
-    def __init__(self, stream: Any, bar: Any) -> None:
-        self._stream, self._bar = stream, bar
-        self._begun = ""
-
-    def write(self, text: str) -> int:
-        if self._bar is None:
-            return int(self._stream.write(text) or 0)
-        lines, end, self._begun = (self._begun + text).rpartition("\n")
-        if end:
-            with self._bar.external_write_mode(file=self._bar.fp):
-                self._stream.write(lines + end)
-                self._stream.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return bool(self._stream.isatty())
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def pass_through(self) -> None:
-        """Let texts pass unchanged from now on, for those who keep this object."""
-        self._bar = None
-        if self._begun:
-            self._stream.write(self._begun)
-
-
 @contextlib.contextmanager
-def lines_above(bar: Any, stream: Any) -> Iterator[None]:
-    """Until the end of the block, lines of prints and of logging go above a bar of tqdm.
-
-    Args:
-        bar: The bar.
-        stream: The terminal on which it is drawn.
-    """
+def lines_above(stream: Any) -> Iterator[None]:
+    """Until the end of the block, lines of prints and of logging go above the bar of tqdm on a terminal."""
+    wrapper = require("tqdm.contrib", extra="progress").DummyTqdmFile
     with contextlib.ExitStack() as stack:
         for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
             before = getattr(sys, name)
             if before is stream or (before is not None and before.isatty()):
-                above = _Above(before, bar)
-                stack.callback(above.pass_through)
+                above = wrapper(stream)
                 stack.enter_context(redirect(above))
                 for handler in _handlers_of(before):  # which keep the stream that they were made with
                     stack.callback(handler.setStream, before)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._files import check_path, replacing
 from raysgd._text import cards
 from raysgd._text.cards import safe
+from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
@@ -29,7 +30,7 @@ from raysgd.engine.shared import time_spent
 from raysgd.history import readable
 from raysgd.history.charts import NUM_COLORS, color_of, grouped, shown_events, table_of, told_at
 from raysgd.history.history import History
-from raysgd.writers.sink import FailureWarnings
+from raysgd.writers.sink import failures_warned
 
 if TYPE_CHECKING:
     from raysgd.engine.shared.group_events import GroupEvent
@@ -67,7 +68,7 @@ class HTMLReport(Callback):
         if path is not None:
             check_path("path", path)
         self._given = Path(path).expanduser().absolute() if path is not None else None
-        self._failures = FailureWarnings(type(self).__name__)
+        self._warned = Once()
         self._rest_until = 0.0
 
     def on_run_begin(self, run: Run) -> None:
@@ -97,7 +98,7 @@ class HTMLReport(Callback):
         return self._given if self._given is not None else run.folder / "report.html"
 
     def _write(self, run: Run, state: str, reason: str = "") -> None:
-        with self._failures.instead():
+        with failures_warned(type(self).__name__, self._warned):
             began, path = time.monotonic(), self.path(run)
             path.parent.mkdir(parents=True, exist_ok=True)
             page = page_of(facts_of(run, state, reason), run.history)

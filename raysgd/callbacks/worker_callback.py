@@ -17,8 +17,8 @@ _LIBRARIES = ("torch", "horovod", "raysgd")
 class WorkerCallback:
     """Called in each worker of a `TorchTrainer`, around each step. Every method does nothing; override what you need.
 
-    A `Callback` returns one from `worker_callback`; each worker gets a copy, so it must be possible to pickle it. All
-    workers have to do the same to the model, and a collective has to be called by all of them.
+    Each worker gets a copy, so it must be possible to pickle it. All workers have to do the same to the model, and a
+    collective has to be called by all of them.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -84,7 +84,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
             yield from check_cluster()
             if self_test:
                 yield run_self_test_with(versions, packages)
-    except ConnectionFailed as error:
+    except ConnectionError as error:
         yield CheckResult("problem", f"cluster: {error}", _advice_on_connection(address))
 
 
@@ -241,16 +241,12 @@ def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
 # ------------------------------------------------------------------------------------------------- the cluster
 
 
-class ConnectionFailed(Exception):
-    """There is no cluster."""
-
-
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
     """A connection to the cluster for the block; one that is there already is used, and stays.
 
     Raises:
-        ConnectionFailed: It could not be made.
+        ConnectionError: It could not be made.
     """
     import ray
 
@@ -263,7 +259,7 @@ def connected(address: str | None) -> Iterator[CheckResult]:
         _check_that_one_listens(address)
         _connect(address)
     except Exception as error:  # Ray raises what its parts raise
-        raise ConnectionFailed(_words(error)) from error
+        raise ConnectionError(_words(error)) from error
     what = f"connected to {address}" if address else "started one on this machine for this check"
     try:
         yield CheckResult("ok", f"cluster: {what} in {time.monotonic() - began:.1f} s")

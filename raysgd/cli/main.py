@@ -56,7 +56,7 @@ def status(run_folder: str) -> None:
     from raysgd.cli import run_status
 
     try:
-        click.echo(str(run_status.read_status(run_folder)))
+        click.echo(run_status.read_status(run_folder))
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from raysgd._text.cards import named_lines
 from raysgd.air.reports import FILLED_IN
+from raysgd.air.result import read_reports
+from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, epoch_of
 from raysgd.history import readable
+from raysgd.history.history import History
 from raysgd.storage import Folder, open_folder
+from raysgd.writers.files import report_in
 
 _RUN = re.compile(r"run_\d{3,}")
-_SIDECAR = ".run.json"
-_PART = re.compile(r"history-[0-9a-f]{16}\.json")  # see `raysgd/callbacks/sidecar.py`
 _CHECKPOINT = "checkpoint_"
 _TAIL_OF_ERROR = 12
 _LONGEST = 300
@@ -36,65 +38,35 @@ EXPECTED = (
 )
 
 
-class NotARunError(ValueError):
-    """The folder is not that of a run."""
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """The status of a run.
-
-    Attributes:
-        folder: Where its files are.
-        kind: What wrote them.
-        state: How it is, in a word ("finished", "stopped", "failed", "running", or "silent" if nothing was written for
-            a while), and why, or since when.
-        facts: Names and values to show.
-        error: The end of what it failed with.
-    """
-
-    folder: str
-    kind: str
-    state: str
-    facts: tuple[tuple[str, str], ...] = ()
-    error: tuple[str, ...] = field(default=())
-
-    def __str__(self) -> str:
-        rows = [("run", self.folder), ("kind", self.kind), ("state", self.state), *self.facts]
-        lines = named_lines([(name, printable(value)) for name, value in rows], indent=13)
-        return "\n".join([*lines, *(f"  {printable(line)}" for line in self.error)])
-
-
-def read_status(path: str, now: Callable[[], float] = time.time) -> RunStatus:
-    """Reads the folder of a run.
+def read_status(path: str, now: Callable[[], float] = time.time) -> str:
+    """Return the status of the run in a folder, in words.
 
     Args:
         path: A path or a URI.
         now: The time, in seconds since 1970.
 
     Raises:
-        NotARunError: No run has written it.
         StorageError: It cannot be read.
-        ValueError, ModuleNotFoundError: The path cannot be one, or its store needs a package.
+        ValueError, ModuleNotFoundError: The path cannot be one, its store needs a package, or no run has written it.
     """
     folder = open_folder(path, argument="RUN_FOLDER")
     if not folder.exists():
         is_file = folder.is_local and folder.local_path.exists()
-        raise NotARunError(f"`{path}` {'is a file, not a folder' if is_file else 'does not exist'}. {EXPECTED}.")
+        raise ValueError(f"`{path}` {'is a file, not a folder' if is_file else 'does not exist'}. {EXPECTED}.")
     found = _found(folder, now)
     if found is None:
         names = folder.names()
         content = f"has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "is empty"
-        raise NotARunError(f"`{path}` is not the folder of a run: it {printable(content)}. {EXPECTED}.")
+        raise ValueError(f"`{path}` is not the folder of a run: it {printable(content)}. {EXPECTED}.")
     return found
 
 
-def _found(folder: Folder, now: Callable[[], float]) -> RunStatus | None:
+def _found(folder: Folder, now: Callable[[], float]) -> str | None:
     names = set(folder.names())
     if "run.json" in names:
         return _experiment(folder, names, now)
     if "result.json" in names:
-        return _trial(folder, None, now)
+        return _trial(folder, {}, now)
     if runs := sorted((name for name in names if _RUN.fullmatch(name)), key=lambda name: (len(name), name)):
         return _function_run(folder / runs[-1], len(runs), now)
     if "results.json" in names or (_RUN.fullmatch(folder.name) and "checkpoints" in names):
@@ -102,29 +74,37 @@ def _found(folder: Folder, now: Callable[[], float]) -> RunStatus | None:
     return _class_run(folder, names, now)
 
 
+def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str]] = (), error: str = "") -> str:
+    """Return a status in rows: what wrote the folder, how the run is, what there is to say, the end of its error.
+
+    The state begins with a word: "finished", "stopped", "failed", "running", or "silent" if nothing was written for a
+    while.
+    """
+    rows = [("run", str(folder)), ("kind", kind), ("state", state), *facts]
+    lines = named_lines([(name, printable(value)) for name, value in rows], indent=13)
+    return "\n".join([*lines, *(f"  {printable(line)}" for line in error.rstrip().splitlines()[-_TAIL_OF_ERROR:])])
+
+
 # ------------------------------------------------------------------------------------------------- kinds of folders
 
 
-def _experiment(folder: Folder, names: set[str], now: Callable[[], float]) -> RunStatus:
+def _experiment(folder: Folder, names: set[str], now: Callable[[], float]) -> str:
     """The folder above that of the trial: `run.json` says which one is the last."""
-    note = _json(folder, "run.json")
-    trial = note.get("trial") if isinstance(note, dict) else None
-    if isinstance(note, dict) and isinstance(trial, str) and trial in names:
+    note = report_in(_text(folder, "run.json")) or {}
+    trial = note.get("trial")
+    if isinstance(trial, str) and trial in names:
         return _trial(folder / trial, note, now)
-    return RunStatus(str(folder), "fit()", "unknown: `run.json` is damaged, or names a folder that is not there")
+    return _shown(folder, "fit()", "unknown: `run.json` is damaged, or names a folder that is not there")
 
 
-def _trial(folder: Folder, note: Mapping[str, Any] | None, now: Callable[[], float]) -> RunStatus:
-    reports = _json_lines(folder, "result.json")
+def _trial(folder: Folder, note: Mapping[str, Any], now: Callable[[], float]) -> str:
+    reports, error = read_reports(folder), _text(folder, "error.txt")
     last = reports[-1] if reports else {}
-    error = _tail(folder, "error.txt")
     checkpoints = sorted(name for name in folder.committed() if name.startswith(_CHECKPOINT))
-    state = _state_of_trial((note or {}).get("status"), last, bool(error), now)
+    state = _state_of_trial(note.get("status"), last, bool(error), now)
     facts = [("reports", _counted(reports, now)), *_metrics(last), ("checkpoints", _listed(checkpoints))]
-    trainer = (note or {}).get("trainer")
-    return RunStatus(
-        str(folder), f"fit() of {trainer}" if isinstance(trainer, str) else "fit()", state, tuple(facts), error
-    )
+    trainer = note.get("trainer")
+    return _shown(folder, f"fit() of {trainer}" if isinstance(trainer, str) else "fit()", state, facts, error)
 
 
 def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: Callable[[], float]) -> str:
@@ -132,60 +112,64 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
         return "failed"
     if status == "TERMINATED" or (status is None and last.get("done") is True):
         return "finished"
-    return _running("last report", last.get("timestamp"), now) + (", after a failure" if has_error else "")
+    return _running("last report", _written_at(last), now) + (", after a failure" if has_error else "")
 
 
-def _function_run(folder: Folder, num_runs: int, now: Callable[[], float]) -> RunStatus:
+def _function_run(folder: Folder, num_runs: int, now: Callable[[], float]) -> str:
     """One run of a `Trainer`: it notes no end, so only the time of its last report says something."""
-    content = _json(folder, "results.json")
-    reports = [entry[0] for entry in content if _is_report_list(entry)] if isinstance(content, list) else []
+    content: Any = None
+    with suppress(ValueError, RecursionError):
+        content = json.loads(_text(folder, "results.json"))
+    entries = content if isinstance(content, list) else []
+    reports = [entry[0] for entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], dict)]
     last = reports[-1] if reports else {}
     checkpoints = sorted(name for name in (folder / "checkpoints").names() if name.startswith(_CHECKPOINT))
     told = _counted(reports, now) if folder.has("results.json") else "not written: add a `JsonLoggerCallback`"
     facts = [("reports", told), *_metrics(last), ("checkpoints", _listed(checkpoints)), ("runs", str(num_runs))]
-    return RunStatus(str(folder), "Trainer.run()", _running("last report", last.get("_timestamp"), now), tuple(facts))
+    return _shown(folder, "Trainer.run()", _running("last report", _written_at(last), now), facts)
 
 
-def _is_report_list(entry: Any) -> bool:
-    return isinstance(entry, list) and bool(entry) and isinstance(entry[0], dict)
-
-
-def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> RunStatus | None:
+def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> str | None:
     """The folder of `trainer.fit`: what callbacks wrote there, and what stands beside the newest checkpoint."""
-    places = {place: place.names() for place in (folder, folder / "checkpoints")}
-    sidecars = [(place, name) for place, inside in places.items() for name in inside if name.endswith(_SIDECAR)]
-    if not sidecars and "metrics.jsonl" not in names:
+    found = {
+        name.removesuffix(ENDING): (place / name.removesuffix(ENDING)).uri
+        for place in (folder, folder / "checkpoints")
+        for name in place.names()
+        if name.endswith(ENDING)
+    }
+    if not found and "metrics.jsonl" not in names:
         return None
-    place, newest = _newest(sidecars) or (folder, {})
-    history = _dict(newest.get("history"))
-    rows = _json_lines(folder, "metrics.jsonl") or [row for row in _list(history, "rows") if isinstance(row, dict)]
-    parts = [
-        _dict(_json(place, name)) for name in _list(newest, "parts") if isinstance(name, str) and _PART.fullmatch(name)
-    ]
-    events = [event for part in (*parts, history) for event in _list(part, "events") if isinstance(event, dict)]
-    last, stopped = rows[-1] if rows else {}, history.get("stop_reason")
+    newest = _newest(list(found.values()))
+    history = History() if newest is None else newest.history
+    written = map(report_in, _text(folder, "metrics.jsonl").split("\n"))
+    rows = [row for row in written if row is not None] or [*history]
+    last: Mapping[str, Any] = rows[-1] if rows else {}
     facts = [
         ("epochs", str(int(_number(last.get("epoch"))) or len(rows))),
         *_metrics(last),
-        ("checkpoints", _listed(sorted(name.removesuffix(_SIDECAR) for _, name in sidecars))),
-        *[("event", f"{event.get('kind')}: {event.get('cause')}") for event in events],
+        ("checkpoints", _listed(sorted(found))),
+        *[("event", f"{event.kind}: {event.cause}") for event in history.events],
     ]
-    is_over = 0 < _number(newest.get("epochs")) <= _number(newest.get("epoch"))
-    state = f"stopped: {stopped}" if isinstance(stopped, str) else "finished" if is_over else _since(history, now)
-    return RunStatus(str(folder), "trainer.fit()", state, tuple(facts))
+    if history.stop_reason is not None:
+        state = f"stopped: {history.stop_reason}"
+    elif newest is not None and newest.epochs is not None and newest.epoch >= newest.epochs:
+        state = "finished"
+    else:
+        ended = history.records[-1].began_at + history.records[-1].seconds if history.records else 0.0
+        state = _running("newest checkpoint", ended, now)
+    return _shown(folder, "trainer.fit()", state, facts)
 
 
-def _newest(sidecars: Iterable[tuple[Folder, str]]) -> tuple[Folder, dict[str, Any]] | None:
-    """The content of the one with the most epochs, and where it is; None where none can be read."""
-    found = ((place, content) for place, name in sidecars if isinstance(content := _json(place, name), dict))
-    return max(found, key=lambda each: _number(each[1].get("epoch")), default=None)
-
-
-def _since(history: Mapping[str, Any], now: Callable[[], float]) -> str:
-    """Return the state of a run that has noted no end, from the last call before the newest checkpoint."""
-    records = [record for record in _list(history, "records") if isinstance(record, dict)]
-    last = records[-1] if records else {}
-    return _running("newest checkpoint", _number(last.get("began_at")) + _number(last.get("seconds")), now)
+def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
+    """Return what stands beside the checkpoint with the most epochs; None where none of it can be read."""
+    epochs = dict[str, int]()
+    for checkpoint in checkpoints:
+        with suppress(ValueError):
+            epochs[checkpoint] = epoch_of(checkpoint)
+    for checkpoint in sorted(epochs, key=epochs.__getitem__, reverse=True):
+        with suppress(ValueError):  # a part of its history may be damaged
+            return Sidecars().read(checkpoint)
+    return None
 
 
 # ------------------------------------------------------------------------------------------------- files and words
@@ -197,40 +181,6 @@ def _text(folder: Folder, name: str) -> str:
         return folder.read(name).decode(errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _json(folder: Folder, name: str) -> Any:
-    """Return what a file of JSON says; None where it is not whole."""
-    try:
-        return json.loads(_text(folder, name))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _json_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
-    """The objects in a file, one a line, without the lines that are not whole."""
-    found = []
-    for line in _text(folder, name).split("\n"):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
-
-
-def _tail(folder: Folder, name: str) -> tuple[str, ...]:
-    return tuple(_text(folder, name).rstrip().splitlines()[-_TAIL_OF_ERROR:])
-
-
-def _list(content: Mapping[str, Any], name: str) -> list[Any]:
-    found = content.get(name)
-    return found if isinstance(found, list) else []
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> float:
@@ -245,35 +195,36 @@ def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, value in report.items()
         if readable.is_metric(name, value) and name not in _NOT_OF_USER and not name.startswith("_")
     ]
-    shown = [f"{name}={_shown(report[name])}" for name in readable.most_telling(names, _MOST_METRICS)]
+    shown = [f"{name}={_in_short(report[name])}" for name in readable.most_telling(names, _MOST_METRICS)]
     return [("metrics", ", ".join(shown))] if shown else []
 
 
-def _shown(value: float) -> str:
+def _in_short(value: float) -> str:
     return "too large" if isinstance(value, int) and abs(value) > 1e300 else f"{value:.4g}"
 
 
 def _counted(reports: Sequence[Mapping[str, Any]], now: Callable[[], float]) -> str:
     if not reports:
         return "none yet"
-    at = reports[-1].get("timestamp", reports[-1].get("_timestamp"))
-    return f"{len(reports)}, {_last_sign(at, now)}"
+    at = _written_at(reports[-1])
+    told = f"the last report is {_ago(at, now)}" if at > 0 else "no report says when it was written"
+    return f"{len(reports)}, {told}"
 
 
 def _listed(names: Sequence[str]) -> str:
     return f"{len(names)}, the newest is {names[-1]}" if names else "none"
 
 
-def _running(sign: str, at: Any, now: Callable[[], float]) -> str:
+def _written_at(report: Mapping[str, Any]) -> float:
+    return _number(report.get("timestamp", report.get("_timestamp")))
+
+
+def _running(sign: str, at: float, now: Callable[[], float]) -> str:
     """Return the state of a run that has noted no end: no one can tell a long epoch from a driver that is gone."""
-    if _number(at) <= 0:
+    if at <= 0:
         return f"running, or its driver is gone: there is no {sign}"
-    word = "running" if now() - _number(at) < _SILENT_S else "silent, a long epoch or its driver is gone"
-    return f"{word}: the {sign} is {_ago(_number(at), now)}"
-
-
-def _last_sign(at: Any, now: Callable[[], float]) -> str:
-    return f"the last report is {_ago(_number(at), now)}" if _number(at) > 0 else "no report says when it was written"
+    word = "running" if now() - at < _SILENT_S else "silent, a long epoch or its driver is gone"
+    return f"{word}: the {sign} is {_ago(at, now)}"
 
 
 def _ago(at: float, now: Callable[[], float]) -> str:

@@ -12,9 +12,8 @@ from typing import Any
 
 from raysgd import _arguments as checks
 from raysgd._files import check_path, make_folder
-from raysgd.callbacks.adapters import checked
-from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.calling import CallbackCalls, overrides
+from raysgd.callbacks.callback import Run
+from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import asked
@@ -128,7 +127,7 @@ class Fit:
         self._options = options
         self._kept: FitProgress | None = trainer._fit_progress
         trainer._fit_progress = None
-        self._callbacks: list[Callback] = checked(options.callbacks)
+        self._callbacks, self._worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
         if shows and not any(isinstance(each, ProgressBar) for each in self._callbacks):
             self._callbacks.append(ProgressBar())
@@ -207,7 +206,7 @@ class Fit:
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
         """Lets callbacks run in the workers inside the block."""
-        chosen, use = self._calls.worker_callbacks(), self._trainer._use_worker_callbacks
+        chosen, use = self._worker_callbacks, self._trainer._use_worker_callbacks
         if not chosen:
             yield
             return
@@ -248,7 +247,7 @@ class Fit:
     def _epoch(self) -> dict[str, Any] | None:
         """Trains an epoch; returns its row, None if a callback has stopped the run before."""
         run, trainer, options = self._run, self._trainer, self._options
-        self._calls.begin_epoch()
+        self._calls.tell("on_epoch_begin")
         if run.is_stopping:
             return None
         run.epoch += 1
@@ -265,7 +264,7 @@ class Fit:
         try:
             self._finish_validation(waits=False)  # what is known by now is part of what is saved
         finally:
-            self._calls.epoch_trained()
+            self._calls.tell("on_epoch_trained")
         if self._awaited is not None:
             self._save_again(self._finish_validation())
         if self._is_due(run.epoch) and run.validates_beside:
@@ -338,14 +337,14 @@ class Fit:
         self._num_events += len(events)
         for event in events:
             self._run.history.events.append(event)
-            self._calls.event(event)
+            self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
         """Tells callbacks the result of the last epoch, or of the one before, in which they then are."""
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
         try:
-            self._calls.result(epoch.row)
+            self._calls.tell("on_result", epoch.row)
         finally:
             run.epoch = now
         epoch.shown.update(epoch.row)
@@ -365,7 +364,7 @@ class Fit:
         self._trainer.save(location)
         self._sidecars.write(location, self._sidecar())
         self._saved.append(location)
-        self._calls.checkpoint(location)
+        self._calls.tell("on_checkpoint", location)
 
     def _save_again(self, has_changed: bool) -> None:
         """Adds the result of the epoch before to what was saved without it."""

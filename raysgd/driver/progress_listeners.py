@@ -46,8 +46,9 @@ class ProgressListeners:
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
         """Tells that a call has returned."""
-        values = answer.metrics.values if answer.metrics is not None else {}
-        numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
+        numbers = {
+            name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
+        }
         loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
         epochs = answer.epoch_idx, asked.info.get("num_epochs")
         self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))

@@ -21,7 +21,7 @@ from raysgd._text.cards import card
 from raysgd._text.log_lines import Once
 from raysgd.arrays.containers import Container
 from raysgd.arrays.data_kinds import CallData
-from raysgd.callbacks.adapters import AnyCallback
+from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, Validation, asked
 from raysgd.driver.controlling import make_controller
@@ -481,7 +481,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self,
         epochs: int,
         *,
-        callbacks: Iterable[AnyCallback] = (),
+        callbacks: Iterable[Callback | WorkerCallback] = (),
         validation_freq: int = 1,
         dataset: Any = None,
         validation_dataset: Any = None,
@@ -495,7 +495,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         Args:
             epochs: How many more epochs to train. With `resume_from` it is the total: those that the checkpoint has
                 count.
-            callbacks: Objects of subclasses of `raysgd.callbacks.Callback`, called in this order.
+            callbacks: Objects of subclasses of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
             validation_freq: Validate after every so many epochs; 0 for never. Without validation data, nothing is
                 validated, unless your class has its own `validate` and that needs none.
             dataset: Trained on instead of the registered data, as in `train`.
@@ -527,7 +527,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self,
         epochs: int,
         *,
-        callbacks: Iterable[AnyCallback] = (),
+        callbacks: Iterable[Callback | WorkerCallback] = (),
         validation_freq: int = 1,
         dataset: Any = None,
         validation_dataset: Any = None,
@@ -579,7 +579,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
         return self._recorder.history
 
-    def _use_worker_callbacks(self, callbacks: Sequence[tuple[str, WorkerCallback]]) -> None:
+    def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Lets these callbacks, and no others, run in the workers that there are, and in those to come.
 
         Raises:
@@ -587,15 +587,16 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             ValueError: Two of them cannot be told apart.
             UnpicklableError: One of them cannot be sent to a worker.
         """
-        for name, callback in callbacks:
+        for callback in callbacks:
+            name = type(callback).__name__
             if not self._runs_worker_callbacks:
                 raise TypeError(
                     f"`{name}` runs in the workers, around each step, which `{type(self).__name__}` cannot do: leave "
                     "it out, or train with `TorchTrainer`."
                 )
             if not is_sendable(callback):
-                raise UnpicklableError(f"`{name}` runs in the workers, and `{callback!r}` cannot be pickled.")
-        chosen = tuple(callback for _, callback in callbacks)
+                raise UnpicklableError(f"`{name}` runs in the workers, and cannot be pickled.")
+        chosen = tuple(callbacks)
         refuse_equal_keys(chosen)
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from raysgd._numbers import results
-from raysgd._numbers.results import WorkerMetrics
+from raysgd._numbers.meters import MetricSummary
 from raysgd.arrays.data_kinds import DataPosition
 from raysgd.engine.shared.types import Heartbeat
 from raysgd.messages.joint_work import JointWork
@@ -50,7 +50,7 @@ class EpochAnswer:
     have trained on in the call, or in its last pass. It is 0 where that is not known.
     """
 
-    metrics: WorkerMetrics | None
+    metrics: MetricSummary | None
     returned: Any
     num_steps: int
     epoch_idx: int = 0
@@ -87,7 +87,7 @@ def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
 def _own_result(answer: EpochAnswer) -> Any:
     if answer.metrics is None:
         return answer.returned
-    values = dict(answer.metrics.values)
+    values = dict(answer.metrics)
     return {**values, INHERITED: answer.num_inherited} if answer.num_inherited else values
 
 

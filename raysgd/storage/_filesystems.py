@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
@@ -24,39 +23,27 @@ _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 
 
-@dataclass(frozen=True)
-class OpenedLocation:
-    """A file system, and where in it something is.
+def is_whole_at_close(filesystem: Any) -> bool:
+    """Return whether a file appears when it is closed, and not before."""
+    return _kind(filesystem) in _WHOLE_AT_CLOSE
 
-    Attributes:
-        filesystem: A `pyarrow.fs.FileSystem`.
-        base: The path in it.
-    """
 
-    filesystem: Any
-    base: str
+def make_folder(filesystem: Any, path: str) -> None:
+    """Makes a folder and those above it."""
+    filesystem.create_dir(path, recursive=True)
+    azure = getattr(getattr(filesystem, "handler", None), "fs", None) if _kind(filesystem) == "abfs" else None
+    if azure is not None and not azure.exists(path):
+        azure.open(path, "wb", metadata=_IS_FOLDER).close()
 
-    @property
-    def is_whole_at_close(self) -> bool:
-        """True if a file appears when it is closed, and not before."""
-        return self._kind in _WHOLE_AT_CLOSE
 
-    def make(self, path: str) -> None:
-        """Makes a folder and those above it."""
-        self.filesystem.create_dir(path, recursive=True)
-        azure = getattr(getattr(self.filesystem, "handler", None), "fs", None) if self._kind == "abfs" else None
-        if azure is not None and not azure.exists(path):
-            azure.open(path, "wb", metadata=_IS_FOLDER).close()
+def lists_folders(filesystem: Any) -> bool:
+    """Return whether a listing of one level names the folders in it, and nothing that is deeper."""
+    return _kind(filesystem) not in ("gcs", "abfs")
 
-    @property
-    def lists_folders(self) -> bool:
-        """True if a listing of one level names the folders in it, and nothing that is deeper."""
-        return self._kind not in ("gcs", "abfs")
 
-    @property
-    def _kind(self) -> str:
-        name: str = self.filesystem.type_name
-        return "abfs" if "'abfs'" in name else name  # fsspec has several names for one file system
+def _kind(filesystem: Any) -> str:
+    name: str = filesystem.type_name
+    return "abfs" if "'abfs'" in name else name  # fsspec has several names for one file system
 
 
 def check(argument: str, uri: str) -> None:
@@ -99,8 +86,8 @@ def _check_known(argument: str, uri: str) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def opened(uri: str, limit_s: float = 60.0) -> OpenedLocation:
-    """The file system of a URI, made once in each process, so that connections are used again.
+def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
+    """The `pyarrow.fs.FileSystem` of a URI, made once in each process to use connections again, and the path in it.
 
     Args:
         uri: The URI.
@@ -122,14 +109,14 @@ def _is_built_in(uri: str) -> bool:
     return True
 
 
-def _native(uri: str, limit_s: float) -> OpenedLocation:
+def _native(uri: str, limit_s: float) -> tuple[Any, str]:
     store, path, query = divided(uri)
     if scheme_of(uri) in ("gs", "gcs") and _RETRIES_OF_GCS not in query:
         query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}={min(max(limit_s, 1.0), 10.0):g}"
     filesystem, root = require("pyarrow.fs", "storage", _PURPOSE).FileSystem.from_uri(f"{_encoded(store)}/{query}")
     if filesystem.type_name == "s3":
         filesystem = _limited_s3(filesystem, store, query, limit_s)
-    return OpenedLocation(filesystem, "/".join(part for part in (root.rstrip("/"), path) if part))
+    return filesystem, "/".join(part for part in (root.rstrip("/"), path) if part)
 
 
 def _encoded(store: str) -> str:
@@ -153,10 +140,10 @@ def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
     )
 
 
-def _of_fsspec(uri: str) -> OpenedLocation:
+def _of_fsspec(uri: str) -> tuple[Any, str]:
     options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes write there too
     filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri, **options)
-    return OpenedLocation(wrapped(filesystem), path.rstrip("/"))
+    return wrapped(filesystem), path.rstrip("/")
 
 
 def wrapped(filesystem: Any) -> Any:

@@ -8,8 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TypeVar
 
 from raysgd._text.secrets import has_secret, masked
@@ -20,6 +19,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_VARIABLE = "RAYSGD_STORAGE_TIMEOUT_S"
+DEFAULT_S = 60.0
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
 
 _LASTING = (
     FileNotFoundError,
@@ -58,56 +60,45 @@ def may_pass(error: BaseException) -> bool:
     return not (isinstance(error, OSError) and error.errno in _LASTING_NUMBERS)
 
 
-@dataclass(frozen=True)
-class RetryLimit:
-    """The time for which failures are tried again.
+def retried(
+    attempt: Callable[[], T],
+    doing: str,
+    total_s: float = DEFAULT_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> T:
+    """Return what `attempt()` returns, tried again while it fails in a way that may pass.
 
-    Attributes:
+    Args:
+        attempt: What is tried.
+        doing: What that is, for the log.
         total_s: No attempt begins later than this after the first one.
-        first_s: The pause after the first failure; each further one is twice as long.
-        longest_s: The longest pause.
+        clock: The time, in seconds.
+        sleep: Waits for so long.
+
+    Raises:
+        Exception: What the last attempt raised.
     """
-
-    total_s: float = 60.0
-    first_s: float = 0.2
-    longest_s: float = 10.0
-
-    @classmethod
-    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> RetryLimit:
-        """Reads the limit from the environment variable `RAYSGD_STORAGE_TIMEOUT_S`.
-
-        Raises:
-            ValueError: The variable is not a number of seconds.
-        """
-        text = variables.get(TIMEOUT_VARIABLE)
-        return cls() if text is None else cls(total_s=_seconds(text))
-
-    def call(
-        self,
-        attempt: Callable[[], T],
-        doing: str,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> T:
-        """Return what `attempt()` returns, tried again while it fails in a way that may pass.
-
-        Raises:
-            Exception: What the last attempt raised.
-        """
-        deadline, longest_s = clock() + self.total_s, self.first_s
-        while True:
-            pause_s = longest_s * random.uniform(0.75, 1.0)  # so that many workers do not come back at once
-            try:
-                return attempt()
-            except Exception as error:  # stores raise what they like
-                if not may_pass(error) or clock() + pause_s > deadline:
-                    raise
-                logger.warning("could not %s, trying again in %.1f s: %s", doing, pause_s, in_short(error))
-            sleep(pause_s)
-            longest_s = min(2 * longest_s, self.longest_s)
+    deadline, longest_s = clock() + total_s, _FIRST_PAUSE_S
+    while True:
+        pause_s = longest_s * random.uniform(0.75, 1.0)  # so that many workers do not come back at once
+        try:
+            return attempt()
+        except Exception as error:  # stores raise what they like
+            if not may_pass(error) or clock() + pause_s > deadline:
+                raise
+            logger.warning("could not %s, trying again in %.1f s: %s", doing, pause_s, in_short(error))
+        sleep(pause_s)
+        longest_s = min(2 * longest_s, _LONGEST_PAUSE_S)
 
 
-def _seconds(text: str) -> float:
+def limit_s() -> float:
+    """Return for how long failures are tried again: what the environment variable `RAYSGD_STORAGE_TIMEOUT_S` says.
+
+    Raises:
+        ValueError: The variable is not a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_S))
     try:
         seconds = float(text)
     except ValueError:

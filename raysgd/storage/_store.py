@@ -17,7 +17,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -26,8 +26,7 @@ from raysgd._imports import require
 from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers
-from raysgd.storage._filesystems import OpenedLocation
-from raysgd.storage._retrying import TIMEOUT_VARIABLE, RetryLimit, cause_of, storage_error
+from raysgd.storage._retrying import DEFAULT_S, TIMEOUT_VARIABLE, cause_of, retried, storage_error
 from raysgd.storage._uris import child_of
 from raysgd.storage.folder import Folder, check_name, check_single, lies_inside
 
@@ -46,7 +45,7 @@ class StoreFolder(Folder):
         root: The URI that it was opened at.
         given: The file system that the user made; None for that of `root`.
         base: The path in `given` that was opened.
-        patience: For how long failures are tried again.
+        patience_s: For how long failures are tried again.
         inside: The path from there.
         is_staged: Whether it is one that is going to be committed, whose files stay as they are uploaded.
     """
@@ -56,7 +55,7 @@ class StoreFolder(Folder):
     root: str
     given: Any = None
     base: str = ""
-    patience: RetryLimit = field(default_factory=RetryLimit)
+    patience_s: float = DEFAULT_S
     inside: str = ""
     is_staged: bool = False
 
@@ -66,17 +65,18 @@ class StoreFolder(Folder):
 
     @property
     def path(self) -> str:
-        return _joined(self._opened.base, self.inside)
+        return _joined(self._opened[1], self.inside)
 
     @property
     def filesystem(self) -> Any:
-        return self._opened.filesystem
+        return self._opened[0]
 
     @property
-    def _opened(self) -> OpenedLocation:
+    def _opened(self) -> tuple[Any, str]:
+        """The file system, and the path in it that was opened."""
         if self.given is not None:
-            return OpenedLocation(self.given, self.base)
-        return self._ask(f"open `{self}`", partial(_filesystems.opened, self.root, self.patience.total_s))
+            return self.given, self.base
+        return self._ask(f"open `{self}`", partial(_filesystems.opened, self.root, self.patience_s))
 
     @property
     def is_in_memory(self) -> bool:
@@ -94,7 +94,7 @@ class StoreFolder(Folder):
         return replace(self, inside=_joined(self.inside, check_name(name)))
 
     def without_retries(self) -> StoreFolder:
-        return replace(self, patience=replace(self.patience, total_s=0))
+        return replace(self, patience_s=0)
 
     def __str__(self) -> str:
         return masked(self.uri)
@@ -102,7 +102,7 @@ class StoreFolder(Folder):
     # ------------------------------------------------------------------------------------------------ folders
 
     def make(self) -> None:
-        self._ask(f"make the folder `{self}`", partial(self._opened.make, self.path))
+        self._ask(f"make the folder `{self}`", partial(_filesystems.make_folder, self.filesystem, self.path))
 
     def exists(self) -> bool:
         return self._is_a("Directory")
@@ -214,12 +214,12 @@ class StoreFolder(Folder):
     def _ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
         """Return what the store answers, tried again where that helps; its errors in our words."""
         try:
-            return self.patience.call(attempt, doing)
+            return retried(attempt, doing, self.patience_s)
         except Exception as error:  # stores raise what they like
             if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
                 raise
             advice = (
-                f"Failures that may pass were tried again for {self.patience.total_s:g} s ({TIMEOUT_VARIABLE}). "
+                f"Failures that may pass were tried again for {self.patience_s:g} s ({TIMEOUT_VARIABLE}). "
                 "Check the address, your credentials and the network, or use another place."
             )
             raise storage_error(doing, error, advice) from cause_of(error)
@@ -231,7 +231,7 @@ class StoreFolder(Folder):
 
     def _send(self, file: IO[bytes]) -> str:
         """Sends a file, under its name at once where the store shows a file when it is closed; returns its checksum."""
-        opened, checksum = self._opened, _transfers.new_checksum()
+        filesystem, checksum = self.filesystem, _transfers.new_checksum()
 
         def content() -> Iterator[bytes]:
             nonlocal checksum
@@ -240,8 +240,8 @@ class StoreFolder(Folder):
                 checksum.update(piece)
                 yield piece
 
-        send = _transfers.send if opened.is_whole_at_close else _transfers.send_and_rename
-        self._ask(f"write `{self}`", partial(send, opened.filesystem, content, self.path))
+        send = _transfers.send if _filesystems.is_whole_at_close(filesystem) else _transfers.send_and_rename
+        self._ask(f"write `{self}`", partial(send, filesystem, content, self.path))
         return str(checksum.hexdigest())
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
@@ -276,7 +276,7 @@ class StoreFolder(Folder):
 
     def _children(self) -> dict[str, bool]:
         """The names directly in the folder, and whether each is a file; none where it does not exist."""
-        if self._opened.lists_folders:
+        if _filesystems.lists_folders(self.filesystem):
             return {name: is_file for name, is_file in self._listed(recursive=False) if lies_inside(name)}
         inside = [each for each in self._listed(recursive=True) if lies_inside(each[0])]
         folders = {name.partition("/")[0] for name, is_file in inside if "/" in name or not is_file}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from raysgd import _files
 from raysgd._text.secrets import masked, user_of
 
-_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")  # `pathlib` makes one slash of two
 _QUERY = re.compile(r"\?[A-Za-z_]+=[^?]*$")
 LOCAL_SCHEMES = ("file", "local")
 
@@ -26,14 +26,8 @@ def checked_text(name: str, location: Any) -> str:
         TypeError: It is no text and no path.
         ValueError: It is empty, or has a null character.
     """
-    if not isinstance(location, str) and not (
-        isinstance(location, os.PathLike) and isinstance(os.fspath(location), str)
-    ):
-        raise TypeError(f"`{name}={location!r}`: need a path or a URI, as a `str` or a `pathlib.Path`.")
-    text = os.fspath(location)
-    if not text or "\0" in text:
-        raise ValueError(f"`{name}={text!r}`: need a path or a URI, not an empty one or one with a null character.")
-    found = _SCHEME.match(text)
+    text = _files.checked_text(name, location, "a path or a URI")
+    found = _files.SCHEME.match(text)
     if found is None or found["second"]:
         return text
     slashes = "//" if found["scheme"] in LOCAL_SCHEMES else "/"
@@ -46,7 +40,7 @@ def scheme_of(text: str) -> str | None:
     >>> scheme_of("s3://bucket/x"), scheme_of("/mnt/x")
     ('s3', None)
     """
-    found = _SCHEME.match(text)
+    found = _files.SCHEME.match(text)
     return found["scheme"].lower() if found is not None else None
 
 

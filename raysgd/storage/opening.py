@@ -12,7 +12,7 @@ from typing import Any
 from raysgd._text.secrets import masked
 from raysgd.storage import _filesystems, _uris
 from raysgd.storage._local import LocalFolder
-from raysgd.storage._retrying import RetryLimit
+from raysgd.storage._retrying import limit_s
 from raysgd.storage._store import StoreFolder
 from raysgd.storage.folder import Folder
 
@@ -42,7 +42,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
     if _uris.is_local(text):
         return LocalFolder(_uris.local_path_of(argument, text))
     _filesystems.check(argument, text)
-    return StoreFolder(text, patience=RetryLimit.from_environment())
+    return StoreFolder(text, patience_s=limit_s())
 
 
 def make_new(parent: Folder, name: str) -> Folder:
@@ -86,7 +86,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
         raise TypeError(f"`filesystem={filesystem!r}`: need a file system of PyArrow or fsspec, or None.")
     base = text.rstrip("/")
     uri = f"{_type_name(filesystem)}://{base.lstrip('/')}"
-    return StoreFolder(uri, filesystem, base, RetryLimit.from_environment())
+    return StoreFolder(uri, filesystem, base, limit_s())
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:

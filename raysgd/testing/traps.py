@@ -31,7 +31,7 @@ class Trap:
 
     Attributes:
         act: What.
-        place: Where: "step", "validate", "snapshot" or "continue".
+        place: Where: "step", "validate", "snapshot" or "continue"; in the driver a method of the trainer, or "setup".
         num_before: How many times the place is passed unharmed before.
         once: Whether it happens a single time.
         key: Names it, over all processes.

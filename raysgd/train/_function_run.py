@@ -15,18 +15,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
 from raysgd._state.state_codec import EncodedState, decode, lend
 from raysgd._text.log_lines import Once, named
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.policies import RetryBudget
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import OnFailure, RaySGDError, StepMismatchError, WorkerError
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._retries import LossCounter
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import (
     BROADCAST,
@@ -42,21 +42,10 @@ from raysgd.train._worker.messages import (
     TrainingResultType,
     is_mere_report,
 )
+from raysgd.train._worker.shards import DividedData
 from raysgd.train.checkpoint import CheckpointLostError, CheckpointTaker
-from raysgd.train.worker_group import Worker
 
 logger = logging.getLogger(__name__)
-
-
-class DivideData(Protocol):
-    """Divides data over workers, whenever they start."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every worker gets the same, and takes its part by its place."""
-
-    def __call__(self, num_workers: int, workers: Sequence[Worker]) -> Sequence[Any]:
-        """Return, for a number of workers that start, and for these, what each gets, by rank."""
 
 
 class FunctionRun:
@@ -72,7 +61,7 @@ class FunctionRun:
         hooks: Knows the workers that run now.
         spec: The function.
         checkpoints: Takes the checkpoints.
-        retries: Counts the restarts that the run may use up.
+        budget: The restarts that the run may use up.
         decode: Undoes the encoding of what leaves a worker.
         data: Divides the data; None for none.
         max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
@@ -87,9 +76,9 @@ class FunctionRun:
         hooks: PluginHooks,
         spec: FunctionSpec,
         checkpoints: CheckpointTaker,
-        retries: LossCounter,
+        budget: RetryBudget,
         decode: Callable[[Any], dict[str, Any]],
-        data: DivideData | None = None,
+        data: DividedData | None = None,
         max_workers: int = 1,
         resize_interval_s: float = 60.0,
         on_wait: Callable[[], None] | None = None,
@@ -97,7 +86,7 @@ class FunctionRun:
     ) -> None:
         self._controller, self._hooks = controller, hooks
         self._spec, self._data, self._decode = spec, data, decode
-        self._checkpoints, self._retries = checkpoints, retries
+        self._checkpoints, self._budget = checkpoints, budget
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._answers = on_wait, answers or {}
         self._queues = MessageQueues()
@@ -202,7 +191,7 @@ class FunctionRun:
 
     @contextmanager
     def _aborted_on_error(self) -> Iterator[None]:
-        with OnFailure(self.abort), self._retries.named():
+        with OnFailure(self.abort):
             try:
                 yield
             except WorkerError as error:
@@ -276,7 +265,7 @@ class FunctionRun:
         call = Call(
             function, args_for or self._starts, changes_state=may_grow, on_wait=self._on_wait, may_continue=may_continue
         )
-        values = self._controller.run(call, budget=self._retries.budget)
+        values = self._controller.run(call, budget=self._budget)
         if self._can_be_joined and self._attempt != self._joined_attempt:
             self._joined_attempt = self._attempt
             self._controller.stand_by()

@@ -1,70 +1,11 @@
-"""`max_retries`: how many failures of workers one piece of work may meet, what renews them, and what is said last."""
+"""`max_retries`: how many failures of workers one piece of work may meet, and what renews them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raysgd.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget
-from raysgd.exceptions import WorkersLostError
-
-RETRY_ADVICE = (
-    "With `max_retries={allowed}` nothing is tried after loss number {loss}: a larger number allows more, -1 any "
-    "number."
-)
-
-
-class LossCounter:
-    """Counts the failures of workers, separately for each piece of work.
-
-    Attributes:
-        budget: What the engine takes retries from.
-
-    Args:
-        max_retries: The number of the loss that is raised; below 0 for none.
-        advice: What the last loss says about that number.
-    """
-
-    def __init__(self, max_retries: int, advice: str = RETRY_ADVICE) -> None:
-        self._max_retries = max_retries
-        self._words = advice
-        self.budget = RetryBudget(restarts_allowed(max_retries))
-
-    @property
-    def num_losses(self) -> int:
-        """The losses of this piece of work so far, with the one that was raised."""
-        return self.budget.num_spent + self.budget.num_refused
-
-    def renew(self) -> None:
-        """Starts another piece of work."""
-        self.budget.renew()
-
-    def pay(self, loss: Exception) -> None:
-        """Counts a loss.
-
-        Raises:
-            WorkersLostError: It is the last one.
-        """
-        if self.budget.is_spent:
-            self.budget.refuse()
-            raise WorkersLostError(f"{loss}. {self._advice}".rstrip()) from loss
-        self.budget.pay_for_restart()
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Returns where the engine raises the last loss that is allowed, says what allows more."""
-        num_refused = self.budget.num_refused
-        try:
-            yield
-        except WorkersLostError as error:
-            if self.budget.num_refused == num_refused or not self._words:
-                raise
-            raise WorkersLostError(f"{error}\n{self._advice}") from error
-
-    @property
-    def _advice(self) -> str:
-        return self._words.format(allowed=self._max_retries, loss=self.num_losses)
 
 
 @dataclass(frozen=True, kw_only=True)

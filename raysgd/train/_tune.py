@@ -271,9 +271,7 @@ class FitTrial:
         facts = replace(own, name=info.name or own.name, id=info.identity or own.id, workdir=None)
         recorder: Any = TrialRecorder(mailbox)
         # Tune decides after each report whether the trial goes on: what it did ahead of it may be for nothing.
-        trainer._job = self._job = FitJob(
-            self._folder, recorder, run_config, facts, type(trainer).__name__, begin_from, num_ahead=0
-        )
+        trainer._job = self._job = FitJob(self._folder, recorder, run_config, facts, begin_from, num_ahead=0)
         self._keeps_files = facts.keeps_files
         mailbox.start()
         return mailbox

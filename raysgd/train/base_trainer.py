@@ -166,14 +166,14 @@ class BaseTrainer(ABC):
         Raises:
             ValueError: The workers cannot write to the storage.
         """
-        name, names = type(self).__name__, [] if folder is None else folder.checkpoint_names()
-        folder = folder or new_trial_folder(self.run_config, name)
+        names = [] if folder is None else folder.checkpoint_names()
+        folder = folder or new_trial_folder(self.run_config, type(self).__name__)
         check_is_shared(folder.experiment)
         restoring.save_trainer(folder.experiment, type(self), self._arguments)
         resources = self.scaling_config.as_placement_group_factory() if self.run_config.callbacks else None
-        recorder = Recorder(folder, self._trial_config, self.run_config, name, resources)
+        recorder = Recorder(folder, self._trial_config, self.run_config, resources)
         begin_from = checkpoint_at(folder.trial / names[-1]).by_place() if names else self.resume_from_checkpoint
-        return FitJob(folder, recorder, self.run_config, self._facts(folder), name, begin_from)
+        return FitJob(folder, recorder, self.run_config, self._facts(folder), begin_from)
 
     def _facts(self, folder: TrialFolder) -> TrialFacts:
         """Return what a function can ask about a run in that folder."""

@@ -20,7 +20,7 @@ from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.placement import drain_deadlines, draining_nodes, ensure_ray
-from raysgd.engine.policies import Diagnosis, FailurePolicy, ScalingPolicy
+from raysgd.engine.policies import Diagnosis, FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
@@ -30,13 +30,14 @@ from raysgd.exceptions import (
     OnFailure,
     TrainBackendError,
     TrainingWorkerError,
+    WorkersLostError,
 )
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train import constants
-from raysgd.train._function_run import DivideData, FunctionRun
+from raysgd.train._function_run import FunctionRun
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._retries import RETRY_ADVICE, LossCounter, RenewingPolicy, restarts_allowed
+from raysgd.train._retries import RenewingPolicy, restarts_allowed
 from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train._worker.messages import PREEMPTION, FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData, check_dataset
@@ -59,7 +60,10 @@ WORDS = FrontEndWords(
     name="the function `Trainer`",
     when_interrupted="Checkpoints that the functions saved are kept.",
     when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
-    when_spent="Saved checkpoints are kept: to continue, pass `latest_checkpoint` to the next run as `checkpoint`.",
+    when_spent=(
+        "The loss with the number `max_retries` is the one that is raised; -1 allows any number. Saved checkpoints are "
+        "kept: to continue, pass `latest_checkpoint` to the next run as `checkpoint`."
+    ),
     when_not_granted=(
         "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
         "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
@@ -79,7 +83,6 @@ class ExecutorRules:
         checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
         on_failure: Called when the function is about to start again because of a failure.
         words: What users are told behind the facts of the engine.
-        retry_advice: What the last loss that is allowed says about the number of retries.
         num_ahead: How many reports may wait for the driver while functions go on; None leaves that to the environment.
         is_elastic: Whether functions go on where they are when other workers are lost.
         num_spares: How many workers wait, ready, to step in for lost ones.
@@ -89,7 +92,6 @@ class ExecutorRules:
     checkpoints: CheckpointTaker | None = None
     on_failure: Callable[[Diagnosis], None] = lambda diagnosis: None
     words: FrontEndWords = WORDS
-    retry_advice: str = RETRY_ADVICE
     num_ahead: int | None = None
     is_elastic: bool = False
     num_spares: int = 0
@@ -203,7 +205,7 @@ class BackendExecutor:
         num_ahead = max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0))
         self._num_ahead = num_ahead if rules.num_ahead is None else rules.num_ahead
         self._renews_retries = bool(read(constants.TRAIN_RENEW_RETRIES_ENV, 0))
-        self._max_retries = LossCounter(max_retries, rules.retry_advice)
+        self._budget = RetryBudget(restarts_allowed(max_retries))
         self._resize_interval_s = resize_interval_s
         self._controller: ElasticController | None = None
         self._hooks: PluginHooks
@@ -252,8 +254,8 @@ class BackendExecutor:
         )
         controller = self._make_controller(self._group_spec(initialization_hook))
         ensure_ray()
-        self._max_retries.renew()
-        with OnFailure(partial(controller.stop, force=True)), self._max_retries.named():
+        self._budget.renew()
+        with OnFailure(partial(controller.stop, force=True)):
             controller.start(as_fits=self._is_range)
         self._controller = controller
         self._finalizer = finalize(self, controller.stop, force=True)
@@ -280,7 +282,7 @@ class BackendExecutor:
             self._scaling,
             self._failure_policy(),
             rules=ElasticRules(not self._rules.is_elastic, self._resize_interval_s, leaving),
-            start_budget=self._max_retries.budget,
+            start_budget=self._budget,
             hooks=self._hooks,
         )
 
@@ -363,7 +365,7 @@ class BackendExecutor:
     def launch(
         self,
         function: Callable[[], Any],
-        data: DivideData | None = None,
+        data: DividedData | None = None,
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
         answers: Mapping[str, Callable[[], Any]] | None = None,
@@ -393,7 +395,7 @@ class BackendExecutor:
             self._hooks,
             spec,
             self._checkpoints,
-            self._max_retries,
+            self._budget,
             self._backend.decode_data,
             data,
             self._scaling.max_workers,
@@ -401,7 +403,7 @@ class BackendExecutor:
             on_wait,
             answers={PREEMPTION: self._preemption, **(answers or {})},
         )
-        self._max_retries.renew()
+        self._budget.renew()
         run.start()
         return run
 
@@ -471,9 +473,7 @@ class BackendExecutor:
         Raises:
             InactiveWorkerGroupError: There are none.
         """
-        controller = self._active()
-        with self._max_retries.named():
-            controller.ensure_group()
+        self._active().ensure_group()
         return self._hooks.workers
 
     def replace_workers(self) -> WorkerGroup:
@@ -486,7 +486,7 @@ class BackendExecutor:
         controller = self._active()
         self.check_free()
         controller.kill_group()
-        self._max_retries.renew()
+        self._budget.renew()
         return self.get_worker_group()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -498,7 +498,7 @@ class BackendExecutor:
             WorkersLostError: A worker died, and `max_retries` allows no loss, or the new workers died as well.
         """
         if self._run is None or self._run.is_over:
-            self._max_retries.renew()
+            self._budget.renew()
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
@@ -513,7 +513,10 @@ class BackendExecutor:
             return gather(references)
         except LostDuringCallError as lost:
             controller.kill_group()
-            self._max_retries.pay(lost)
+            if self._budget.is_spent:
+                self._budget.refuse()
+                raise WorkersLostError(f"{lost}. {self._spec.words.when_spent}") from lost
+            self._budget.pay_for_restart()
             self.get_worker_group()
             raise TrainingWorkerError(f"{lost}; new workers have started") from lost
 
@@ -523,7 +526,7 @@ class BackendExecutor:
         return self._controller
 
     def _get_num_failures(self) -> int:
-        return self._max_retries.num_losses
+        return self._budget.num_spent + self._budget.num_refused
 
     @property
     def history(self) -> GroupHistory:
@@ -576,7 +579,7 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
         config: Connects the workers.
         num_workers: The smallest and the largest number of workers.
         num_gpus: GPUs for each.
-        max_retries: As for `LossCounter`.
+        max_retries: The number of the loss that is raised; below 0 for none.
 
     Raises:
         ValueError: They cannot, with these arguments.

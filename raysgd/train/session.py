@@ -12,7 +12,7 @@ from typing import Any
 from raysgd._arguments import check_seconds
 from raysgd.air import session as of_air
 from raysgd.air._running import current_session, place, session_or_warning
-from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, ReportedCheckpoint, ReportedCheckpointStatus
+from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, ReportedCheckpoint
 from raysgd.air.session import *  # noqa: F403 - all of it is found here too
 from raysgd.air.session import TrainContext, get_context
 from raysgd.exceptions import SessionMisuseError
@@ -83,7 +83,7 @@ def get_all_reported_checkpoints(
     if session is None:
         return []
     found: list[ReportedCheckpoint] | None = session.ask(REPORTED)
-    while consistency_mode is CheckpointConsistencyMode.VALIDATED and found and any(map(_is_pending, found)):
+    while consistency_mode is CheckpointConsistencyMode.VALIDATED and found and any(each.is_pending for each in found):
         if session.ask(BROADCAST, time.monotonic() > deadline):  # all ranks go by the clock of rank 0
             break
         time.sleep(_PENDING_S)
@@ -94,10 +94,6 @@ def get_all_reported_checkpoints(
             "`Trainer.run` keeps checkpoints of `save_checkpoint` in its folder."
         )
     return found
-
-
-def _is_pending(reported: ReportedCheckpoint) -> bool:
-    return reported.status is ReportedCheckpointStatus.PENDING_VALIDATION
 
 
 def get_preemption_info() -> PreemptionInfo | None:

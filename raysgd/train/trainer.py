@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from raysgd._arguments import is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import ScalingConfig
-from raysgd.callbacks.adapters import FunctionCalls, as_list
 from raysgd.callbacks.callback import Callback
-from raysgd.callbacks.calling import Dispatcher
+from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
 from raysgd.compat.names import MOVED, former_names
 from raysgd.detached.cluster import start as start_host
 from raysgd.detached.protocol import Detached
@@ -450,7 +449,7 @@ class TrainerCallbacks:
 
     def __init__(self, callbacks: Any) -> None:
         given = as_list(callbacks)
-        self._own = [callback for callback in given if isinstance(callback, Callback)]
+        self._own = own_among(given)
         self._calls: FunctionCalls | None = None
         self._newest: str | None = None
         self._of_trainer = Dispatcher((each for each in given if not isinstance(each, Callback)), advice=None)
@@ -505,7 +504,7 @@ class TrainerCallbacks:
             self._calls.report(without_reserved(results[0]), events)
             if checkpoint is not None and checkpoint != self._newest:
                 self._newest = checkpoint
-                self._calls.checkpoint(checkpoint)
+                self._calls.tell("on_checkpoint", checkpoint)
 
     def _finish(self, calls: FunctionCalls, failure: BaseException | None) -> None:
         has_failed = failure is not None

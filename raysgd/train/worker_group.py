@@ -67,24 +67,30 @@ class WorkerHandle:
     rank: int
     ray_actor: Any
 
-    @property
-    def kill(self) -> KillMethod:
-        """`handle.kill()` ends the worker's process at once; `handle.kill.remote()` calls the object's `kill`."""
-        return KillMethod(self.group, self.rank, "kill", self.ray_actor)
-
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("__"):
             raise AttributeError(name)
-        return RemoteMethod(self.group, self.rank, name)
+        return RemoteMethod(self, name)
 
 
 @dataclass(frozen=True)
 class RemoteMethod:
-    """One method of the object in a worker."""
+    """One method of the object in a worker: `handle.method`."""
 
-    group: EngineGroup
-    rank: int
+    handle: WorkerHandle
     name: str
+
+    def __call__(self) -> None:
+        """End the worker's process at once, whatever it is doing, as `ray.kill` does: `handle.kill()`.
+
+        Raises:
+            TypeError: It is another method.
+        """
+        if self.name != "kill":
+            raise TypeError(f"`{self.name}` is in another process: call `handle.{self.name}.remote(...)`.")
+        import ray
+
+        ray.kill(self.handle.ray_actor)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Starts the method and returns a Ray reference to its result; `ray.get` of it is an error if the worker dies.
@@ -92,27 +98,14 @@ class RemoteMethod:
         Raises:
             InactiveWorkerGroupError: The workers were ended or replaced since the handle was made.
         """
-        if self.group.is_ended:
+        group, rank = self.handle.group, self.handle.rank
+        if group.is_ended:
             raise InactiveWorkerGroupError(
-                f"The worker of rank {self.rank} that this handle belongs to has stopped: get a new handle, "
-                f"`group[{self.rank}]`."
+                f"The worker of rank {rank} that this handle belongs to has stopped: get a new handle, `group[{rank}]`."
             )
         if self.name.endswith("__execute"):  # as classes that the old library mixed in called it
-            return self.group.submit(self.rank, "execute", *args, **kwargs)
-        return self.group.submit(self.rank, "host", FunctionReplica.call_object, self.name, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class KillMethod(RemoteMethod):
-    """The method `kill` of the object in a worker; called itself, it ends the worker's process."""
-
-    ray_actor: Any
-
-    def __call__(self) -> None:
-        """Ends the process at once, whatever it is doing, as `ray.kill` does."""
-        import ray
-
-        ray.kill(self.ray_actor)
+            return group.submit(rank, "execute", *args, **kwargs)
+        return group.submit(rank, "host", FunctionReplica.call_object, self.name, *args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.air.trial import new_name, storage_of
-from raysgd.callbacks.adapters import FunctionCalls, as_own
 from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.calling import FunctionCalls, of_tune_among, own_among
 from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
 from raysgd.train._tune import check_space
@@ -330,7 +330,7 @@ class CallsInTrials:
         callbacks: What is copied for each trial, in this order.
 
     Raises:
-        TypeError: One of them needs something in the workers.
+        ValueError: Two of them write to the same place.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -353,7 +353,7 @@ class CallsInTrials:
 
     def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
         """A trial has a checkpoint."""
-        self._of_trial[trial.trial_id].checkpoint(str(checkpoint.path))
+        self._of_trial[trial.trial_id].tell("on_checkpoint", str(checkpoint.path))
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
         """A trial has ended well."""
@@ -384,10 +384,9 @@ def for_tune(callbacks: Sequence[Any]) -> list[Any]:
     """The callbacks of a sweep as Ray Tune takes them.
 
     Raises:
-        TypeError: A callback of raysgd needs something in the workers.
+        TypeError: A callback of raysgd runs in the workers, or something is no callback.
     """
-    own = [own for callback in callbacks if (own := as_own(callback)) is not None]
-    given = [callback for callback in callbacks if as_own(callback) is None]
+    own, given = own_among(callbacks), of_tune_among(callbacks)
     return [*given, _tune_class()(own)] if own else given
 
 

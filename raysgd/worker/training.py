@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary, is_weight
-from raysgd._numbers.results import CallProgress, ProgressKind, WorkerMetrics, as_number
+from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
@@ -182,7 +182,7 @@ class ReplicaCalls:
         extra = loop.extra_results()
         extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
         answer = self._answer(returned, request, run.num_completed, extra)
-        told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
+        told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else loop.num_samples(run)
         heartbeat = self._heartbeat("between calls", -1, num_samples)
         before, after = run.ledger_before, heartbeat.data
@@ -226,7 +226,7 @@ class ReplicaCalls:
         if request.profile:
             values["profile"] = self._timers.stats()
         behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
-        return EpochAnswer(WorkerMetrics(values, *behind), None, num_steps)
+        return EpochAnswer(MetricSummary(values, *behind), None, num_steps)
 
     def _at_boundary(self, loop: Loop, run: EpochRun, stream: Any) -> None:
         """Between two steps: take a snapshot if one is due, and stop if that was agreed on."""

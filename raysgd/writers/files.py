@@ -21,7 +21,7 @@ from raysgd._files import replacing
 from raysgd._imports import require, require_installed
 from raysgd._numbers.metric_names import flattened
 from raysgd._text.log_lines import Once
-from raysgd.writers.sink import FileSink, LoggedRun, Sink, place_in
+from raysgd.writers.sink import FileSink, Sink, place_in
 
 _FLUSH_S = 2.0
 
@@ -213,7 +213,7 @@ class EventFile(Sink):
         self._once = Once()
         self._opener: ThreadPoolExecutor | None = None
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         self._path = place_in(run, self._folder)
         self._path.mkdir(parents=True, exist_ok=True)
         self._opener, self._waiting = None, []

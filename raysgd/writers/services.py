@@ -14,7 +14,7 @@ from typing import Any
 from raysgd._imports import require
 from raysgd._numbers.metric_names import flattened
 from raysgd._text.secrets import masked
-from raysgd.writers.sink import LoggedRun, Sink
+from raysgd.writers.sink import Sink
 
 
 class ServiceRun(Sink):
@@ -45,7 +45,7 @@ class ServiceRun(Sink):
         """The package, which is not kept: a module cannot be copied."""
         return require(self._package, self._extra)
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         self.run_id = self.run_id if first_step else None
         active = self._active()
         self._is_own = active is None
@@ -61,7 +61,7 @@ class ServiceRun(Sink):
         """Return the run that is active in this process; None if there is none."""
 
     @abstractmethod
-    def _start(self, run: LoggedRun) -> Any:
+    def _start(self, run: Any) -> Any:
         """Start a run; or go on with `run_id`, if there is one."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class MLflowRun(ServiceRun):
         self._experiment_id, self._experiment_name = experiment_id, experiment_name
         self._tags, self._joins = dict(tags or {}), joins
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         super().open(run, first_step)
         if self.run_id is None:
             self._log_parameters(_by_allowed_names(_parameters(masked(run.config))))
@@ -127,7 +127,7 @@ class MLflowRun(ServiceRun):
     def _active(self) -> Any:
         return self._service.active_run() if self._joins else None
 
-    def _start(self, run: LoggedRun) -> Any:
+    def _start(self, run: Any) -> Any:
         self._choose_store(run.folder / "mlruns")
         where = {"experiment_id": self._find_experiment(run.name)} if self.run_id is None else {"run_id": self.run_id}
         return self._service.start_run(**where, run_name=self._name or run.name, tags=self._tags)
@@ -210,14 +210,14 @@ class WandbRun(ServiceRun):
         super().__init__("wandb", "wandb", purpose, name)
         self._options = options
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         super().open(run, first_step)
         self.run_id = str(self._run.id)
 
     def _active(self) -> Any:
         return self._service.run
 
-    def _start(self, run: LoggedRun) -> Any:
+    def _start(self, run: Any) -> Any:
         going_on = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
         options = {"name": self._name or run.name, "dir": str(run.folder), **going_on, **self._options}
         return self._service.init(config=dict(masked(run.config)), **options)
@@ -246,7 +246,7 @@ class CometRun(ServiceRun):
         super().__init__("comet_ml", "comet", purpose, name)
         self._online, self._options = online, options
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         super().open(run, first_step)
         self._run.log_parameters(flattened(masked(run.config)))
         self.run_id = str(self._run.get_key())
@@ -255,7 +255,7 @@ class CometRun(ServiceRun):
         active = self._service.get_running_experiment()
         return active if active is not None and active.alive else None  # one that has ended is still named
 
-    def _start(self, run: LoggedRun) -> Any:
+    def _start(self, run: Any) -> Any:
         options = dict(self._options)
         if not self._online:
             run.folder.mkdir(parents=True, exist_ok=True)

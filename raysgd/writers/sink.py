@@ -5,30 +5,16 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd.exceptions import OnFailure
 
-
-class LoggedRun(Protocol):
-    """The run whose metrics are written, as far as a sink wants to know it."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run. A sink that writes elsewhere does not ask for it, because asking may make it."""
-
-    @property
-    def config(self) -> Any:
-        """The config of the run."""
-
-    @property
-    def name(self) -> str | None:
-        """The name of the run."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,11 +33,12 @@ class Sink(ABC):
     """
 
     @abstractmethod
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         """Begin with a run.
 
         Args:
-            run: The run.
+            run: The run, with its `folder`, `config` and `name`. A sink that writes elsewhere does not ask for the
+                folder, because asking may make it.
             first_step: The step that the run goes on from: what was written of later ones is not of this run. 0 for a
                 run that begins; None if all stays that is there.
         """
@@ -81,7 +68,7 @@ class FileSink(Sink):
     def __init__(self, name: str | Path) -> None:
         self._name = self.path = Path(name)
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         self.path = place_in(run, self._name)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._begin(first_step)
@@ -91,7 +78,7 @@ class FileSink(Sink):
         """Make the file, or leave in it what stays."""
 
 
-def place_in(run: LoggedRun, name: Path) -> Path:
+def place_in(run: Any, name: Path) -> Path:
     """Return a place in the folder of a run, or an absolute one as it is."""
     return name if name.is_absolute() else run.folder / name
 
@@ -107,12 +94,16 @@ class SafeSink:
 
     def __init__(self, sink: Sink, owner: str, hidden: Collection[str] = ()) -> None:
         self._sink, self._hidden = sink, hidden
-        self.failures = FailureWarnings(owner)
-        self._run: LoggedRun | None = None
+        self._owner, self._warned = owner, Once()
+        self._run: Any = None
         self._first_step: int | None = None
         self._is_open = False
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def warns(self) -> AbstractContextManager[None]:
+        """Warn instead of raising what the block raises, as where a row cannot be written."""
+        return failures_warned(self._owner, self._warned)
+
+    def open(self, run: Any, first_step: int | None = None) -> None:
         """Open the sink.
 
         Raises:
@@ -123,14 +114,14 @@ class SafeSink:
 
     def write(self, row: Any, step: int) -> None:
         """Write one row, or warn."""
-        with self.failures.instead():
+        with self.warns():
             self._open_once()
             shown = {name: row[name] for name in row if name not in self._hidden} if self._hidden else row
             self._sink.write(shown, step)
 
     def close(self, *, has_failed: bool = False) -> None:
         """Close what was opened, or warn."""
-        with self.failures.instead():
+        with self.warns():
             if self._is_open:
                 self._is_open, self._run = False, None
                 self._sink.close(has_failed=has_failed)
@@ -149,31 +140,22 @@ class SafeSink:
         self._is_open = True
 
 
-logger = logging.getLogger(__name__)
-
-
-class FailureWarnings:
-    """Turns what fails into warnings, one for each kind of error.
+@contextmanager
+def failures_warned(owner: str, warned: Once) -> Iterator[None]:
+    """Warn instead of raising what the block raises, once for each kind of error; leave out the rest of the block.
 
     Args:
         owner: What fails, as the user calls it.
+        warned: The kinds of errors that it was warned of.
     """
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-        self._once = Once()
-
-    @contextmanager
-    def instead(self) -> Iterator[None]:
-        """Warn instead of raising what the block raises, and leave out the rest of the block."""
-        try:
-            yield
-        except Exception as error:  # of a disk, of a service, or a mistake: days of training do not end for it
-            kind = type(error).__name__
-            if self._once.is_first(kind):
-                logger.warning(
-                    "%s: could not write (%s: %s); the run continues, and it tries again with the next result",
-                    self._owner,
-                    kind,
-                    masked(str(error)),
-                )
+    try:
+        yield
+    except Exception as error:  # of a disk, of a service, or a mistake: days of training do not end for it
+        kind = type(error).__name__
+        if warned.is_first(kind):
+            logger.warning(
+                "%s: could not write (%s: %s); the run continues, and it tries again with the next result",
+                owner,
+                kind,
+                masked(str(error)),
+            )

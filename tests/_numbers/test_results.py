@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd._numbers.results import Metrics, WorkerMetrics, as_number, merge, with_lost
+from raysgd._numbers.meters import MetricSummary
+from raysgd._numbers.results import Metrics, as_number, merge, with_lost
 
 
-def plain(**values: Any) -> WorkerMetrics:
+def plain(**values: Any) -> MetricSummary:
     """A worker whose user computed everything."""
-    return WorkerMetrics(values)
+    return MetricSummary(values)
 
 
-def averaged(num_samples: int, **totals: tuple[float, float]) -> WorkerMetrics:
+def averaged(num_samples: int, **totals: tuple[float, float]) -> MetricSummary:
     """A worker whose metrics the library averaged: sum and count by name."""
     means = {name: total / count for name, (total, count) in totals.items()}
-    return WorkerMetrics({"num_samples": num_samples, **means}, totals)
+    return MetricSummary({"num_samples": num_samples, **means}, totals)
 
 
 @dataclass
@@ -76,7 +77,8 @@ def test_the_exact_total_counts_rather_than_the_rounded_mean_times_samples() -> 
 
 
 def test_a_mean_that_the_user_replaced_counts_as_replaced() -> None:
-    worker = WorkerMetrics({"num_samples": 2, "loss": 10.0}, {"loss": (2.0, 2)})
+    worker = averaged(2, loss=(2.0, 2))
+    worker["loss"] = 10.0
     assert merge([worker, averaged(2, loss=(4.0, 2))])["loss"] == 6.0
 
 
@@ -124,7 +126,7 @@ def test_losses_without_bound_do_not_raise() -> None:
 
 
 def test_a_worker_without_samples_does_not_spoil_the_mean() -> None:
-    empty = WorkerMetrics({"num_samples": 0, "loss": math.nan}, {"loss": (0.0, 0)})
+    empty = MetricSummary({"num_samples": 0, "loss": math.nan}, {"loss": (0.0, 0)})
     assert merge([empty, averaged(2, loss=(4.0, 2))])["loss"] == 2.0
 
 
@@ -139,7 +141,7 @@ def test_a_metric_that_one_worker_lacks_is_averaged_over_the_others() -> None:
 
 def test_a_single_worker_reports_what_two_workers_with_the_same_share_would() -> None:
     one = averaged(3, loss=(3.0, 3), last_loss=(0.5, 1))
-    one = WorkerMetrics({"right": True, "epoch": 2, "text": "x", **one.values, "last_right": 1}, one.totals)
+    one = MetricSummary({"right": True, "epoch": 2, "text": "x", **one, "last_right": 1}, one.totals)
     alone, together = merge([one]), merge([one, one])
     assert alone == {**together, "num_samples": 3}
     assert list(alone) == list(together)
@@ -163,8 +165,8 @@ def test_one_worker_without_a_number_means_the_first_workers_value() -> None:
 
 def test_metric_objects_are_merged_before_they_are_read() -> None:
     workers = [
-        WorkerMetrics({"num_samples": 1, "hits": 0.5}, objects={"hits": Counter(3)}),
-        WorkerMetrics({"num_samples": 1, "hits": 0.1}, objects={"hits": Counter(4)}),
+        MetricSummary({"num_samples": 1, "hits": 0.5}, objects={"hits": Counter(3)}),
+        MetricSummary({"num_samples": 1, "hits": 0.1}, objects={"hits": Counter(4)}),
     ]
     assert merge(workers)["hits"] == 7
 
@@ -177,7 +179,7 @@ def test_booleans_become_shares() -> None:
 def test_the_workers_own_metrics_stay_as_they_are() -> None:
     worker = averaged(2, loss=(4.0, 2))
     merge([worker, worker])
-    assert worker.values == {"num_samples": 2, "loss": 2.0}
+    assert worker == {"num_samples": 2, "loss": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -201,14 +203,14 @@ def test_numbers_are_what_has_one_value(value: Any, expected: Any) -> None:
 
 class TestMetrics:
     def test_the_counts_of_the_library_have_types_and_the_rest_is_a_dict(self) -> None:
-        result = merge([WorkerMetrics({"epoch": 2, "batch_count": 3, "num_samples": 12, "train_loss": 0.5})])
+        result = merge([MetricSummary({"epoch": 2, "batch_count": 3, "num_samples": 12, "train_loss": 0.5})])
         assert (result.num_samples, result.epoch, result.batch_count) == (12, 2, 3)
         assert json.loads(json.dumps(result)) == result == pickle.loads(pickle.dumps(result))
         assert repr(result) == repr(dict(result))
 
     def test_a_count_that_is_not_there_is_missed_by_its_name(self) -> None:
         with pytest.raises(AttributeError, match="no 'epoch'; it has 'num_samples', 'val_loss'"):
-            _ = merge([WorkerMetrics({"num_samples": 12, "val_loss": 0.5})]).epoch
+            _ = merge([MetricSummary({"num_samples": 12, "val_loss": 0.5})]).epoch
 
 
 # ------------------------------------------------------------------------------------------------ lost workers
@@ -217,15 +219,15 @@ class TestMetrics:
 def test_what_lost_workers_had_averaged_counts_as_if_the_worker_had_seen_it() -> None:
     own, lost = averaged(2, loss=(4.0, 2)), [averaged(3, loss=(9.0, 3)), averaged(5, loss=(5.0, 5), iou=(1.0, 4))]
     found = with_lost(own, lost, {"loss"})
-    assert found.values == {"num_samples": 10, "loss": 1.8, "iou": 0.25}
+    assert found == {"num_samples": 10, "loss": 1.8, "iou": 0.25}
     assert merge([found, own]) == merge([own, *lost, own])
-    assert own.values == {"num_samples": 2, "loss": 2.0}
+    assert own == {"num_samples": 2, "loss": 2.0}
 
 
 def test_what_user_code_computed_or_removed_is_not_changed_by_lost_workers() -> None:
-    own = WorkerMetrics({"num_samples": 2, "loss": 7.0, "mine": 1.0, "iou": 0.5}, {"iou": (1.0, 2)})
+    own = MetricSummary({"num_samples": 2, "loss": 7.0, "mine": 1.0, "iou": 0.5}, {"iou": (1.0, 2)})
     found = with_lost(own, [averaged(2, loss=(4.0, 2), gone=(1.0, 2), iou=(2.0, 2))], {"loss", "gone", "iou"})
-    assert found.values == {"num_samples": 4, "loss": 7.0, "mine": 1.0, "iou": 0.75}
+    assert found == {"num_samples": 4, "loss": 7.0, "mine": 1.0, "iou": 0.75}
 
 
 def test_a_result_that_is_none_of_the_librarys_stays_as_it_is() -> None:
@@ -235,13 +237,13 @@ def test_a_result_that_is_none_of_the_librarys_stays_as_it_is() -> None:
 
 def test_a_worker_that_never_had_a_sample_counts_those_of_lost_workers() -> None:
     found = with_lost(plain(num_samples=0, epoch=1), [averaged(2, loss=(4.0, 2))], ())
-    assert found.values == {"num_samples": 2, "epoch": 1, "loss": 2.0}
+    assert found == {"num_samples": 2, "epoch": 1, "loss": 2.0}
 
 
 def test_metric_objects_of_lost_workers_are_merged() -> None:
-    own = WorkerMetrics({"num_samples": 1, "hits": 3}, objects={"hits": Counter(3)})
-    lost = WorkerMetrics({"num_samples": 2, "hits": 4}, objects={"hits": Counter(4)})
-    assert with_lost(own, [lost], {"hits"}).values == {"num_samples": 3, "hits": 7}
+    own = MetricSummary({"num_samples": 1, "hits": 3}, objects={"hits": Counter(3)})
+    lost = MetricSummary({"num_samples": 2, "hits": 4}, objects={"hits": Counter(4)})
+    assert with_lost(own, [lost], {"hits"}) == {"num_samples": 3, "hits": 7}
 
 
 def test_a_result_is_a_card_in_a_notebook() -> None:

@@ -171,7 +171,7 @@ def test_a_run_of_a_function_leaves_none(tmp_path: Path, caplog: pytest.LogCaptu
     folder, config = make_folder(tmp_path), planted()
     trainer = DataParallelTrainer(loop, train_loop_config=config)
     save_trainer(folder.experiment, DataParallelTrainer, trainer._arguments)
-    recorder = Recorder(folder, {"train_loop_config": config}, RunConfig(), "DataParallelTrainer")
+    recorder = Recorder(folder, {"train_loop_config": config}, RunConfig())
     recorder.begin_attempt()
     recorder.record({"loss": 1.0}, None)
     recorder.end_run(ValueError(f"no such config: {config}"))

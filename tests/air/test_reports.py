@@ -7,7 +7,7 @@ import pytest
 
 from raysgd import train
 from raysgd.air import session
-from raysgd.air.reports import FILLED_IN, MetricsFiller, RunProgress, ValidationConfig, ValidationTaskConfig
+from raysgd.air.reports import FILLED_IN, MetricsFiller, ValidationConfig, ValidationTaskConfig
 
 
 def loss_of(checkpoint: Any, **kwargs: Any) -> dict[str, float]:
@@ -57,7 +57,7 @@ class Clock:
 
 def make_filler() -> MetricsFiller:
     filler = MetricsFiller("1a2b3_00000", {"train_loop_config": {"lr": 1}}, "0", Clock())
-    filler.begin_attempt(RunProgress())
+    filler.begin_attempt({})
     return filler
 
 
@@ -94,9 +94,8 @@ def test_a_report_with_a_checkpoint_names_it() -> None:
 
 def test_an_attempt_counts_on_from_its_checkpoint() -> None:
     filler = make_filler()
-    for _ in range(2):
-        filler.fill({}, None)
-    at_checkpoint = filler.progress
+    filler.fill({}, None)
+    at_checkpoint = filler.fill({}, None)
     filler.fill({}, None)
     filler.begin_attempt(at_checkpoint)
     filler.fill({}, None)
@@ -121,13 +120,18 @@ def test_a_function_can_say_that_it_is_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "progress"),
+    ("line", "iteration", "time_total_s"),
     [
-        ({"training_iteration": 3, "time_total_s": 1.5}, RunProgress(3, 1.5)),
-        ({}, RunProgress()),
-        ({"training_iteration": "many", "time_total_s": None}, RunProgress()),
-        ({"training_iteration": float("nan"), "time_total_s": float("inf")}, RunProgress()),
+        ({"training_iteration": 3, "time_total_s": 1.5}, 4, 2.5),
+        ({}, 1, 1.0),
+        ({"training_iteration": "many", "time_total_s": None}, 1, 1.0),
+        ({"training_iteration": float("nan"), "time_total_s": float("inf")}, 1, 1.0),
     ],
 )
-def test_progress_of_a_line_that_may_be_damaged(line: dict[str, Any], progress: RunProgress) -> None:
-    assert RunProgress.at_report(line) == progress
+def test_an_attempt_goes_on_behind_a_line_that_may_be_damaged(
+    line: dict[str, Any], iteration: int, time_total_s: float
+) -> None:
+    filler = make_filler()
+    filler.begin_attempt(line)
+    filled = filler.fill({"time_this_iter_s": 1.0}, None)
+    assert (filled["training_iteration"], filled["time_total_s"]) == (iteration, time_total_s)

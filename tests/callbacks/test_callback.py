@@ -54,7 +54,6 @@ def test_a_callback_does_nothing_by_itself() -> None:
     nothing.on_result(run, {"loss": 1.0})
     nothing.on_checkpoint(run, "last.pt")
     nothing.on_run_end(run, None)
-    assert nothing.worker_callback() is None
     assert nothing.newest_checkpoint(run) is None
     assert nothing.state_dict() is None
 

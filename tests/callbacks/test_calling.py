@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import Callback, Run, WorkerCallback
-from raysgd.callbacks.adapters import checked
-from raysgd.callbacks.calling import CallbackCalls, Dispatcher
+from raysgd.callbacks.calling import CallbackCalls, Dispatcher, checked
 from raysgd.exceptions import CallbackError
 
 
@@ -126,7 +124,7 @@ def calls_of(*callbacks: Callback) -> CallbackCalls:
 def test_all_are_called_in_their_order_and_see_what_those_before_have_added() -> None:
     noted: list[tuple[Any, ...]] = []
     calls = calls_of(Noting(noted, "a"), Noting(noted, "b"))
-    calls.result({"loss": 1.0})
+    calls.tell("on_result", {"loss": 1.0})
     assert noted == [("a", "result", {"loss": 1.0, "a": 1}), ("b", "result", {"loss": 1.0, "a": 1, "b": 2})]
 
 
@@ -182,32 +180,11 @@ class TestStates:
         assert [each.loaded for each in (first, second, third)] == [{"name": "a"}, {"name": "b"}, None]
 
 
-class TestWorkerCallbacks:
-    def test_come_with_the_name_of_the_class_that_was_given(self) -> None:
-        class Norms(WorkerCallback):
-            pass
-
-        class Both(Callback):
-            def worker_callback(self) -> WorkerCallback:
-                return Norms()
-
-        calls = calls_of(Callback(), *checked([Norms(), Both()]))
-        assert [name for name, _ in calls.worker_callbacks()] == ["Norms", "Both"]
-
-    def test_are_refused_if_they_are_something_else(self) -> None:
-        class Wrong(Callback):
-            def worker_callback(self) -> Any:
-                return 3
-
-        with pytest.raises(TypeError, match=r"`Wrong\.worker_callback` returned 3: need an object of a subclass"):
-            calls_of(Wrong()).worker_callbacks()
-
-
 class TestWhatIsGiven:
     def test_may_be_any_iterable(self) -> None:
-        callback = Callback()
-        assert checked(iter([callback])) == [callback]
-        assert checked(None) == []
+        callback, in_worker = Callback(), WorkerCallback()
+        assert checked(iter([in_worker, callback])) == ([callback], [in_worker])
+        assert checked(None) == ([], [])
 
     @pytest.mark.parametrize("given", [Callback(), "EarlyStopping", 3])
     def test_has_to_be_a_list(self, given: Any) -> None:
@@ -215,11 +192,10 @@ class TestWhatIsGiven:
             checked(given)
 
     def test_has_each_object_once(self) -> None:
-        ours, of_ray = Callback(), SimpleNamespace(on_trial_result=print)
-        for twice in (ours, of_ray):
+        for twice in (Callback(), WorkerCallback()):
             with pytest.raises(ValueError, match=r"`callbacks` has .* twice.*: pass each object once"):
                 checked([twice, Noting([]), twice])
-        assert len(checked([Callback(), Callback()])) == 2
+        assert len(checked([Callback(), Callback()])[0]) == 2
 
     def test_a_class_is_met_with_a_guess(self) -> None:
         with pytest.raises(TypeError, match=r"Did you mean `Noting\(\)`\?"):

@@ -51,7 +51,8 @@ STANDS_ON = {
     "engine exceptions history messages storage streams utils worker",
     "torch": "_arguments _files _imports _numbers _private_names _reading _state _text arrays callbacks compat "
     "connections detached driver engine exceptions history messages storage streams utils worker",
-    "cli": "_imports _private_names _text _version air compat detached engine history storage torch utils",
+    "cli": "_imports _private_names _text _version air callbacks compat detached engine history storage torch utils "
+    "writers",
     "operators": "_imports torch utils",
     "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections detached driver "
     "engine exceptions messages storage streams tf torch utils writers",
@@ -77,7 +78,7 @@ INSIDE = {
         "worker_callback",
         "callback",
         "averages calling loggers monitors progress report sidecar",
-        "adapters early_stopping",
+        "early_stopping",
         "checkpointing",
     ),
     "connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from raysgd._numbers.results import WorkerMetrics
+from raysgd._numbers.meters import MetricSummary
 from raysgd.messages.epochs import EpochAnswer, accepted, bind_batch_info, merged
 
 
 def test_results_are_merged_by_name_or_listed_as_they_are() -> None:
     answers = [
-        EpochAnswer(WorkerMetrics({"loss": loss, "num_samples": n}), None, 1) for loss, n in ((1.0, 1), (4.0, 2))
+        EpochAnswer(MetricSummary({"loss": loss, "num_samples": n}), None, 1) for loss, n in ((1.0, 1), (4.0, 2))
     ]
     assert merged(answers, True) == {"num_samples": 3, "loss": 3.0}
     assert merged(answers, False) == [{"loss": 1.0, "num_samples": 1}, {"loss": 4.0, "num_samples": 2}]

@@ -29,7 +29,6 @@ from raysgd.engine import ranks as rank_rules
 from raysgd.engine.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._function_run import FunctionRun
-from raysgd.train._retries import LossCounter
 from raysgd.train._torch import global_steps
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.loaders import DrawnSampler, over_global_batches
@@ -479,7 +478,14 @@ class Simulation:
         spec = FunctionSpec(int, dict, "score", make_session=_make_session, is_elastic=True)
         sim = cast(Any, self)  # the controller, the hooks, and what takes checkpoints
         run = self.function_run = FunctionRun(
-            sim, sim, spec, sim, LossCounter(-1), lambda data: data, max_workers=self.most, resize_interval_s=0.0
+            sim,
+            sim,
+            spec,
+            sim,
+            RetryBudget(float("inf")),
+            lambda data: data,
+            max_workers=self.most,
+            resize_interval_s=0.0,
         )
         returned: list[Any] = []
         attempt = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raysgd.storage._retrying import RetryLimit, may_pass, storage_error
+from raysgd.storage._retrying import limit_s, may_pass, retried, storage_error
 
 PASSES = [
     ConnectionResetError("reset"),
@@ -48,8 +48,8 @@ class Clock:
         self.slept.append(seconds)
         self.now += seconds
 
-    def call(self, patience: RetryLimit, attempt: Callable[[], str]) -> str:
-        return patience.call(attempt, "read `x`", clock=lambda: self.now, sleep=self.sleep)
+    def call(self, attempt: Callable[[], str], total_s: float = 60) -> str:
+        return retried(attempt, "read `x`", total_s, clock=lambda: self.now, sleep=self.sleep)
 
 
 def failing(times: int, error: Exception) -> Callable[[], str]:
@@ -64,11 +64,10 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
 
 
 def test_what_passes_is_tried_again_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+    clock, limits = Clock(), [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10]
     with caplog.at_level(logging.WARNING):
-        assert clock.call(RetryLimit(first_s=1, longest_s=4), failing(4, ConnectionResetError("gone"))) == "done"
-    assert [pause <= limit for pause, limit in zip(clock.slept, [1, 2, 4, 4], strict=True)] == [True] * 4
-    assert [pause >= 0.75 * limit for pause, limit in zip(clock.slept, [1, 2, 4, 4], strict=True)] == [True] * 4
+        assert clock.call(failing(8, ConnectionResetError("gone"))) == "done"
+    assert all(0.75 * limit <= pause <= limit for pause, limit in zip(clock.slept, limits, strict=True))
     assert "could not read `x`, trying again in" in caplog.text
     assert "gone" in caplog.text
 
@@ -76,33 +75,36 @@ def test_what_passes_is_tried_again_with_growing_pauses(caplog: pytest.LogCaptur
 def test_what_lasts_is_raised_at_once() -> None:
     clock = Clock()
     with pytest.raises(PermissionError):
-        clock.call(RetryLimit(), failing(1, PermissionError("x")))
+        clock.call(failing(1, PermissionError("x")))
     assert clock.slept == []
 
 
 def test_what_does_not_pass_in_time_is_raised() -> None:
     clock = Clock()
     with pytest.raises(ConnectionResetError):
-        clock.call(RetryLimit(total_s=10), failing(1000, ConnectionResetError("gone")))
+        clock.call(failing(1000, ConnectionResetError("gone")), total_s=10)
     assert 2 < sum(clock.slept) <= 10
 
 
 def test_without_patience_there_is_one_attempt() -> None:
     clock = Clock()
     with pytest.raises(ConnectionResetError):
-        clock.call(RetryLimit(total_s=0), failing(1, ConnectionResetError("gone")))
+        clock.call(failing(1, ConnectionResetError("gone")), total_s=0)
     assert clock.slept == []
 
 
-def test_the_environment_says_for_how_long() -> None:
-    assert RetryLimit.from_environment({}) == RetryLimit()
-    assert RetryLimit.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": "2.5"}).total_s == 2.5
+def test_the_environment_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYSGD_STORAGE_TIMEOUT_S", raising=False)
+    assert limit_s() == 60
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "2.5")
+    assert limit_s() == 2.5
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "nan", "inf"])
-def test_the_environment_has_to_say_a_number(text: str) -> None:
+def test_the_environment_has_to_say_a_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", text)
     with pytest.raises(ValueError, match=f"`RAYSGD_STORAGE_TIMEOUT_S='{text}'`: need a number of seconds"):
-        RetryLimit.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": text})
+        limit_s()
 
 
 def test_an_error_says_what_why_and_what_to_do() -> None:

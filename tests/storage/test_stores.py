@@ -247,15 +247,16 @@ def test_a_server_that_does_not_answer_is_asked_as_often_as_we_say(monkeypatch: 
     ],
 )
 def test_a_uri_of_s3_has_options(uri: str, options: dict[str, Any]) -> None:
-    opened = _filesystems.opened(uri)
-    assert opened.base == "bucket/a/b"
-    assert opened.filesystem == fs.S3FileSystem(**options)
-    assert opened.filesystem == fs.FileSystem.from_uri(uri)[0]
+    filesystem, base = _filesystems.opened(uri)
+    assert base == "bucket/a/b"
+    assert filesystem == fs.S3FileSystem(**options)
+    assert filesystem == fs.FileSystem.from_uri(uri)[0]
 
 
 def test_google_is_given_up_in_time() -> None:
-    assert isinstance(_filesystems.opened("gs://anonymous@bucket/x").filesystem, fs.GcsFileSystem)
-    assert _filesystems.opened("gs://anonymous@bucket/x").base == "bucket/x"
+    filesystem, base = _filesystems.opened("gs://anonymous@bucket/x")
+    assert isinstance(filesystem, fs.GcsFileSystem)
+    assert base == "bucket/x"
 
 
 class TestAzure:
@@ -283,9 +284,9 @@ class TestAzure:
     @RunIf(modules=["adlfs"])
     def test_the_account_and_the_container_are_those_of_the_uri(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "YS1zZWNyZXQ=")
-        opened = _filesystems.opened(self.URI)
-        assert (opened.filesystem.handler.fs.account_name, opened.base) == ("account", "container/x/y")
-        assert opened.is_whole_at_close
+        filesystem, base = _filesystems.opened(self.URI)
+        assert (filesystem.handler.fs.account_name, base) == ("account", "container/x/y")
+        assert _filesystems.is_whole_at_close(filesystem)
 
     @pytest.mark.soak  # it asks for credentials everywhere
     @RunIf(modules=["adlfs"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._numbers import results
+from raysgd._numbers.meters import MetricSummary
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
@@ -109,12 +110,12 @@ def _findings(outcomes: Sequence[tuple[list[EpochAnswer], Any]]) -> Findings:
     by_call = list(zip(*[answers for answers, _ in outcomes], strict=True))
     return Findings(
         results=[results.merge([_metrics(answer) for answer in answers]) for answers in by_call],
-        single=[[dict(_metrics(answer).values) for answer in answers] for answers in by_call],
+        single=[[dict(_metrics(answer)) for answer in answers] for answers in by_call],
         state=[end["state"] for _, end in outcomes],
         seen=[end["seen"] for _, end in outcomes],
     )
 
 
-def _metrics(answer: EpochAnswer) -> results.WorkerMetrics:
+def _metrics(answer: EpochAnswer) -> MetricSummary:
     assert answer.metrics is not None
     return answer.metrics

@@ -396,7 +396,7 @@ def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> Non
         replica_progress = runner.replica_progress()
         runner.regroup(World(0, 1), StateHandover())
         answer = runner.train_epoch(request(None))
-        return replica_progress.obstacle, answer.metrics.values["num_samples"], runner.state()["models"]
+        return replica_progress.obstacle, answer.metrics["num_samples"], runner.state()["models"]
 
     (obstacle, rest, first), (_, _, second) = lab.apply_all_workers(left_alone)
     assert obstacle is None

@@ -40,14 +40,11 @@ class Steps(WorkerCallback):
 
 
 class Watches(Callback):
-    """Brings `Steps`, and notes what happens."""
+    """Notes what happens."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.num_workers: list[int] = []
-
-    def worker_callback(self) -> WorkerCallback:
-        return Steps()
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
         self.events.append(event.kind)
@@ -99,9 +96,9 @@ def test_all_workers_lower_the_rate_by_the_same_validation_also_behind_a_loss(ra
 def test_the_state_of_callbacks_survives_losses_and_reaches_new_workers(trainer: TorchTrainer) -> None:
     callback = Watches()
     testing.kill_worker(trainer, 1, at="step:3")
-    first = trainer.fit(1, callbacks=[callback])
+    first = trainer.fit(1, callbacks=[callback, Steps()])
     testing.kill_worker(trainer, 0, at="step:3")
-    second = trainer.fit(1, callbacks=[callback])
+    second = trainer.fit(1, callbacks=[callback, Steps()])
     assert "continued" in callback.events
     assert [event.kind for event in (*first.events, *second.events)] == callback.events
     assert uses(trainer) == {2}, "no sample was lost or used twice"

@@ -59,7 +59,7 @@ def train(runner: TorchRunner, num_steps: int | None = None, shard: Any = None, 
 
 def values(answer: EpochAnswer) -> dict[str, Any]:
     assert answer.metrics is not None
-    return dict(answer.metrics.values)
+    return dict(answer.metrics)
 
 
 # ------------------------------------------------------------------------------------------------ facts

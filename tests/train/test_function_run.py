@@ -15,7 +15,6 @@ from raysgd.engine.policies import RetryBudget
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._function_run import FunctionRun, answer_to, check_step, questions_in
-from raysgd.train._retries import LossCounter
 from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
 from raysgd.train._worker.messages import (
     BROADCAST,
@@ -149,7 +148,7 @@ class Checkpoints:
 
 def run_on(group: Group) -> FunctionRun:
     made: Any = group, group, SPEC, Checkpoints()
-    return FunctionRun(*made, LossCounter(2), lambda data: data)
+    return FunctionRun(*made, RetryBudget(1), lambda data: data)
 
 
 def steps_of(run: FunctionRun) -> list[tuple[Any, ...]]:
@@ -333,7 +332,7 @@ def run_with(
     hooks: Any = FakeHooks(size)
     divided, spec, controller = DividedData(data) if data is not None else None, SPEC, cast(Any, None)
     spec = replace(spec, is_elastic=is_elastic)
-    return FunctionRun(controller, hooks, spec, checkpoints, LossCounter(2), dict, divided), hooks
+    return FunctionRun(controller, hooks, spec, checkpoints, RetryBudget(1), dict, divided), hooks
 
 
 def worlds(size: int) -> list[World]:

@@ -119,11 +119,13 @@ def test_callbacks_of_tune_go_there_as_they_are_and_ours_as_one() -> None:
     from ray.tune import Callback as TunesOwn
 
     own = TunesOwn()
-    adapted = for_tune([Notes(), own, TrainingCallback()])
+    adapted = for_tune([Notes(), own])
     assert adapted[0] is own
     assert len(adapted) == 2
     assert isinstance(adapted[1], TunesOwn)
     assert for_tune([own]) == [own]
+    with pytest.raises(TypeError, match=r"A `TrainingCallback` is for `raysgd\.train\.Trainer\.run"):
+        for_tune([TrainingCallback()])
 
 
 @RunIf(modules=["ray.tune", "mlflow", "wandb", "comet_ml"])

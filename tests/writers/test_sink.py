@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd._text.log_lines import Once
 from raysgd.writers.files import EventFile
-from raysgd.writers.sink import FailureWarnings, LoggedRun, RunInFolder, SafeSink, Sink
+from raysgd.writers.sink import RunInFolder, SafeSink, Sink, failures_warned
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 
@@ -22,7 +23,7 @@ class Flaky(Sink):
         self.calls: list[Any] = []
         self.failures = list(failures)
 
-    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+    def open(self, run: Any, first_step: int | None = None) -> None:
         self._note("open", first_step)
 
     def write(self, row: Any, step: int) -> None:
@@ -105,9 +106,9 @@ def test_a_number_in_an_array_is_a_number_for_tensorboard_and_costs_no_other_row
 
 
 def test_a_failure_costs_one_warning_for_each_kind_of_error(caplog: pytest.LogCaptureFixture) -> None:
-    failures, written = FailureWarnings("Table"), []
+    warned, written = Once(), []
     for number, error in enumerate([OSError("full"), None, OSError("full again"), ValueError("closed")]):
-        with failures.instead():
+        with failures_warned("Table", warned):
             if error is not None:
                 raise error
             written.append(number)
@@ -119,5 +120,5 @@ def test_a_failure_costs_one_warning_for_each_kind_of_error(caplog: pytest.LogCa
 
 
 def test_an_interrupt_is_no_failure() -> None:
-    with pytest.raises(KeyboardInterrupt), FailureWarnings("Table").instead():
+    with pytest.raises(KeyboardInterrupt), failures_warned("Table", Once()):
         raise KeyboardInterrupt

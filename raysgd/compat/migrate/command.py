@@ -1,4 +1,4 @@
-"""`raysgd migrate PATH... [--write] [--diff] [--strict]`."""
+"""`raysgd migrate PATH... [--write] [--diff] [--ray-train]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from raysgd._imports import require_installed
 
 if TYPE_CHECKING:
-    from raysgd.compat.migrate.files import MigratedFile
+    from raysgd.compat.migrate.source import MigratedProgram
 
 
 @click.command()
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
 @click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
 @click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean Ray 1.x or 2.0 to 2.9, too.")
-@click.option("--strict", is_flag=True, help="Leave a file unchanged if a line in it needs a person.")
-def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool, strict: bool) -> None:
+def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
     """Rewrite programs for `ray.util.sgd`.
 
     PATH is a file, or a folder of Python files. Imports, names and retired arguments get their names in raysgd. Lines
@@ -35,42 +34,42 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
     from raysgd.compat.migrate.files import files_of, migrate_file
 
     try:
-        found = [migrate_file(path, ray_train, strict) for path in files_of(paths)]
+        found = [migrate_file(path, ray_train) for path in files_of(paths)]
     except FileNotFoundError as error:
         raise click.ClickException(str(error)) from None
     has_failed = False
     for file in found:
         _tell(file, shows_diff)
         is_left = write and file.has_changed and not _wrote(file)
-        has_failed |= file.after.has_failed or is_left
+        has_failed |= file.has_failed or is_left
     click.echo(_summary(found, write), err=True)
-    if not ray_train and any(b"ray.train" in file.after.text or b"ray.air" in file.after.text for file in found):
+    if not ray_train and any(b"ray.train" in file.text or b"ray.air" in file.text for file in found):
         click.echo("If `ray.train` or `ray.air` is that of Ray 1.x or 2.0 to 2.9, pass --ray-train.", err=True)
     sys.exit(int(has_failed))
 
 
-def _tell(file: MigratedFile, shows_diff: bool) -> None:
+def _tell(file: MigratedProgram, shows_diff: bool) -> None:
     if shows_diff and file.has_changed:
         click.echo(file.diff(), nl=False)
-    for finding in file.after.findings:
+    for finding in file.findings:
         kind = "error" if finding.is_error else "look"
         click.echo(f"{file.path}:{finding.line}: {kind}: {finding.text}", err=True)
 
 
-def _wrote(file: MigratedFile) -> bool:
+def _wrote(file: MigratedProgram) -> bool:
     try:
-        file.replace()
+        file.replace_file()
     except OSError as error:
         click.echo(f"{file.path}:1: error: it cannot be written: {error}", err=True)
         return False
     return True
 
 
-def _summary(found: Sequence[MigratedFile], write: bool) -> str:
+def _summary(found: Sequence[MigratedProgram], write: bool) -> str:
     changed = sum(file.has_changed for file in found)
-    unread = sum(file.after.has_failed and not file.has_changed for file in found)
-    by_hand = sum(finding.is_error for file in found if file.has_changed for finding in file.after.findings)
-    to_look_at = sum(not finding.is_error for file in found for finding in file.after.findings)
+    unread = sum(file.has_failed and not file.has_changed for file in found)
+    by_hand = sum(finding.is_error for file in found if file.has_changed for finding in file.findings)
+    to_look_at = sum(not finding.is_error for file in found for finding in file.findings)
     done = "rewritten" if write else "would change (nothing is written without --write)"
     parts = [f"{changed} of {len(found)} files {done}"]
     parts += [f"{unread} could not be migrated and are unchanged"] if unread else []

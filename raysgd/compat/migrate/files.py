@@ -1,50 +1,20 @@
-"""Goes through files and folders, and writes what was rewritten: each file whole, or not at all."""
+"""Goes through files and folders, and rewrites what is in them, in memory."""
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from raysgd._files import replacing
 from raysgd.compat.migrate.names import Finding
-from raysgd.compat.migrate.notebook import migrate_notebook
 from raysgd.compat.migrate.source import MigratedProgram, migrate
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
-_WRITABLE = 0o222
-
-
-@dataclass(frozen=True)
-class MigratedFile:
-    """A file of a program, and what became of it."""
-
-    path: Path
-    before: bytes
-    after: MigratedProgram
-
-    @property
-    def has_changed(self) -> bool:
-        """True if there is something to write."""
-        return self.before != self.after.text
-
-    def diff(self) -> str:
-        """The change, as `git apply` takes it."""
-        texts, name = (_lines(self.before), _lines(self.after.text)), str(self.path).lstrip("/")
-        return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
-
-    def replace(self) -> None:
-        """Replaces the file; its permissions stay.
-
-        Raises:
-            OSError: It could not be written; it is as it was.
-        """
-        if not self.path.stat().st_mode & _WRITABLE:
-            raise PermissionError(f"`{self.path}` is read-only")
-        with replacing(str(self.path.resolve())) as file:
-            file.write(self.after.text)
+_NOTEBOOK = (
+    "a notebook is not rewritten: run `jupytext --to py:percent {path}`, migrate `{code}`, and run `jupytext --update "
+    "--to ipynb {code}`, which keeps the outputs"
+)
 
 
 def files_of(paths: Sequence[Path]) -> Iterator[Path]:
@@ -65,23 +35,25 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
         yield from found
 
 
-def migrate_file(path: Path, ray_train: bool, is_strict: bool = False) -> MigratedFile:
+def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
     """Rewrites one file, in memory. What is no file of its folder is left alone.
 
     Args:
         path: The file.
         ray_train: Whether `ray.train` and `ray.air` mean the old library.
-        is_strict: Whether a file in which a line is left for a person stays as it is.
     """
     reason = _obstacle(path)
     if reason is not None:
-        return MigratedFile(path, b"", MigratedProgram(b"", [Finding(1, f"left alone: {reason}", is_error=False)]))
+        return MigratedProgram(b"", b"", [Finding(1, f"left alone: {reason}", is_error=False)], path)
     try:
         before = path.read_bytes()
     except OSError as error:
-        return MigratedFile(path, b"", MigratedProgram(b"", [Finding(1, f"it cannot be read: {error}", is_error=True)]))
-    after = migrate_notebook(before, ray_train) if path.suffix == ".ipynb" else migrate(before, ray_train)
-    return MigratedFile(path, before, after.or_nothing(before) if is_strict else after)
+        return MigratedProgram(b"", b"", [Finding(1, f"it cannot be read: {error}", is_error=True)], path)
+    if path.suffix == ".ipynb":
+        is_old = any(name in before for name in (b"ray.util.sgd", *[b"ray.train", b"ray.air"] * ray_train))
+        text = _NOTEBOOK.format(path=path, code=path.with_suffix(".py"))
+        return MigratedProgram(before, before, [Finding(1, text, is_error=True)] * is_old, path)
+    return replace(migrate(before, ray_train), path=path)
 
 
 def _obstacle(path: Path) -> str | None:
@@ -95,7 +67,3 @@ def _inside(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         folders[:] = [each for each in folders if each not in _SKIPPED and not each.startswith(".")]
         yield from (Path(root, name) for name in names if name.endswith((".py", ".ipynb")))
-
-
-def _lines(text: bytes) -> list[str]:
-    return text.decode("utf-8", errors="replace").splitlines(keepends=True)

@@ -7,13 +7,16 @@ statement and call means the same, up to the names of the table. Where the two d
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
+from raysgd._files import replacing
 from raysgd.compat.migrate.calls import rewrites
 from raysgd.compat.migrate.names import Finding, OldNames
 from raysgd.compat.paths import Paths
@@ -21,6 +24,7 @@ from raysgd.compat.paths import Paths
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
 """In every program in which there is something to do."""
 _GONE = "?"
+_WRITABLE = 0o222
 _MARKS = ("ray.util.sgd", "ray.tune.integration", "ray.util.data", "raysgd")
 
 
@@ -29,21 +33,46 @@ class MigratedProgram:
     """A program after it was rewritten.
 
     Attributes:
+        before: The old text.
         text: The new text; the old one where nothing is to be done, or where it could not be read.
         findings: What a person has to look at.
+        path: The file that it is in.
     """
 
+    before: bytes
     text: bytes
     findings: list[Finding]
-
-    def or_nothing(self, before: bytes) -> MigratedProgram:
-        """The same, with the old text if something is left for a person."""
-        return MigratedProgram(before, self.findings) if self.has_failed else self
+    path: Path = Path()
 
     @property
     def has_failed(self) -> bool:
         """True if something is left that only a person can rewrite."""
         return any(finding.is_error for finding in self.findings)
+
+    @property
+    def has_changed(self) -> bool:
+        """True if there is something to write."""
+        return self.before != self.text
+
+    def diff(self) -> str:
+        """The change, as `git apply` takes it."""
+        texts, name = (_lines(self.before), _lines(self.text)), str(self.path).lstrip("/")
+        return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
+
+    def replace_file(self) -> None:
+        """Replaces the file; its permissions stay.
+
+        Raises:
+            OSError: It could not be written; it is as it was.
+        """
+        if not self.path.stat().st_mode & _WRITABLE:
+            raise PermissionError(f"`{self.path}` is read-only")
+        with replacing(str(self.path.resolve())) as file:
+            file.write(self.text)
+
+
+def _lines(text: bytes) -> list[str]:
+    return text.decode("utf-8", errors="replace").splitlines(keepends=True)
 
 
 def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
@@ -56,7 +85,7 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
     try:
         tree = ast.parse(text)  # first, because the other parser ends the process where code is nested very deeply
         if not _ANY_OF.search(text):
-            return MigratedProgram(text, [])
+            return MigratedProgram(text, text, [])
         module = cst.parse_module(text)
         source = text.decode(module.encoding)
     except SyntaxError as error:
@@ -72,11 +101,11 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
     if changed is not None:
         return _unchanged(text, changed, "this line would mean something else: rewrite the file yourself")
     _report_texts(tree, paths, findings)
-    return MigratedProgram(new, sorted(findings))
+    return MigratedProgram(text, new, sorted(findings))
 
 
 def _unchanged(text: bytes, line: int, reason: str) -> MigratedProgram:
-    return MigratedProgram(text, [Finding(line, reason, is_error=True)])
+    return MigratedProgram(text, text, [Finding(line, reason, is_error=True)])
 
 
 def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Finding]) -> cst.Module:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd._files import flush_to_disk, held, remove_leftovers
+from raysgd._files import flush_to_disk, remove_leftovers
 from raysgd._reading.strict_reading import corrupted, require
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch.checkpoints import checkpoint_file
@@ -132,8 +132,7 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
     beside = target.with_name(f".raysgd-{target.name}-{uuid.uuid4().hex[:8]}.tmp")
     beside.mkdir()
     try:
-        with held(beside):
-            yield beside
+        yield beside
         flush_to_disk(beside)
         _take_name(beside, target)
     finally:

@@ -35,7 +35,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
     """Tells of a loop that had no batch on any worker, though it was to have some."""
-    counts = {answer.metrics.values.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
+    counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:
         logger.warning(
             "the %s data has no batches: it is empty, or `drop_last` removed its only batch, or it is an iterator "

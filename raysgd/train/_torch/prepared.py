@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from raysgd.air._running import RunningSession, running_session
+from raysgd.connections.torch import ordinal_of
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions
@@ -135,14 +136,8 @@ def _devices_of(session: RunningSession) -> list[torch.device]:
     gpu_ids = session.world.gpu_ids
     if not gpu_ids or not torch.cuda.is_available():
         return [torch.device("cpu")]
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    missing = [gpu_id for gpu_id in gpu_ids if gpu_id not in visible]
-    if missing:
-        raise RuntimeError(
-            f"This worker's GPU {missing[0]} is not among CUDA_VISIBLE_DEVICES={','.join(visible)!r}, which something "
-            "has changed after the worker was started."
-        )
-    return [torch.device("cuda", visible.index(gpu_id)) for gpu_id in gpu_ids]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [torch.device("cuda", ordinal_of(gpu_id, visible)) for gpu_id in gpu_ids]
 
 
 def prepare_model(

@@ -104,7 +104,17 @@ class Session:
 
     def _run(self) -> Any:
         """Runs the function, in a separate thread."""
-        return self._spec.call_function()
+        try:
+            return self._spec.function()
+        except Exception as error:  # of the user's function
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained.with_traceback(error.__traceback__) from error
+
+    def _explained(self, error: Exception) -> Exception:
+        """Returns what is raised for an exception of the function: the same, or one that says what to do."""
+        return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
         """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""

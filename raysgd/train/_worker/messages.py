@@ -132,13 +132,3 @@ class FunctionSpec:
     is_elastic: bool = False
     steps_in: bool = False
     has_parts: bool = False
-
-    def call_function(self) -> Any:
-        """Call it."""
-        try:
-            return self.function()
-        except Exception as error:  # of the user's function
-            explained = self.explain(error) if self.explain is not None else error
-            if explained is error:
-                raise
-            raise explained.with_traceback(error.__traceback__) from error

@@ -21,7 +21,7 @@ from raysgd.streams.stream import Stream
 
 
 class DividedData:
-    """Divides a dataset, or a dict of them.
+    """Divides a dataset, or a dict of them, whenever workers start: the same parts again for as many as before.
 
     Args:
         dataset: Has `split(n, equal=True)`, which returns n parts; or a dict of such. One that takes `locality_hints`
@@ -34,7 +34,7 @@ class DividedData:
 
     @property
     def is_whole(self) -> bool:
-        """See `raysgd.train._function_run.DivideData`."""
+        """True if every worker gets the same, and takes its part by its place."""
         each = self._dataset.values() if isinstance(self._dataset, Mapping) else (self._dataset,)
         return all(isinstance(dataset, Stream) for dataset in each)
 

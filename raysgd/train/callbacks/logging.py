@@ -200,7 +200,7 @@ class MLflowLoggerCallback(_SinkCallback):
         super().__init__(self._run, logdir, one_rank(worker_to_log))
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        with self._sink.failures.instead():
+        with self._sink.warns():
             checkpoints = self.logdir / TRAIN_CHECKPOINT_SUBDIR
             if self._save_artifact and checkpoints.is_dir():
                 self._run.add_folder(checkpoints)

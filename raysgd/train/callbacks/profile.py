@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from raysgd._text.log_lines import Once
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
-from raysgd.writers.sink import FailureWarnings
+from raysgd.writers.sink import failures_warned
 
 _FOLDER = "pytorch_profiler"
 
@@ -27,14 +28,14 @@ class TorchTensorboardProfilerCallback(TrainingCallback):
 
     def __init__(self, logdir: str | None = None, workers_to_log: int | Iterable[int] | None = None) -> None:
         self._logdir = LogdirManager(logdir)
-        self._failures = FailureWarnings(type(self).__name__)
+        self._warned = Once()
         self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._logdir.setup_logdir(str(Path(logdir) / _FOLDER))
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        with self._failures.instead():
+        with failures_warned(type(self).__name__, self._warned):
             for result in results:
                 for name, text in result.get(PYTORCH_PROFILER_KEY, ()):
                     (self._logdir.logdir_path / name).write_text(text)

@@ -14,7 +14,7 @@ from raysgd.air.config import DatasetConfig
 from raysgd.air.constants import TRAIN_DATASET_KEY, WILDCARD_KEY
 from raysgd.arrays.ray_data import are_cpus_free, is_of_ray, with_own_options
 from raysgd.streams.stream import Stream
-from raysgd.train._worker.shards import divided
+from raysgd.train._worker.shards import DividedData, divided
 
 OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),
@@ -108,7 +108,7 @@ class DataConfig:
         return given.get(name) if isinstance(given, Mapping) else given
 
 
-class DatasetShards:
+class DatasetShards(DividedData):
     """Divides the datasets of a run whenever workers start: makes their parts again at each call.
 
     Args:
@@ -132,7 +132,6 @@ class DatasetShards:
 
     @property
     def is_whole(self) -> bool:
-        """See `raysgd.train._run.launch.DivideData`."""
         config = self._config
         if not isinstance(config, DataConfig) or type(config).configure is not DataConfig.configure:
             return False

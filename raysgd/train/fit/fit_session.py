@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _once = Once()
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
-_MISUSE_V2 = "cannot be used outside of a Ray Train training function"
+_MISUSES = (_MISUSE, "cannot be used outside of a Ray Train training function")
 
 
 class FitSession(Session):
@@ -72,15 +72,19 @@ class FitSession(Session):
     def _run(self) -> Any:
         """Runs the function. What it returns stays in the worker, unless it is plain data and this is rank 0."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray():
-            try:
-                returned = self._spec.call_function()
-                self._await_upload()
-                return returned if self._may_be_first and is_plain(returned) else None
-            except (UserWarning, RuntimeError) as error:
-                advised = _with_advice(error)
-                if advised is error:
-                    raise
-                raise advised.with_traceback(error.__traceback__) from error
+            returned = super()._run()
+            self._await_upload()
+            return returned if self._may_be_first and is_plain(returned) else None
+
+    def _explained(self, error: Exception) -> Exception:
+        """Says what to do where a session function of Ray was called."""
+        if not isinstance(error, UserWarning | RuntimeError) or not any(text in str(error) for text in _MISUSES):
+            return super()._explained(error)
+        return SessionMisuseError(
+            "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
+            "`raysgd.train` instead of `ray.train`, and `raysgd.air.session` instead of `ray.air.session`. Ray says: "
+            f"{error}"
+        )
 
     @property
     def _may_be_first(self) -> bool:
@@ -350,14 +354,3 @@ def _errors_for_calls_of_ray() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield
-
-
-def _with_advice(error: Exception) -> Exception:
-    """An error that says what to do, where a session function of Ray was called; any other one as it is."""
-    if _MISUSE not in str(error) and _MISUSE_V2 not in str(error):
-        return error
-    return SessionMisuseError(
-        "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
-        "`raysgd.train` instead of `ray.train`, and `raysgd.air.session` instead of `ray.air.session`. Ray says: "
-        f"{error}"
-    )

@@ -125,26 +125,8 @@ def pickled(value: Any) -> tuple[bytes | None, str]:
         return None, masked(repr(reason))
 
 
-class BackgroundTasks:
-    """Does one thing after the other in a thread, which lives from the first to `finish`. Failures are logged."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-
-    def submit(self, what: str, work: Callable[[], object]) -> Future[None]:
-        """Has `work` done later. `what` says what it is, for the log."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
-        return self._pool.submit(_attempt, what, work)
-
-    def finish(self) -> None:
-        """Waits until everything is done."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
-
-
-def _attempt(what: str, work: Callable[[], object]) -> None:
+def attempt(what: str, work: Callable[[], object]) -> None:
+    """Do something that may fail, as a chore in a thread: then the log says so, and what it was."""
     with failure_logged(logger.warning, "could not %s: %r", what):
         work()
 
@@ -157,7 +139,7 @@ class Logs:
         chores: Copies them.
     """
 
-    def __init__(self, folder: TrialFolder, chores: BackgroundTasks) -> None:
+    def __init__(self, folder: TrialFolder, chores: ThreadPoolExecutor) -> None:
         self._folder = folder
         self._chores = chores
         self._last = time.monotonic()
@@ -176,7 +158,7 @@ class Logs:
             return
         if self._running is None or self._running.done():
             self._last = time.monotonic()
-            self._running = self._chores.submit(f"copy the logs to {self._folder.trial}", self._upload)
+            self._running = self._chores.submit(attempt, f"copy the logs to {self._folder.trial}", self._upload)
 
     def upload_all(self) -> None:
         """Copies them now, and removes those of this machine. If that fails they stay, and the log says where."""

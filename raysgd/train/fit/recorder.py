@@ -11,6 +11,7 @@ import json
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -30,19 +31,19 @@ from raysgd.air.reports import (
     MetricsFiller,
     ReportedCheckpoint,
     ReportedCheckpointStatus,
-    RunProgress,
+    iteration_of,
 )
 from raysgd.air.result import Result, by_checkpoint, read_reports, read_validations, value_at
 from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
-from raysgd.callbacks.adapters import RunCallbacks
+from raysgd.callbacks.calling import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import failure_logged
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.output import (
-    BackgroundTasks,
     ConsoleReporter,
     Logs,
     Reporter,
+    attempt,
     file_names,
     open_writers,
     output_copied,
@@ -70,7 +71,6 @@ class Recorder:
         folder: Where the run keeps its files.
         config: The config of the trial: `{"train_loop_config": ...}`.
         run_config: What the user wants to know of the run.
-        trainer_name: The name of the trainer's class.
         resources: The resources of the trial, which callbacks are shown.
 
     Attributes:
@@ -86,12 +86,10 @@ class Recorder:
         folder: TrialFolder,
         config: Mapping[str, Any],
         run_config: RunConfig,
-        trainer_name: str,
         resources: Any = None,
     ) -> None:
         self._folder = folder
         self._trial = FitTrialView(folder, masked(config), resources)
-        self._trial.trainable_name = trainer_name
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
@@ -99,7 +97,7 @@ class Recorder:
         self._copying = ExitStack()
         self._config = shown_config(config)
         self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
-        self._chores = BackgroundTasks()
+        self._chores = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
         self._writers: list[SafeSink] = []
@@ -118,11 +116,11 @@ class Recorder:
         """
         if not self._is_open:
             self._open()
-        self._filler.begin_attempt(self._checkpoints.progress)
+        self._filler.begin_attempt(self._checkpoints.report)
         self._callbacks.start(
             after_failure=self._last_failure is not None,
             restores=self._checkpoints.latest is not None,
-            num_reports=self._filler.progress.iteration,
+            num_reports=self._filler.iteration,
         )
         self._trial.set_status(FitTrialView.RUNNING)
 
@@ -201,7 +199,7 @@ class Recorder:
         if error is None:
             self._trial.last_result[DONE] = True
         try:
-            self._callbacks.end_run(has_failed=error is not None, error=error)
+            self._callbacks.end_run(error)
         finally:
             self._close(has_failed=error is not None)
         return self._result(error)
@@ -233,7 +231,7 @@ class Recorder:
     def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any], is_pending: bool) -> None:
         self._callbacks.save(checkpoint)
         self._trial.checkpoint = checkpoint
-        self._checkpoints.keep(checkpoint, result, self._filler.progress, is_pending)
+        self._checkpoints.keep(checkpoint, result, is_pending)
         self._callbacks.saved()
         self._save_callback_states()
 
@@ -256,7 +254,7 @@ class Recorder:
         with ExitStack() as last_first:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
-            last_first.callback(self._chores.finish)
+            last_first.callback(self._chores.shutdown)
             if not has_failed:
                 last_first.callback(self._forget_errors)
                 last_first.callback(self._checkpoints.move_to_memory)
@@ -303,10 +301,10 @@ class KeptCheckpoints:
 
     Attributes:
         latest: The newest checkpoint; None before the first one.
-        progress: How far the run was when it was reported.
+        report: The report that it came with, behind which the run goes on.
     """
 
-    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: BackgroundTasks) -> None:
+    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
         self._folder = folder
         self._attribute = config.checkpoint_score_attribute
         self._rule = BestCheckpoints(config.num_to_keep, config.checkpoint_score_order, num_newest=1)
@@ -316,23 +314,23 @@ class KeptCheckpoints:
         self._next = 0
         self._once = Once()
         self.latest: Checkpoint | None = None
-        self.progress = RunProgress()
+        self.report: Mapping[str, Any] = {}
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take over what a run that this one continues has left, with its reports."""
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
-            report = by_name.get(name)
-            self.keep(Checkpoint(self._folder.trial / name), report or {}, _progress_at(report, reports))
+            self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
+        if self.latest is not None and not self.report:  # the driver could not write it any more
+            last = reports[-1] if reports else {}
+            self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 
-    def keep(
-        self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress, is_pending: bool = False
-    ) -> None:
+    def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], is_pending: bool = False) -> None:
         """Take a new checkpoint in, and delete those that need not stay. A pending one is judged once it is settled."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
-        self.latest, self.progress = checkpoint, progress
+        self.latest, self.report = checkpoint, metrics
         reported = ReportedCheckpoint(checkpoint, dict(metrics))
         if is_pending:
             reported.status = ReportedCheckpointStatus.PENDING_VALIDATION
@@ -346,10 +344,10 @@ class KeptCheckpoints:
         self._judge(settled.number, settled.content)
 
     def _judge(self, number: int, reported: ReportedCheckpoint) -> None:
-        score = None if _is_pending(reported) else self._score(reported.metrics)
+        score = None if reported.is_pending else self._score(reported.metrics)
         others = [each for each in self._saved if each.number != number]
         saved = [*others, SavedCheckpoint(number, score, reported)]
-        pending = {each.number for each in saved if _is_pending(each.content)}
+        pending = {each.number for each in saved if each.content.is_pending}
         self._saved, dropped = self._rule.divide(saved, pending)
         for each in dropped:
             self._delete(each.content)
@@ -357,7 +355,7 @@ class KeptCheckpoints:
     @property
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
-        judged = [each for each in self._saved if not _is_pending(each.content)]
+        judged = [each for each in self._saved if not each.content.is_pending]
         return [(each.content.checkpoint, each.content.metrics) for each in self._rule.best(judged)]
 
     @property
@@ -377,7 +375,7 @@ class KeptCheckpoints:
     def _delete(self, reported: ReportedCheckpoint) -> None:
         name = name_of(reported.checkpoint)
         if name is not None:
-            self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
+            self._chores.submit(attempt, f"delete {name}", (self._folder.trial / name).delete)
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         if self._attribute is None:
@@ -396,10 +394,6 @@ class KeptCheckpoints:
         return score
 
 
-def _is_pending(reported: ReportedCheckpoint) -> bool:
-    return reported.status is ReportedCheckpointStatus.PENDING_VALIDATION
-
-
 def name_of(checkpoint: Checkpoint) -> str | None:
     """Return the name of a checkpoint's folder; None for one in memory."""
     return PurePosixPath(checkpoint.path).name if checkpoint.uri is not None else None
@@ -410,13 +404,6 @@ def number_of(checkpoint: Checkpoint) -> int:
     name = name_of(checkpoint)
     number: Any = checkpoint.to_dict().get(TUNE_CHECKPOINT_ID) if name is None else checkpoint_index(name)
     return number if is_integer(number) and number >= 0 else 0
-
-
-def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> RunProgress:
-    """Return the progress of a run at a checkpoint whose report the driver could not write any more."""
-    if report is not None:
-        return RunProgress.at_report(report)
-    return RunProgress.at_report(reports[-1]).after(0.0) if reports else RunProgress(iteration=1)
 
 
 Stop = Callable[[str, Mapping[str, Any]], bool]

@@ -70,7 +70,6 @@ class FitJob:
         recorder: Writes down what is reported.
         run_config: What the user wants of the run.
         facts: What the function can ask.
-        trainer_name: The name of the trainer's class.
         begin_from: The checkpoint that the function starts from.
         num_ahead: How many reports may wait for the driver while the function goes on.
         aborts: End what it runs, once it does, from another thread.
@@ -80,7 +79,6 @@ class FitJob:
     recorder: Recorder
     run_config: RunConfig
     facts: TrialFacts
-    trainer_name: str
     begin_from: Checkpoint | None
     num_ahead: int = 64
     aborts: list[Callable[[], None]] = field(default_factory=list)
@@ -115,10 +113,10 @@ class FitJob:
 
     @property
     def _advice(self) -> str:
-        max_failures = self.run_config.failure_config.max_failures
+        folder, max_failures = self.folder, self.run_config.failure_config.max_failures
         return (
-            f"The run is in {self.folder.experiment}. To continue it from its last checkpoint: "
-            f"`{self.trainer_name}.restore({str(self.folder.experiment)!r}).fit()`. To have it start again by itself, "
+            f"The run is in {folder.experiment}. To continue it from its last checkpoint: "
+            f"`{folder.trainer_name}.restore({str(folder.experiment)!r}).fit()`. To have it start again by itself, "
             f"pass `RunConfig(failure_config=FailureConfig(max_failures=...))`; it was {max_failures}."
         )
 
@@ -170,7 +168,6 @@ class FitRun:
             self._checkpoints,
             self._note_failure,
             words=WORDS,
-            retry_advice="",
             num_ahead=job.num_ahead,
             is_elastic=scaling.elastic,
             num_spares=scaling.spare_workers,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, Tally
-from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
+from raysgd._numbers.results import num_samples_of, with_lost
 from raysgd.arrays.data_kinds import DataPosition
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochAnswer
@@ -243,14 +243,14 @@ class EpochRun:
         """The answer of the rank that counts what ranks had measured that are gone."""
         if answer.metrics is None:
             return answer
-        lost = [WorkerMetrics(each, each.totals, each.objects) for each in self.rows.lost.values()]
+        lost = list(self.rows.lost.values())
         self._tell_what_is_missing(lost)
         metrics = with_lost(answer.metrics, lost, self.meters.names)
         if metrics is answer.metrics:  # of a loop of the user's
             return answer
         return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
 
-    def _tell_what_is_missing(self, lost: Sequence[WorkerMetrics]) -> None:
+    def _tell_what_is_missing(self, lost: Sequence[MetricSummary]) -> None:
         for name in self.meters.object_names:
             if any(num_samples_of(each) and name not in each.objects for each in lost):
                 logger.warning(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.callbacks.averages import EMAInWorker
+from raysgd.callbacks.averages import EMA
 from raysgd.engine.shared.time_spent import START_UP, UNDO
 from raysgd.torch.step import undo
 from raysgd.torch.step.undo import Undo
@@ -154,7 +154,7 @@ def test_closures_that_step_many_times_leave_nothing() -> None:
 
 def test_averages_that_follow_the_steps_leave_nothing() -> None:
     program = Program()
-    average = EMAInWorker(0.9, warmup=True)
+    average = EMA(0.9, warmup=True)
     average.weights = [{name: each.detach().clone() for name, each in program.model.named_parameters()}]
     average._num_updates = [3]
     program.followers = [average]

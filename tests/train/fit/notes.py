@@ -21,7 +21,7 @@ def make_folder(place: Path | str, name: str = "run") -> TrialFolder:
 
 
 def make_recorder(folder: TrialFolder, **options: Any) -> Recorder:
-    return Recorder(folder, CONFIG, RunConfig(**options), "TorchTrainer")
+    return Recorder(folder, CONFIG, RunConfig(**options))
 
 
 def save(folder: TrialFolder, index: int) -> Checkpoint:

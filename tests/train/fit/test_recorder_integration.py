@@ -20,7 +20,6 @@ import pytest
 from raysgd.air import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.exceptions import TrainingFailedError
-from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.helpers.run_if import RunIf
 from tests.helpers.s3_server import S3Server
@@ -135,20 +134,12 @@ class TestCallbacks:
             def log_trial_end(self, trial: Any, failed: bool = False) -> None:
                 self.seen.append((trial.status, failed, Path(trial.checkpoint.path).name))
 
-        class OfFunctions(TrainingCallback):
-            def __init__(self) -> None:
-                self.steps: list[int] = []
-
-            def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-                self.steps.append(results[0]["_training_iteration"])
-
-        mine, of_functions = Mine(), OfFunctions()
+        mine = Mine()
         callbacks = [
             JsonLoggerCallback(),
             CSVLoggerCallback(),
             MLflowLoggerCallback(tracking_uri=mlflow_folder, experiment_name="fit", save_artifact=False),
             mine,
-            of_functions,
         ]
         result = make_trainer(
             tmp_path,
@@ -165,7 +156,6 @@ class TestCallbacks:
             (1, 2),
             ("TERMINATED", False, "checkpoint_000002"),
         ]
-        assert of_functions.steps == [1, 2, 3]
         assert [report["epoch"] for report in reports_in(result)] == [0, 1, 2]  # written by Ray's logger
         assert result.log_dir is not None
         assert (result.log_dir / "mine.txt").read_text() == "3"

@@ -66,7 +66,7 @@ class Seen:
 def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
     folder, scaling, recorder = make_folder(place), ScalingConfig(num_workers=1), cast(Recorder, seen)
     facts = TrialFacts(folder.trial, "run", "trial", "1", scaling)
-    job = FitJob(folder, recorder, RunConfig(), facts, "TorchTrainer", None)
+    job = FitJob(folder, recorder, RunConfig(), facts, None)
     run = FitRun(job, int, BackendConfig(), scaling)
     run._run = Steps(run, *steps)  # type: ignore[assignment]
     return run

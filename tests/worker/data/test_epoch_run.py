@@ -14,8 +14,7 @@ import torch
 import torchmetrics
 from torch.utils.data import DataLoader
 
-from raysgd._numbers.meters import AverageMeterCollection
-from raysgd._numbers.results import WorkerMetrics
+from raysgd._numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.messages.epochs import merged
 from raysgd.torch.data.batch_streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
@@ -346,8 +345,8 @@ def after_steps(name: str, num_steps: int, loss: float) -> EpochRun:
     return run
 
 
-def averages(**totals: float) -> WorkerMetrics:
-    return WorkerMetrics({"num_samples": 4, **totals}, {name: (4 * value, 4.0) for name, value in totals.items()})
+def averages(**totals: float) -> MetricSummary:
+    return MetricSummary({"num_samples": 4, **totals}, {name: (4 * value, 4.0) for name, value in totals.items()})
 
 
 def test_the_rank_that_answers_for_lost_ranks_counts_what_they_had_told() -> None:
@@ -356,9 +355,9 @@ def test_the_rank_that_answers_for_lost_ranks_counts_what_they_had_told() -> Non
     run.settle({"a", "b", "new"})
     answer = run.with_lost(EpochAnswer(averages(loss=1.0), None, 2))
     assert answer.metrics is not None
-    assert answer.metrics.values == {"num_samples": 10, "loss": (4 * 1.0 + 2 * 2 * 7.0 + 2 * 3.0) / 10}
+    assert answer.metrics == {"num_samples": 10, "loss": (4 * 1.0 + 2 * 2 * 7.0 + 2 * 3.0) / 10}
     assert answer.num_inherited == 6
-    assert merged([answer], reduce_results=False) == [{**answer.metrics.values, "inherited_samples": 6}]
+    assert merged([answer], reduce_results=False) == [{**answer.metrics, "inherited_samples": 6}]
 
 
 def test_a_rank_that_is_behind_counts_its_own_batch_of_the_step_that_others_completed() -> None:

@@ -1,25 +1,23 @@
-"""Callbacks of all front ends as those of a run, and the callbacks of `RunConfig`."""
+"""Callbacks while a training function runs: in `Trainer.run` and in `RunConfig`, beside those of Ray Tune.
+
+Covers `FunctionCalls` and `RunCallbacks` of `raysgd.callbacks.calling`.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from raysgd.air.trial import FitTrialView
-from raysgd.callbacks import Callback, Run, WorkerCallback
-from raysgd.callbacks.adapters import FunctionCalls, RunCallbacks, adapted
+from raysgd.callbacks import Callback, GradientNorms, Run
+from raysgd.callbacks.calling import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import CallbackError
-from raysgd.torch import TorchTrainer
-from raysgd.train.callbacks import JsonLoggerCallback, TrainingCallback
+from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.trainer import TrainerCallbacks
 from tests.train.fit.notes import CONFIG, Noting, make_folder
-
-Make = Callable[..., TorchTrainer]
 
 
 class Notes(Callback):
@@ -60,13 +58,6 @@ class Notes(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
-
-
-class InWorkers(Callback):
-    """Needs something in the workers."""
-
-    def worker_callback(self) -> WorkerCallback:
-        return WorkerCallback()
 
 
 LOSS = GroupEvent("continued", 2, 1, 0.1, "rank 1 died")
@@ -121,7 +112,7 @@ class TestInRunConfig:
         callbacks.watch(lambda: [LOSS])
         callbacks.start(after_failure=True, restores=False)
         callbacks.report({"loss": 0.5, "training_iteration": 2})
-        callbacks.end_run(has_failed=False)
+        callbacks.end_run(None)
         begin = ("begin", trial.trainable_name, {"lr": 0.1}, Path(trial.local_path))
         results = [("result", 1.0, 1), ("event", "continued"), ("result", 0.5, 2)]
         assert notes.calls == [begin, *results, ("end", None)]
@@ -136,7 +127,7 @@ class TestInRunConfig:
             CallbackError, match=r"^The callback `Notes` failed in `on_result`: OSError: disk full"
         ) as info:
             callbacks.report({"loss": 1.0, "training_iteration": 1})
-        callbacks.end_run(has_failed=True, error=info.value)
+        callbacks.end_run(info.value)
         assert first.calls[-1] == last.calls[-1] == ("end", info.value)
 
     def test_one_of_ray_train_says_how_tune_sees_a_run(self, trial: FitTrialView) -> None:
@@ -155,66 +146,11 @@ class TestInRunConfig:
         assert after.state == 1
 
 
-def test_functions_take_their_steps_themselves(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="`InWorkers` runs in the workers, around each step, and a training function"):
-        FunctionCalls([InWorkers()], "train", {}, tmp_path)
-
-
-class Old(TrainingCallback):
-    """A callback of `raysgd.train`."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        self.calls.append(("start", logdir, config))
-
-    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        self.calls.append([row["train_loss"] for row in results])
-
-    def finish_training(self, error: bool = False, **info: Any) -> None:
-        self.calls.append(("finish", error))
-
-
-class OfTune:
-    """What Ray Tune calls a callback, without a base class."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def on_trial_start(self, trial: Any, **info: Any) -> None:
-        self.calls.append(("start", trial.status))
-
-    def on_trial_result(self, trial: Any, result: dict[str, Any], **info: Any) -> None:
-        self.calls.append((result["training_iteration"], result["val_loss"]))
-
-    def on_trial_complete(self, trial: Any, **info: Any) -> None:
-        self.calls.append(("complete", trial.status))
-
-    def on_trial_error(self, trial: Any, **info: Any) -> None:
-        self.calls.append(("error", trial.status))
-
-
-class TestInFit:
-    """Callbacks of other front ends in `TorchTrainer.fit(callbacks=[...])`."""
-
-    def test_those_of_functions(self, make_local: Make, tmp_path: Path) -> None:
-        old, lines = Old(), JsonLoggerCallback()
-        history = make_local(config={"lr": 0.1}).fit(2, callbacks=[old, lines], folder=tmp_path)
-        losses = [[loss] for loss in history["train_loss"]]
-        assert old.calls == [("start", str(tmp_path), {"lr": 0.1}), *losses, ("finish", False)]
-        written = json.loads((tmp_path / "results.json").read_text())
-        assert [entry[0]["val_loss"] for entry in written] == history["val_loss"]
-
-    def test_those_of_ray_tune(self, make_local: Make, tmp_path: Path) -> None:
-        tune = OfTune()
-        history = make_local().fit(2, callbacks=[tune], folder=tmp_path)
-        results = list(enumerate(history["val_loss"], start=1))
-        assert tune.calls == [("start", "PENDING"), *results, ("complete", "TERMINATED")]
-
-    def test_others_are_none(self) -> None:
-        assert adapted(Old) is None
-        assert adapted(print) is None
+def test_functions_take_their_steps_themselves(trial: FitTrialView) -> None:
+    words = "`GradientNorms` runs in the workers, around each step, and a training function"
+    for make in (TrainerCallbacks, lambda given: RunCallbacks(given, trial)):
+        with pytest.raises(TypeError, match=words):
+            make([GradientNorms()])
 
 
 def filled(**metrics: Any) -> dict[str, Any]:
@@ -226,6 +162,10 @@ class TestWhatIsACallback:
     def test_other_objects_are_refused(self, callback: Any, trial: FitTrialView) -> None:
         with pytest.raises(TypeError, match=r"need objects of subclasses of `ray\.tune\.Callback`"):
             RunCallbacks([callback], trial)
+
+    def test_one_of_ray_train_1_belongs_elsewhere(self, trial: FitTrialView) -> None:
+        with pytest.raises(TypeError, match=r"A `TrainingCallback` is for `raysgd\.train\.Trainer\.run"):
+            RunCallbacks([TrainingCallback()], trial)
 
     def test_a_class_is_told_how_to_make_an_object(self, trial: FitTrialView) -> None:
         with pytest.raises(TypeError, match=r"did you mean `Noting\(\)`"):
@@ -242,7 +182,7 @@ class TestWhatIsACallback:
         callbacks.setup(None)
         callbacks.start(after_failure=False, restores=False)
         callbacks.report(filled(loss=1.5))
-        callbacks.end_run(has_failed=False)
+        callbacks.end_run(None)
         assert OnlyResults.seen == [1.5]
 
 
@@ -273,38 +213,12 @@ class TestFailures:
     def test_at_the_end_come_after_all_were_called(self, hook: str, trial: FitTrialView) -> None:
         last = Noting()
         with pytest.raises(CallbackError, match=hook):
-            RunCallbacks([Noting(fails_in=hook), last], trial).end_run(has_failed=False)
+            RunCallbacks([Noting(fails_in=hook), last], trial).end_run(None)
         assert [call.split()[0] for call in last.calls] == ["on_trial_complete", "on_experiment_end"]
 
     def test_at_the_end_of_a_failed_run_are_logged(self, trial: FitTrialView, caplog: pytest.LogCaptureFixture) -> None:
-        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end_run(has_failed=True)
+        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end_run(OSError())
         assert "`Noting` failed in `on_trial_error`" in caplog.text
-
-
-class TestTrainingCallbacks:
-    def test_see_the_reports_of_rank_0_under_their_keys(self, trial: FitTrialView) -> None:
-        seen: list[Any] = []
-
-        class Mine(TrainingCallback):
-            def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-                seen.append((logdir, config))
-
-            def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-                seen.append(results)
-
-            def finish_training(self, error: bool = False, **info: Any) -> None:
-                seen.append(error)
-
-        callbacks = RunCallbacks([Mine()], trial)
-        for _ in range(2):
-            callbacks.start(after_failure=False, restores=False)
-        callbacks.report(filled(loss=1))
-        callbacks.end_run(has_failed=True)
-        [started, [report], has_failed] = seen
-        assert started == (trial.local_path, {"lr": 0.1})
-        assert report["loss"] == 1
-        assert (report["_training_iteration"], report["_timestamp"], report["_time_this_iter_s"]) == (1, 2, 0.5)
-        assert has_failed is True
 
 
 class TestRayTune:
@@ -315,7 +229,7 @@ class TestRayTune:
         class MyTable(CSVLoggerCallback):
             pass
 
-        callbacks = RunCallbacks([MyTable(), TuneJson(), JsonLoggerCallback()], trial)
+        callbacks = RunCallbacks([MyTable(), TuneJson()], trial)
         assert callbacks.replaced_loggers == {"CSVLoggerCallback", "JsonLoggerCallback"}
 
     def test_its_hooks_are_ours(self) -> None:
