@@ -371,6 +371,10 @@ class Paths:
         place = self.find(name)
         return (place and place.new) or name
 
+    def is_of_ray(self, module: str) -> bool:
+        """Return whether Ray has to have a module, because it is neither the old library's nor may mean that."""
+        return self.find(module) is None and not self.is_package(module) and not _means_two(module)
+
     def is_package(self, old: str) -> bool:
         """Return whether something of the old library is below this name."""
         return old in self._packages

@@ -471,6 +471,12 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("x = tune.sample.Float(0, 1)", "`ray.tune.search.sample`"),
         ("from ray.data.preprocessors import BatchMapper, Chain", "`map_batches`"),
         ("from ray.data.dataset_pipeline import DatasetPipeline", "read while it is used"),
+        ("predictor.predict_pipelined(dataset)", "call `predict`"),
+        ("for each in pipe.iter_epochs(): pass", "once for each epoch"),
+        ("ray.init(memory=2, num_cpus=1)", "today's `ray.init` takes no `memory`"),
+        ("tune.run(f, trial_executor=None)", "today's `ray.tune.run` takes no `trial_executor`"),
+        ("from ray.tune.utils.util import merge_nothing, merge_dicts", "no `merge_nothing` in `ray.tune.utils.util`"),
+        ("class Own(tune.Trainable):\n    def _train(self):\n        pass", "rename `_train` to `step`"),
         ("from ray.util.sgd.torch.training_operator import amp", "`self.backward(loss)`"),
         ("from ray.util.sgd.torch.distributed_torch_runner import DistributedTorchRunner", "an internal"),
         ("with tune.checkpoint_dir(3) as folder:\n    pass", "`checkpoint=ray.tune.Checkpoint.from_directory(folder)`"),
@@ -478,6 +484,8 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("if x:\n    pass\nelif tune.track.x:\n    pass", "`ray.tune.report({...})`"),
         ("from ray_lightning import RayPlugin, HorovodRayStrategy", "`raysgd.TrainingOperator.from_ptl`"),
         ("from ray_lightning.tune import TuneReportCallback", "`raysgd.tune.Tuner`"),
+        ("from ray.rllib.agents.ppo import PPOTrainer", "today's Ray has no module `ray.rllib.agents.ppo`"),
+        ("import ray.tune.trial", "today's Ray has no module `ray.tune.trial`"),
         ("from horovod.ray import RayExecutor", '`raysgd.train.Trainer("horovod", num_workers=...)`'),
         ("import horovod.ray\nx = horovod.ray.ElasticRayExecutor(s)", "`From horovod.ray`"),
     ],
@@ -540,17 +548,25 @@ def test_functions_of_several_workers_report_to_raysgd() -> None:
     assert found.has_failed
 
 
-def test_the_learning_rates_of_kerass_optimizers_get_their_names() -> None:
+def test_calls_that_todays_keras_refuses_are_rewritten_or_named() -> None:
     text = """\
     import tensorflow as tf
     from tensorflow.keras.optimizers import Adam
     from keras import optimizers
 
     opts = [Adam(lr=0.1), tf.keras.optimizers.SGD(lr=0.1, momentum=0.9), optimizers.Adam(learning_rate=1), mine(lr=1)]
+    weights = self.optimizer.get_weights() + model.get_weights()
+    model.save("folder")
+    model.save("file.keras")
     """
-    assert migrated(text) == dedent(text).replace("Adam(lr", "Adam(learning_rate").replace(
-        "SGD(lr", "SGD(learning_rate"
-    )
+    found = migrate(dedent(text).encode())
+    code = "".join(line for line in found.text.decode().splitlines(True) if not line.startswith("# raysgd: "))
+    assert code == dedent(text).replace("Adam(lr", "Adam(learning_rate").replace("SGD(lr", "SGD(learning_rate")
+    assert [finding.line for finding in found.findings] == [6, 7]
+    assert found.text.count(b"# raysgd: ") == 2
+    assert "optimizer.variables" in found.findings[0].text
+    assert "`.keras`" in found.findings[1].text
+    assert all("`TF_USE_LEGACY_KERAS=1`" in finding.text for finding in found.findings)
 
 
 def test_functions_in_configs_need_no_wrapping() -> None:

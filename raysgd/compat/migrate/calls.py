@@ -1,6 +1,6 @@
 """Calls that pass what is no longer taken: rewritten, or named with the line to write.
 
-They are those of `TorchTrainer`, of `ray.tune.report` and `ray.tune.run`, and of the optimizers of Keras.
+They are those of `TorchTrainer`, of `ray.tune.report`, and of Keras, where Keras 3 refuses what Keras 2 took.
 """
 
 from __future__ import annotations
@@ -16,9 +16,22 @@ _TRAINERS = {
     for method in ("", ".as_trainable")
 }
 _OPERATORS = {f"{module}.TrainingOperator" for module in ("raysgd", "raysgd.torch", "raysgd.torch.training_operator")}
+_TRIALS = {"ray.tune.Trainable", "ray.tune.trainable.Trainable"}
+_OF_TRIAL = {
+    "_setup": "setup",
+    "_train": "step",
+    "_save": "save_checkpoint",
+    "_restore": "load_checkpoint",
+    "_stop": "cleanup",
+}
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
 _RUN = "ray.tune.run"
+_RETIRED = {
+    "ray.init": ["driver_object_store_memory", "memory", "node_ip_address", "redis_password", "temp_dir"],
+    _RUN: ["loggers", "queue_trials", "sync_to_cloud", "sync_to_driver", "trial_executor", "upload_dir"],
+}
+"""Arguments that today's Ray does not take any more."""
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -40,6 +53,21 @@ _DISTRIBUTED = (
     "the function of a `DistributedTrainableCreator` calls `raysgd.train.report(...)`, with the same arguments"
 )
 _METRIC = 'name what is reported: `ray.tune.report({"_metric": ..., ...})`'
+_METHODS = {
+    "iter_epochs": "Ray Data has no pipelines: iterate over the dataset once for each epoch",
+    "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
+}
+"""Calls of objects that no import brings, by names that nothing else has."""
+_LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
+_GET_WEIGHTS = (
+    "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
+    f"optimizer.variables]`, and `assign` to these variables. {_LEGACY}"
+)
+_SAVE = (
+    "Keras 3 saves a model under a path that ends in `.keras`, or its weights with `save_weights` under one in "
+    f"`.weights.h5`; `model.export(path)` writes a SavedModel. {_LEGACY}"
+)
+_ENDINGS = (".keras", ".h5")
 
 
 def rewrites(names: set[str]) -> bool:
@@ -50,10 +78,15 @@ def rewrites(names: set[str]) -> bool:
 def methods_to_change(
     node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """Return the constructor of an operator that cannot be called as the library does."""
+    """Return the constructor of an operator that cannot be called as the library does, and old methods of a trial."""
     bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
-        if bases & _OPERATORS and isinstance(method, cst.FunctionDef) and method.name.value == "__init__":
+        if not isinstance(method, cst.FunctionDef):
+            continue
+        name = method.name.value
+        if bases & _TRIALS and name in _OF_TRIAL:
+            yield method, f"Ray Tune does not call this: rename `{name}` to `{_OF_TRIAL[name]}`"
+        if bases & _OPERATORS and name == "__init__":
             passes_on = method.params.star_kwarg is not None or any(
                 param.name.value == "context" for param in method.params.params
             )
@@ -78,6 +111,7 @@ class Calls:
     ) -> None:
         self._names_of = names_of
         self._tell = tell
+        self._has_keras = "keras" in source
         self._is_distributed = "DistributedTrainableCreator" in source
         self._has_remote_trainer = False
         self.needs: set[str] = set()
@@ -89,11 +123,18 @@ class Calls:
             return self._of_trainer(old, new)
         if _REPORT in names:
             return self._of_report(old, new)
+        for function in names & {*_RETIRED}:
+            for name in {*map(_name_of, old.args)} & {*_RETIRED[function]}:
+                self._tell(old, f"today's `{function}` takes no `{name}`: leave it out", is_error=True)
         if _RUN in names:
             return new.with_changes(args=[_renamed(arg, "local_dir", "storage_path") for arg in new.args])
         self._look_for_remote_trainer(old, names)
-        if any(_OPTIMIZERS in f".{name}" for name in names):
-            return new.with_changes(args=[_renamed(arg, "lr", "learning_rate") for arg in new.args])
+        if isinstance(old.func, cst.Attribute) and (advice := _METHODS.get(old.func.attr.value)):
+            self._tell(old, advice, is_error=True)
+        if self._has_keras:
+            if any(_OPTIMIZERS in f".{name}" for name in names):
+                return new.with_changes(args=[_renamed(arg, "lr", "learning_rate") for arg in new.args])
+            self._look_at_keras(old)
         return new
 
     def _of_trainer(self, old: cst.Call, new: cst.Call) -> cst.Call:
@@ -166,6 +207,13 @@ class Calls:
             return new
         return _with_dict(new)
 
+    def _look_at_keras(self, call: cst.Call) -> None:
+        owner, _, method = (helpers.get_full_name_for_node(call.func) or "").rpartition(".")
+        if method in ("get_weights", "set_weights") and "opt" in owner.rpartition(".")[2].lower():
+            self._tell(call, _GET_WEIGHTS, is_error=True)
+        if method == "save" and "model" in owner.rpartition(".")[2].lower() and _is_without_ending(call):
+            self._tell(call, _SAVE, is_error=True)
+
 
 def _with_dict(call: cst.Call) -> cst.Call:
     """The call with its arguments as one dict; each stays on its line."""
@@ -220,3 +268,10 @@ def _tidy(before: Sequence[cst.Arg], after: Sequence[cst.Arg]) -> list[cst.Arg]:
     last = before[-1]
     ended = after[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
     return [*after[:-1], ended]
+
+
+def _is_without_ending(call: cst.Call) -> bool:
+    """Tell whether the path is written out and ends in nothing that Keras knows."""
+    path = call.args[0].value if call.args else None
+    value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
+    return isinstance(value, str) and not value.endswith(_ENDINGS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import libcst as cst
@@ -113,13 +116,30 @@ class OldNames(cst.CSTTransformer):
             return self._rewritten_import(statement, line)
         if isinstance(statement, cst.ImportFrom) and not statement.relative and statement.module is not None:
             module = helpers.get_full_name_for_node(statement.module) or ""
+            names = [] if isinstance(statement.names, cst.ImportStar) else statement.names
+            self._look_for(module, line, [helpers.get_full_name_for_node(each.name) or "" for each in names])
             return self._rewritten_from(statement, module, line)
         return [statement]
+
+    def _look_for(self, module: str, line: cst.CSTNode, names: Sequence[str] = ()) -> None:
+        """Tells a person of a module, or a name in it, that today's Ray has no longer; Ray is not imported for that."""
+        ray = find_spec("ray") if module.startswith("ray.") and self._paths.is_of_ray(module) else None
+        for root in (ray and ray.submodule_search_locations) or ():
+            path = Path(root, *module.split(".")[1:])
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            if not path.is_dir() and not any(path.parent.glob(f"{path.name}.*")):
+                self._tell(line, f"today's Ray has no module `{module}`", is_error=True)
+            elif file.exists() and "import *" not in (text := file.read_text(encoding="utf-8")):
+                for name in names:
+                    is_known = self._paths.find(f"{module}.{name}") is not None or any(path.glob(f"{name}*"))
+                    if not is_known and not re.search(rf"\b{name}\b", text):
+                        self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
 
     def _rewritten_import(self, statement: cst.Import, line: cst.CSTNode) -> Sequence[cst.BaseSmallStatement]:
         aliases, changed = [], False
         for alias in statement.names:
             name = helpers.get_full_name_for_node(alias.name) or ""
+            self._look_for(name, line)
             new = self._new_name(self._paths.find(name), line)
             if new is None:
                 aliases.append(alias)
