@@ -48,6 +48,7 @@ def run_raysgd(
     kills: Kills,
     patience_s: float = 0.0,
     num_nodes: int = 0,
+    split_batches: bool = False,
     recovery: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, float]:
@@ -67,7 +68,8 @@ def run_raysgd(
             TorchTrainer(
                 training_operator_cls=CountedOperator,
                 num_workers=num_nodes or NUM_WORKERS,
-                config={"folder": folder},
+                config={"folder": folder, "batch_size": BATCH_SIZE * (NUM_WORKERS if split_batches else 1)},
+                split_batches=split_batches,
                 recovery=Recovery(snapshot_every_n_steps=SAVE_EVERY, **recovery or {}),
                 **options,
             )

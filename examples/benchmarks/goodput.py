@@ -4,7 +4,8 @@
 
 All contenders train the same model on the same samples with two workers, and lose a random one of them every so many
 seconds, from the first step on. The seed is the same for all. A step also sleeps for 20 ms: that stands for a device
-that computes, so that two cores are enough for the workers and for a spare.
+that computes, so that two cores are enough for the workers and for a spare. Where a worker that is left computes the
+whole batch (`split_batches`), it sleeps twice as long.
 
 Goodput is what the steps that count take in a run without kills, divided by what they take in the one with kills, both
 from the beginning of the first step to the end of the last one. Each run with kills has a run without kills before it
@@ -48,6 +49,8 @@ OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
     f"{OWN}, going on": {"recovery": {"wait_for_workers": False, "resize_interval_s": 0.5}},
     f"{OWN}, new process": {"recovery": {"wait_for_workers": True, "resize_interval_s": None}},
+    f"{OWN}, split batches": {"split_batches": True},
+    f"{OWN}, split batches, new process": {"split_batches": True, "recovery": {"wait_for_workers": True}},
 }
 BARS = {
     (f"{OWN}, spare", 15): 0.93,

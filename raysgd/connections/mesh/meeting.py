@@ -261,7 +261,8 @@ class _Handshakes:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
-                if not self._make_room():
+                # Without room it fails also where nobody waits; the latest that was accepted stays: it may be a rank.
+                if not self._make_room(num_left=0 if _is_called(self._listener) else 1):
                     time.sleep(_POLL_S)  # others of this process may give some back
                 return
             try:
@@ -273,11 +274,15 @@ class _Handshakes:
             self._start(connection, self._credentials.respond(connection), until)
             self._advance(connection.fileno())
 
-    def _make_room(self) -> bool:
-        """Disconnects half of those that were accepted and have proved nothing; returns whether there are any."""
+    def _make_room(self, num_left: int = 0) -> bool:
+        """Disconnect half of those that were accepted and have proved nothing; return whether there were any.
+
+        Args:
+            num_left: Of the latest, so many stay at least.
+        """
         num_accepted = len(self._accepted)
-        self._drop_oldest(num_accepted // 2)
-        return num_accepted > 0
+        self._drop_oldest(max(num_left, num_accepted // 2))
+        return num_accepted > num_left
 
     @property
     def _accepted(self) -> list[int]:
@@ -335,6 +340,13 @@ class _Handshakes:
         for number in list(numbers):
             self._poll.unregister(number)
             self.pending.pop(number).connection.close()
+
+
+def _is_called(listener: socket.socket) -> bool:
+    """Whether a process waits to be accepted."""
+    look = select.poll()
+    look.register(listener, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:

@@ -215,14 +215,17 @@ def test_of_many_strangers_only_the_latest_stay_connected(
 
 
 @pytest.mark.parametrize("where", HOSTS)
-def test_strangers_that_use_up_the_descriptors_do_not_keep_a_group_from_forming(stack: ExitStack, where: str) -> None:
+@pytest.mark.parametrize(("num_free", "num_strangers"), [(8, 20), (2, 0), (2, 1)])
+def test_a_group_forms_with_few_descriptors_also_if_strangers_use_them_up(
+    stack: ExitStack, where: str, num_free: int, num_strangers: int
+) -> None:
     resource = pytest.importorskip("resource")
     host, peer = Rank(stack, 0, host=where), Rank(stack, 1, host=where)
-    for _ in range(20):
+    for _ in range(num_strangers):
         stack.enter_context(connect_to(host.address))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as highest:
-        most = highest.fileno() + 8
+    with ExitStack() as free:
+        most = max(free.enter_context(socket.socket()).fileno() for _ in range(num_free)) + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         met = at_once(lambda: host.lanes([], 1, 1, Deadline(60)), lambda: peer.lanes([host], 0, 1, Deadline(60)))
