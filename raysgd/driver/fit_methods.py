@@ -49,7 +49,7 @@ class FitMethods(ABC):
     _replicas: ReplicaMaker
     _runner_cls: Any
     _note_fit: Callable[[FitProgress], None] | None = None
-    """Keeps how far `fit` is, in a host."""
+    """Keeps how far `fit` is, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
     _goes_on = True
@@ -60,7 +60,7 @@ class FitMethods(ABC):
     """Whether replicas call callbacks around their steps."""
 
     def _kept_by(self, keeper: Keeper, note_fit: Callable[[FitProgress], None]) -> KeptTrainer:
-        """Lets a host know what changes, so that its next process can continue."""
+        """Lets a detached trainer know what changes, so that its next process can continue."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
 
