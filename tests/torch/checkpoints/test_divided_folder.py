@@ -200,6 +200,7 @@ def saved(value: Any) -> bytes:
         (saved(torch.empty(2, 3, device="meta")), "another one than the index says"),
         (saved([1]), "there is no tensor"),
     ],
+    ids=["compressed", "text", "shorter", "of float64", "on meta", "a list"],
 )
 def test_a_part_is_what_the_index_says(part: bytes, finding: str, tmp_path: Path) -> None:
     content = {**state(), "models": [{"a": torch.randn(2, 3)}], "optimizers": []}
