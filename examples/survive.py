@@ -79,7 +79,7 @@ def verdict(times_seen: torch.Tensor, num_epochs: int, apart: float) -> str:
     """Return what the failure has cost, in a sentence."""
     off = int((times_seen != num_epochs).sum())
     used = f"{off} digits were not used once" if off else f"each of {NUM_DIGITS:,} digits was used once"
-    return f"A worker was killed: {used} in each epoch, and the weights are those without the failure up to {apart:.0e}."
+    return f"A worker was killed: {used} in each epoch, and the weights differ from those without it by {apart:.0e}."
 
 
 def main() -> None:

@@ -261,7 +261,7 @@ class _Handshakes:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
-                # Without room it fails also where nobody waits; the latest that was accepted stays: it may be a rank.
+                # Without room it fails also where no one waits; the latest that was accepted stays: it may be a rank.
                 if not self._make_room(num_left=0 if _is_called(self._listener) else 1):
                     time.sleep(_POLL_S)  # others of this process may give some back
                 return
