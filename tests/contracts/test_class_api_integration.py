@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -191,16 +192,16 @@ def test_several_models_train_in_an_own_epoch_and_travel_in_the_state(make: Make
         assert_alike(model, copy)
 
 
-@pytest.mark.parametrize("models", [1, 2])
-@pytest.mark.parametrize("optimizers", [1, 2])
-@pytest.mark.parametrize("schedulers", [1, 2])
-def test_an_operator_has_as_many_components_as_it_registers(make: Make, **counts: int) -> None:
-    def train_epoch(self: Any, iterator: Any, info: Any) -> dict[str, Any]:
-        return {name: len(getattr(self, name)) for name, count in counts.items() if count > 1} | {"done": 1}
+@pytest.mark.parametrize("numbers", itertools.product([1, 2], repeat=3))
+def test_an_operator_has_as_many_components_as_it_registers(make: Make, numbers: tuple[int, ...]) -> None:
+    several = {name: n for name, n in zip(("models", "optimizers", "schedulers"), numbers, strict=True) if n > 1}
 
-    config = {**counts, "custom_func": train_epoch}
+    def train_epoch(self: Any, iterator: Any, info: Any) -> dict[str, Any]:
+        return {"done": 1, **{name: len(getattr(self, name)) for name in several}}
+
+    config = {**several, "custom_func": train_epoch}
     stats = make(get_test_operator(Scheduled), config=config, scheduler_step_freq="epoch").train()
-    assert all(stats[name] == count for name, count in counts.items() if count > 1)
+    assert {name: stats[name] for name in several} == several
 
 
 def test_a_dataset_of_the_call_is_divided_and_continued(make: Make) -> None:
