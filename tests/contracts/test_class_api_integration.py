@@ -184,7 +184,8 @@ def test_several_models_train_in_an_own_epoch_and_travel_in_the_state(make: Make
             self.optimizers[0].step()
         return {"model_0": {"accuracy": 1.0}}
 
-    options: dict[str, Any] = {"config": {"models": 2, "custom_func": train_epoch}, "scheduler_step_freq": "epoch"}
+    config = {"models": 2, "optimizers": 2, "custom_func": train_epoch}
+    options: dict[str, Any] = {"config": config, "scheduler_step_freq": "epoch"}
     one, other = (make(get_test_operator(Scheduled), **options) for _ in range(2))
     one.train()
     other.load_state_dict(one.state_dict())
