@@ -1,4 +1,4 @@
-"""Trainers that outlive the program that made them: each lives in a process of its own, a detached actor.
+"""Trainers that outlive the program that made them: each lives in its own process, a detached actor.
 
 What this package promises: a call that has begun goes on without the program, happens once, and its answer waits until
 a program has it. A detached trainer that no one needs any more ends and gives its resources back.

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class DetachedTrainer:
-    """A trainer that lives in a process of its own, with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+    """A trainer that lives in its own process, with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
 
     Calls of all programs take turns. What the trainer prints appears here while you wait for a call. Ctrl-C ends the
     call, as it ends one of a trainer in your program. A program that ends without `shutdown` leaves the trainer
