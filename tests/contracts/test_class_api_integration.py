@@ -206,8 +206,8 @@ def test_an_operator_has_as_many_components_as_it_registers(make: Make, numbers:
 
 
 def test_a_dataset_of_the_call_is_divided_and_continued(make: Make) -> None:
-    creators = {"model_creator": mlp_identity.model_creator, "optimizer_creator": mlp_identity.optimizer_creator}
-    trainer = make(TrainingOperator.from_creators(**creators, loss_creator=nn.MSELoss))
+    creators = mlp_identity.model_creator, mlp_identity.optimizer_creator
+    trainer = make(TrainingOperator.from_creators(*creators, loss_creator=nn.MSELoss))
     dataset = mlp_identity.dataset_creator()
     for _ in range(5):
         trainer.train(dataset=dataset, num_steps=100)
