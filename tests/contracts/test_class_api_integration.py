@@ -29,9 +29,7 @@ Make = Callable[..., TorchTrainer]
 
 
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.soak)])
-def num_workers(request: pytest.FixtureRequest) -> int:
-    if request.param > 1:
-        request.getfixturevalue("ray_cluster")
+def num_workers(request: pytest.FixtureRequest, ray_cluster: None) -> int:
     return int(request.param)
 
 
@@ -193,7 +191,7 @@ def test_several_models_train_in_an_own_epoch_and_travel_in_the_state(make: Make
         assert_alike(model, copy)
 
 
-@pytest.mark.parametrize("numbers", itertools.product([1, 2], repeat=3))
+@pytest.mark.parametrize("numbers", list(itertools.product([1, 2], repeat=3)))
 def test_an_operator_has_as_many_components_as_it_registers(make: Make, numbers: tuple[int, ...]) -> None:
     several = {name: n for name, n in zip(("models", "optimizers", "schedulers"), numbers, strict=True) if n > 1}
 
