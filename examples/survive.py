@@ -76,10 +76,10 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 
 
 def verdict(times_seen: torch.Tensor, num_epochs: int, apart: float) -> str:
-    """What the loss has cost, in a sentence."""
+    """Return what the failure has cost, in a sentence."""
     off = int((times_seen != num_epochs).sum())
     used = f"{off} digits were not used once" if off else f"each of {NUM_DIGITS:,} digits was used once"
-    return f"A worker was killed: {used} in each epoch, and the weights are those without the loss up to {apart:.0e}."
+    return f"A worker was killed: {used} in each epoch, and the weights differ from those without it by {apart:.0e}."
 
 
 def main() -> None:
@@ -99,15 +99,15 @@ def main() -> None:
         print(f"the same {args.num_workers} workers from the beginning, one of which is killed")
         trainer.reset_config(CONFIG)
         survivor, accuracy = train(trainer, num_epochs, kills=True)
-        [loss] = [event for event in trainer.status().events if event.is_failure]
+        [failure] = [event for event in trainer.status().events if event.is_failure]
     times_seen, apart = survivor.counters.round(), largest_difference(survivor, undisturbed)
     print_result(
         args,
         verdict(times_seen, num_epochs, apart),
         accuracy=accuracy,
         accuracy_of_one_process=accuracy_alone,
-        recovery=loss.kind,
-        recovery_s=loss.seconds,
+        recovery=failure.kind,
+        recovery_s=failure.seconds,
         times_seen=[times_seen.min().item(), times_seen.max().item()],
         difference_of_weights=apart,
         difference_to_one_process=largest_difference(survivor, alone),

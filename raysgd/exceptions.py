@@ -109,11 +109,11 @@ class TrainerShutdownError(RaySGDError, RuntimeError):
 
 
 class TrainerLostError(RaySGDError, RuntimeError):
-    """The host of a trainer has ended, its process has died, or it is not answering."""
+    """A detached trainer has ended, its process has died, or it is not answering."""
 
 
 class UnknownTrainerError(RaySGDError, LookupError):
-    """There is no host of this name. The message says which there are."""
+    """There is no detached trainer of this name. The message says which there are."""
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):

@@ -1,4 +1,4 @@
-"""The command `raysgd`: checks of the environment, the status of a run, hosts of trainers, old programs rewritten.
+"""The command `raysgd`: checks of the environment, the status of a run, detached trainers, old programs rewritten.
 
 There is no command that trains: programs are the interface.
 """
@@ -10,7 +10,7 @@ import sys
 import click
 
 from raysgd._version import __version__
-from raysgd.cli import host_commands
+from raysgd.cli import detached_commands
 from raysgd.compat.migrate.command import migrate
 
 _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
@@ -61,5 +61,5 @@ def status(run_folder: str) -> None:
         raise click.ClickException(str(error)) from error
 
 
-for command in (migrate, host_commands.list_hosts, host_commands.attach, host_commands.stop):
+for command in (migrate, detached_commands.list_trainers, detached_commands.attach, detached_commands.stop):
     main.add_command(command)

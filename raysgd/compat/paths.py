@@ -32,12 +32,19 @@ _SESSION_C = (
     "get_checkpoint get_dataset_shard get_experiment_name get_local_rank get_local_world_size get_metadata "
     "get_node_rank get_trial_dir get_trial_id get_trial_name get_trial_resources get_world_rank get_world_size report"
 )
+_FIRST_CONSTANTS = "SCHEDULER_STEP SCHEDULER_STEP_BATCH SCHEDULER_STEP_EPOCH USE_FP16"
 _EXECUTOR = "Backend BackendConfig BackendExecutor InactiveWorkerGroupError TrainingWorkerError"
 
 _SGD: dict[str, tuple[str, str]] = {
     "ray.util.sgd": ("raysgd", "TorchTrainer TFTrainer"),
     "ray.util.sgd.pytorch": ("raysgd.torch", "TrainingOperator"),
     "ray.util.sgd.pytorch.training_operator": ("raysgd.torch.training_operator", "TrainingOperator"),
+    "ray.util.sgd.pytorch.constants": ("raysgd.torch.constants", _FIRST_CONSTANTS),
+    "ray.util.sgd.pytorch.utils": ("raysgd.torch.constants", _FIRST_CONSTANTS),
+    "ray.util.sgd.pytorch.examples.train_example": (
+        "raysgd.torch.examples.train_example",
+        "LinearDataset data_creator model_creator optimizer_creator scheduler_creator train_example",
+    ),
     "ray.util.sgd.torch": ("raysgd.torch", "BaseTorchTrainable CreatorOperator TorchTrainer TrainingOperator"),
     "ray.util.sgd.torch.torch_trainer": ("raysgd.torch.torch_trainer", "BaseTorchTrainable TorchTrainer"),
     "ray.util.sgd.torch.training_operator": (
@@ -199,9 +206,9 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train.worker_group": ("raysgd.train.worker_group", _WORKER_GROUP),
     "ray.air": ("raysgd.air", f"{_CONFIGS} Checkpoint DatasetConfig Result"),
     "ray.air.callbacks.comet": ("raysgd.air.callbacks.comet", "CometLoggerCallback"),
-    "ray.air.callbacks.keras": ("raysgd.air.callbacks.keras", "ReportCheckpointCallback"),
-    "ray.air.callbacks.mlflow": ("raysgd.air.callbacks.mlflow", "MLflowLoggerCallback"),
-    "ray.air.callbacks.wandb": ("raysgd.air.callbacks.wandb", "WandbLoggerCallback"),
+    "ray.air.callbacks.keras": ("raysgd.air.callbacks.keras", "Callback ReportCheckpointCallback"),
+    "ray.air.callbacks.mlflow": ("raysgd.air.callbacks.mlflow", "MLflowLoggerCallback setup_mlflow"),
+    "ray.air.callbacks.wandb": ("raysgd.air.callbacks.wandb", "WandbLoggerCallback setup_wandb"),
     "ray.air.checkpoint": ("raysgd.air.checkpoint", "Checkpoint"),
     "ray.air.config": ("raysgd.air.config", f"{_CONFIGS} DatasetConfig"),
     "ray.air.constants": (
@@ -210,9 +217,9 @@ _TRAIN: dict[str, tuple[str, str]] = {
         "WILDCARD_KEY",
     ),
     "ray.air.integrations.comet": ("raysgd.air.integrations.comet", "CometLoggerCallback"),
-    "ray.air.integrations.keras": ("raysgd.air.integrations.keras", "ReportCheckpointCallback"),
-    "ray.air.integrations.mlflow": ("raysgd.air.integrations.mlflow", "MLflowLoggerCallback"),
-    "ray.air.integrations.wandb": ("raysgd.air.integrations.wandb", "WandbLoggerCallback"),
+    "ray.air.integrations.keras": ("raysgd.air.integrations.keras", "Callback ReportCheckpointCallback"),
+    "ray.air.integrations.mlflow": ("raysgd.air.integrations.mlflow", "MLflowLoggerCallback setup_mlflow"),
+    "ray.air.integrations.wandb": ("raysgd.air.integrations.wandb", "WandbLoggerCallback setup_wandb"),
     "ray.air.result": ("raysgd.air.result", "Result"),
     "ray.air.session": ("raysgd.air.session", _SESSION_C),
     "ray.tune.result_grid": ("raysgd.tune.tuner", "ResultGrid"),
@@ -256,6 +263,7 @@ _HOROVOD_ON_RAY = (
     "`From horovod.ray`"
 )
 _GONE = {
+    "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainable": "`TorchTrainer.as_trainable(...)` makes the class",
     "ray.util.sgd.torch.torch_runner": _INTERNAL,
     "ray.util.sgd.torch.distributed_torch_runner": _INTERNAL,
     "ray.util.sgd.torch.worker_group": _INTERNAL,
@@ -299,6 +307,8 @@ _GONE = {
     "ray.train.examples": "see `raysgd.torch.examples`, `raysgd.tf.examples` and the folder `examples`",
     "ray.train.lightgbm": _ELSEWHERE,
     "ray.train.xgboost": _ELSEWHERE,
+    "ray.train.tensorflow.TensorflowCheckpoint.from_saved_model": "Keras 3 loads no SavedModel: pass a file of "
+    '`model.save("model.h5")` to `from_h5`',
     "ray.train.v2": _INTERNAL,
     "ray.data.DatasetPipeline": _PIPELINE,
     "ray.data.dataset_pipeline": _PIPELINE,

@@ -1,6 +1,6 @@
-"""The log of calls in a host: they take turns, each happens once, and its answer stays until a program has it.
+"""The calls of a detached trainer: they take turns, each happens once, and its answer stays until a program has it.
 
-Its journal keeps what the next process of the host needs to go on, in a file to which is only appended.
+Its journal keeps what the next process of the trainer needs to go on, in a file to which is only appended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoggedCall:
         words: The program that made it, in words.
         answer: What it came to, packed.
         began_at: Since when it has been running, in seconds of `time.time`; None while it waits for its turn.
-        asked: What was asked, for the next process of the host.
+        asked: What was asked, for the next process of the trainer.
         was_left: Whether the program that made it is gone.
     """
 
@@ -180,10 +180,10 @@ class CallLog:
 _MOST_WASTE = 64 * 2**20  # then what is valid is written to a new file
 
 
-def journal_path(host: str, actor_id: str) -> Path:
-    """Return where the journal of a host is: among the caches of the user, which other users cannot write to."""
+def journal_path(name: str, actor_id: str) -> Path:
+    """Return where the journal of a trainer is: among the caches of the user, which others cannot write to."""
     cache = os.environ.get("RAYSGD_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/raysgd"
-    return Path(cache) / "hosts" / f"{host}-{actor_id}"
+    return Path(cache) / "detached" / f"{name}-{actor_id}"
 
 
 class Journal:

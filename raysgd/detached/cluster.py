@@ -1,4 +1,4 @@
-"""Hosts of a Ray cluster: how they are named, started, found, listed, and stopped."""
+"""Detached trainers of a Ray cluster: how they are named, started, found, listed, and stopped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from raysgd._private_names import find_name
 from raysgd._text import log_lines
 from raysgd._version import __version__
-from raysgd.detached.handle import ANSWER_S, HostedTrainer, actor_name, is_answering, kill
-from raysgd.detached.process import TrainerHost
+from raysgd.detached.handle import ANSWER_S, DetachedTrainer, actor_name, is_answering, kill
+from raysgd.detached.process import TrainerProcess
 from raysgd.detached.protocol import Detached, packed_arguments
 from raysgd.engine.keeper import NAMESPACE
 from raysgd.engine.placement import init_ray
@@ -30,11 +30,11 @@ _PREFIX = actor_name("")
 
 @dataclass(frozen=True)
 class DetachedStatus:
-    """A host as it is now.
+    """A detached trainer as it is now.
 
     Attributes:
         name: To attach by.
-        trainer: The trainer in one line; "not answering" where its host is that, and nothing else is known.
+        trainer: The trainer in one line; "not answering" where its process is that, and nothing else is known.
         running: The call that is running, in words; None if there is none.
         programs: The programs that are attached, in words.
         ends_in_s: When it ends if no one attaches; None if it does not.
@@ -62,15 +62,15 @@ def start(
     kwargs: Mapping[str, Any],
     *,
     is_lasting: bool = False,
-) -> HostedTrainer:
-    """Start a host with a trainer in it, and return the handle.
+) -> DetachedTrainer:
+    """Start a process with a trainer in it, and return the handle.
 
     Args:
         trainer_cls: The class of the trainer.
         detached: What the user passed.
         args: For the trainer.
         kwargs: For the trainer.
-        is_lasting: Whether its workers outlive the process of the host, which another one then follows.
+        is_lasting: Whether its workers outlive the trainer's process, which another one then follows.
 
     Raises:
         ValueError: The name is no name or is in use, or an argument is wrong. Nothing was started.
@@ -85,14 +85,14 @@ def start(
     packed = packed_arguments(trainer_cls.__name__, (trainer_cls, *args), kwargs)
     connect()
     _make_room(settings)
-    handle = HostedTrainer(settings.name, _new_actor(settings, is_lasting))
+    handle = DetachedTrainer(settings.name, _new_actor(settings, is_lasting))
     with OnFailure(handle.shutdown):
         handle._run("start", trainer_cls.__name__, packed)
     return handle
 
 
 def _make_room(settings: Detached) -> None:
-    """Refuse a name that is in use, or end the host that has it."""
+    """Refuse a name that is in use, or end the trainer that has it."""
     found = _find(settings.name)
     if found is None:
         return
@@ -123,10 +123,10 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
         node = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
     plain = replace(settings, replace=False)
-    return ray.remote(TrainerHost).options(**options).remote(plain, log_lines.level(), is_lasting)
+    return ray.remote(TrainerProcess).options(**options).remote(plain, log_lines.level(), is_lasting)
 
 
-def attach(name: str) -> HostedTrainer:
+def attach(name: str) -> DetachedTrainer:
     """Return a handle on a detached trainer, from any program of the cluster.
 
     Args:
@@ -135,7 +135,7 @@ def attach(name: str) -> HostedTrainer:
     Raises:
         UnknownTrainerError: There is no such trainer; a `LookupError`. The message says which there are.
         TrainerLostError: It is not answering, or has just ended.
-        RuntimeError: The host has another version of raysgd, or there is no Ray to look for it in.
+        RuntimeError: The trainer has another version of raysgd, or there is no Ray to look for it in.
     """
     import ray
 
@@ -154,11 +154,11 @@ def attach(name: str) -> HostedTrainer:
             f"Detached trainer `{name}` has raysgd {version}, and this program {__version__}: use the same version, or "
             f"end it with `raysgd stop {name}`."
         )
-    return HostedTrainer(name, actor)
+    return DetachedTrainer(name, actor)
 
 
 def detached_trainers() -> list[DetachedStatus]:
-    """Return the hosts of the cluster."""
+    """Return the detached trainers of the cluster."""
     import ray
 
     connect()
@@ -179,7 +179,7 @@ def _status(name: str, reference: Any) -> DetachedStatus:
 
 
 def stop(name: str, *, force: bool = False) -> None:
-    """End the trainer in a host, and the host, whatever it does.
+    """End a detached trainer and its process, whatever it does.
 
     Args:
         name: Its name.
@@ -192,7 +192,7 @@ def stop(name: str, *, force: bool = False) -> None:
 
 
 def _existing(name: str) -> Any:
-    """Return the actor of a host. Connect to Ray before."""
+    """Return the actor of a detached trainer. Connect to Ray before."""
     Detached(name)  # refuses what is no name
     connect()
     actor = _find(name)

@@ -1,4 +1,4 @@
-"""The handle on a trainer in a host: it has the trainer's methods and attributes, and each call goes to the host."""
+"""The handle on a detached trainer: it has the trainer's methods and attributes, and each call goes to its process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from raysgd.engine.shared.call import CallHandle
 from raysgd.engine.worker import SentData
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
-ANSWER_S = 20.0  # a host that answers nothing for so long is not answering, whatever was asked
+ANSWER_S = 20.0  # a detached trainer that answers nothing for so long is not answering, whatever was asked
 _BRIEF_S = 0.2  # a call that takes no longer needs no news
 _DETACH_S = 1.0
 _DATA = ("dataset", "validation_dataset")
@@ -51,12 +51,12 @@ _SILENT = (
 logger = logging.getLogger(__name__)
 
 
-class HostedTrainer:
-    """A trainer that lives in a host, with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+class DetachedTrainer:
+    """A trainer that lives in its own process, with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
 
     Calls of all programs take turns. What the trainer prints appears here while you wait for a call. Ctrl-C ends the
-    call in the host, as it ends one of a trainer in your program. A program that ends without `shutdown` leaves the
-    trainer running.
+    call, as it ends one of a trainer in your program. A program that ends without `shutdown` leaves the trainer
+    running.
 
     Args:
         name: Its name.
@@ -76,20 +76,20 @@ class HostedTrainer:
         self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = finalize(self, _detach, actor, self._program, self._session)
 
-    def pending(self) -> HostedCall | None:
+    def pending(self) -> DetachedCall | None:
         """Return a call of a program that is gone, running or ended; None if there is none.
 
-        Each is given out once. Its answer stays in the host until `result` has it.
+        Each is given out once. Its answer stays in the trainer's process until `result` has it.
         """
         found = self._ask("pending", self._program, self._given)
         if found is None:
             return None
         token, method = found
         self._given.append(token)
-        return HostedCall(self, token, method)
+        return DetachedCall(self, token, method)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the trainer and its host, and give their resources back; a second time it does nothing.
+        """End the trainer and its process, and give their resources back; a second time it does nothing.
 
         A call that runs is ended, too, whichever program has made it. It raises `TrainerShutdownError`.
 
@@ -122,7 +122,7 @@ class HostedTrainer:
             kill(self._name, self._actor)
         answer.result()
 
-    def __enter__(self) -> HostedTrainer:
+    def __enter__(self) -> DetachedTrainer:
         return self
 
     def __exit__(
@@ -145,7 +145,7 @@ class HostedTrainer:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             raise AttributeError(
-                f"`{name} = ...`: it would stay in this program, and the trainer is in host `{self._name}`. Use "
+                f"`{name} = ...`: it would stay in this program; the trainer `{self._name}` is in another process. Use "
                 "`update_config`, `apply_all_operators(fn)`, or a variable of your own."
             )
         super().__setattr__(name, value)
@@ -187,19 +187,19 @@ class HostedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
-        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the host it blocks: that is its turn
+        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # there it blocks: that is its turn
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
                 self._ask("begin", asked)  # waits, as Ray does not keep the order of what it asks again
             except KeyboardInterrupt:
                 self._actor.interrupt.remote(asked.token)
                 raise
-            return HostedCall(self, asked.token, name)
+            return DetachedCall(self, asked.token, name)
         value = self._run("call", name, packed_arguments(name, args, kwargs))
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
 
     def _as_sent(self, argument: str, data: Any) -> SentData:
-        """Return data of a call so that the host knows them again in a later call with the same object."""
+        """Return data of a call so that the trainer knows them again in a later call with the same object."""
         known = next((each for each in self._sent if each.data is data), None)
         if known is None:
             known = SentData(argument, data)
@@ -218,16 +218,16 @@ class HostedTrainer:
         self._check_session()
         try:
             reply = self._wait(token, call, timeout_s)
-        except KeyboardInterrupt:  # the call raises it, in this process of the host or the next one
+        except KeyboardInterrupt:  # the call raises it, in this process of the trainer or in the next one
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        del call  # for Ray would ask again to have a lost reply back, and the host soon forgets the call
+        del call  # for Ray would ask again to have a lost reply back, and the trainer's process soon forgets the call
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")
         packed, num_pieces = reply
         while (self._seen or 0) < num_pieces:
             self._show(self._ask("news", token, self._seen))
-        answer = unpacked_answer(packed)  # it stays in the host if this program cannot read it
+        answer = unpacked_answer(packed)  # it stays in the trainer's process if this program cannot read it
         self._actor.confirm.remote(token)  # is on its way before the next call, and before the program ends
         return answer
 
@@ -264,7 +264,7 @@ class HostedTrainer:
         return other
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Return what the host answers."""
+        """Return what the trainer answers."""
         from ray.exceptions import GetTimeoutError
 
         self._check_session()
@@ -276,7 +276,7 @@ class HostedTrainer:
                 logger.warning(_SILENT, self._name, self._name)
 
     def _get(self, asked: Any, timeout_s: float | None = None) -> Any:
-        """Return an answer of the host. If its process dies meanwhile, Ray starts the next one and asks that.
+        """Return an answer of the trainer. If its process dies meanwhile, Ray starts the next one and asks that.
 
         Raises:
             TrainerLostError: There is no next one.
@@ -335,14 +335,14 @@ class HostedTrainer:
                 return
 
 
-class HostedCall(CallHandle[Any]):
+class DetachedCall(CallHandle[Any]):
     """A call that its program does not wait for, or cannot wait for any more.
 
     Attributes:
         method: The method of the trainer, such as "train".
     """
 
-    def __init__(self, trainer: HostedTrainer, token: str, method: str) -> None:
+    def __init__(self, trainer: DetachedTrainer, token: str, method: str) -> None:
         self._trainer, self._token, self.method = trainer, token, method
         self._answer: CallOutcome | None = None
 
@@ -369,11 +369,11 @@ class HostedCall(CallHandle[Any]):
         return self._answer.result()
 
 
-def _attached(name: str) -> HostedTrainer:
+def _attached(name: str) -> DetachedTrainer:
     """Return the handle of another process."""
     import ray
 
-    return HostedTrainer(name, ray.get_actor(actor_name(name), NAMESPACE))
+    return DetachedTrainer(name, ray.get_actor(actor_name(name), NAMESPACE))
 
 
 def _this_program() -> str:
@@ -384,7 +384,7 @@ def _this_program() -> str:
 
 
 def _detach(actor: Any, program: str, made_in: Any) -> None:
-    """Tell the host that a handle is gone, also at the end of a program: what it said before has then arrived."""
+    """Tell the trainer that a handle is gone, also at the end of a program: what it said before has then arrived."""
     import ray
 
     if session() == made_in:
@@ -393,7 +393,7 @@ def _detach(actor: Any, program: str, made_in: Any) -> None:
 
 
 def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
-    """End a host, whatever its process does, and wait until its name is free."""
+    """End a detached trainer, whatever its process does, and wait until its name is free."""
     import ray
 
     ray.kill(actor)
@@ -406,7 +406,7 @@ def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
 
 
 def is_answering(actor: Any) -> bool:
-    """Return whether a host answers in time, whatever its trainer does."""
+    """Return whether a detached trainer answers in time, whatever it does."""
     import ray
 
     with suppress(ray.exceptions.RayError):
@@ -427,5 +427,5 @@ def is_there(name: str) -> bool:
 
 
 def actor_name(name: str) -> str:
-    """Return the name of a host among Ray's actors."""
-    return f"host:{name}"
+    """Return the name of a detached trainer among Ray's actors."""
+    return f"detached:{name}"

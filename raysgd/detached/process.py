@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
-_MOST_DEATHS = 3  # of the host's process at one place of a call
+_MOST_DEATHS = 3  # of the trainer's process at one place of a call
 _START_S = 60.0  # until then the program that starts a trainer has attached, or it is gone
 _END_S = 5.0
 _CALL = "call:"  # begins the names of calls in the journal
@@ -45,7 +45,7 @@ _NOT_TAKEN_UP = (*OF_ITERATORS, "epochs", "find_lr")
 
 @dataclass(frozen=True)
 class CallRequest:
-    """A call as it comes to the host.
+    """A call as it comes to the trainer's process.
 
     Attributes:
         token: Its number.
@@ -67,7 +67,7 @@ class CallRequest:
     folder: str
 
 
-class TrainerHost:
+class TrainerProcess:
     """Holds a trainer and the log of its calls.
 
     Calls run in one thread; what is asked beside them runs in others. The loop of the actor only waits.
@@ -109,7 +109,7 @@ class TrainerHost:
     async def stay(self, program: str) -> None:
         """Last as long as a program is attached. The answer is the program's own, so it is lost with the program.
 
-        Ray asks the next process of the host again, so for a program that lives there is no answer after a death, too.
+        Ray asks the next process again, so for a program that lives there is no answer after a death, too.
         """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
@@ -132,7 +132,8 @@ class TrainerHost:
         self._needed_at = time.monotonic()
         for token, (owner, _) in list(self._iterators.items()):
             if owner == program:
-                self._log.enqueue(LoggedCall(f"{token}-end", "close", program, "the host"), partial(self._close, token))
+                call = LoggedCall(f"{token}-end", "close", program, "the trainer")
+                self._log.enqueue(call, partial(self._close, token))
         self._log.leave(program)
 
     async def detach(self, program: str) -> None:
@@ -140,7 +141,7 @@ class TrainerHost:
         self._leaving.setdefault(program, asyncio.Event()).set()
 
     async def describe(self) -> dict[str, Any]:
-        """Return what is known of this host, in plain values that programs of other versions understand."""
+        """Return what is known of this trainer, in plain values that programs of other versions understand."""
         running = self._log.running()
         return {
             "name": self._settings.name,
@@ -245,7 +246,7 @@ class TrainerHost:
         running: CallRequest | None = next((asked for asked, answer in calls if answer is None), None)
         num_deaths = 0 if running is None else self._num_deaths(running, kept)
         self._taken_up = None if running is None else running.token
-        self._log.enqueue(LoggedCall("restart", "start", "", "the host"), partial(self._restore, start, kept))
+        self._log.enqueue(LoggedCall("restart", "start", "", "the trainer"), partial(self._restore, start, kept))
         for asked, answer in calls:
             call = _logged(asked)
             if (taken := kept.get(f"{_TAKEN}{call.token}")) is not None:
@@ -271,14 +272,14 @@ class TrainerHost:
         former, number = pickle.loads(kept["deaths"]) if "deaths" in kept else (None, 0)
         number = number + 1 if place == former else 1
         self._write(lambda: {"deaths": pickle.dumps((place, number))})
-        words = "the process of host `%s` has died in `%s` (%d of at most %d times at one place); another one goes on"
+        words = "the process of `%s` has died in `%s` (%d of at most %d times at one place); another one goes on"
         logger.warning(words, self._settings.name, _logged(running).method, number, _MOST_DEATHS)
         return number
 
     def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
 
         def end() -> None:
-            """No program waits for this; those that wait for calls hear that the host is gone."""
+            """No program waits for this; those that wait for calls hear that the trainer is gone."""
             logger.exception("the detached trainer `%s` could not be taken up", self._settings.name)
             self._save_and_end()
 
@@ -290,7 +291,7 @@ class TrainerHost:
         self._log.confirm("restart")
 
     def _refuse(self, method: str, why: str) -> None:
-        raise TrainerLostError(f"The process of the host has died in `{method}`, {why}.")
+        raise TrainerLostError(f"The trainer's process has died in `{method}`, {why}.")
 
     async def answer(self, token: str) -> tuple[bytes, int] | None:
         """Return the answer of a call, and how many pieces of output there are; None where a program has it already."""
@@ -383,7 +384,7 @@ class TrainerHost:
         """Return the next value of an iterator, in a list, which is empty at the end."""
         if token not in self._iterators:
             if self._is_second_life:
-                raise TrainerLostError("The process of the host has died, and the iterator with it: make a new one.")
+                raise TrainerLostError("The trainer's process has died, and the iterator with it: make a new one.")
             return []
         return list(islice(self._iterators[token][1], 1))
 

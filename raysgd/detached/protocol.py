@@ -1,10 +1,10 @@
-"""What travels between a program and a host: calls by name, their arguments and results, errors, and output.
+"""What travels between a program and a detached trainer: calls by name, arguments and results, errors, and output.
 
 An object in Ray's store is lost with the process that put it there. Bytes in a message are copied, so what a program
-sends outlives it, and an answer can wait in the host for any program.
+sends outlives it, and an answer can wait in the trainer's process for any program.
 
-Public names of a trainer are looked up in its class, in the host, so that a new option needs nothing here. The tables
-name those that do not go to the host as a call in its turn, or as a look at an attribute.
+Public names of a trainer are looked up in its class, in its process, so that a new option needs nothing here. The
+tables name those that do not go there as a call in its turn, or as a look at an attribute.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ BESIDE = ("ledger", "status")
 MAY_GO_ON = ("train", "validate")
 """The calls that return a handle with `blocking=False`."""
 
-_IN_HOST = "it stays in the host's process, and cannot be sent."
+_IN_PROCESS = "it stays in the trainer's process, and cannot be sent."
 STAYS_THERE: dict[str, str] = {
-    "worker_group": f"{_IN_HOST} Use `apply_all_workers(fn)`.",
+    "worker_group": f"{_IN_PROCESS} Use `apply_all_workers(fn)`.",
     "take_state_of": "two trainers would have to be in one process. Use `save` and `load`.",
     "as_trainable": "Ray Tune makes the trainers. Call it on the class.",
     "can_restore": "call it on the class.",
-    "checkpoint_manager": f"{_IN_HOST} Use `best_checkpoint` and `latest_checkpoint`.",
+    "checkpoint_manager": f"{_IN_PROCESS} Use `best_checkpoint` and `latest_checkpoint`.",
     "is_started": "`raysgd.detached_trainers()` lists the detached trainers.",
     "preprocess_datasets": "`fit` calls it.",
-    "run_iterator": f"{_IN_HOST} Use `run`, which continues without your program.",
+    "run_iterator": f"{_IN_PROCESS} Use `run`, which continues without your program.",
     "setup": "`fit` calls it.",
     "to_tune_trainable": "Ray Tune makes the trainers. Call it on a trainer that is not detached.",
-    "to_worker_group": f"{_IN_HOST} Make the trainer without `detached`.",
+    "to_worker_group": f"{_IN_PROCESS} Make the trainer without `detached`.",
     "training_loop": "`fit` calls it.",
 }
 """The names that a handle refuses, with the reason and what to do instead. `shutdown` is the handle's own."""
@@ -65,10 +65,10 @@ class Detached:
         name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in the name of a file.
         keep_alive_s: How long the trainer waits with neither a program attached nor a call running. Then it is saved to
             `folder`, if there is one, and ends. None: for ever.
-        folder: Where `<name>.pt` is saved before the trainer ends by itself: a path on the host's node, or a URI.
-        replace: Whether a host that has this name already is ended first. Its trainer is not saved.
-        resources: Ray's custom resources that the host's node has to have, such as `{"stays": 0.01}`. By default the
-            host is on the node of the program, if there is one. It takes no CPU.
+        folder: Where `<name>.pt` is saved before the trainer ends by itself: a path on its node, or a URI.
+        replace: Whether a trainer that has this name already is ended first. It is not saved.
+        resources: Ray's custom resources that its node has to have, such as `{"stays": 0.01}`. By default the
+            trainer is on the node of the program, if there is one. It takes no CPU.
 
     Raises:
         ValueError, TypeError: A value cannot work.
@@ -98,16 +98,16 @@ class Detached:
 
 @dataclass(frozen=True)
 class RemoteIterator:
-    """Stands for an iterator that stays in the host: the program draws from it call by call."""
+    """Stands for an iterator that stays in the trainer's process: the program draws from it call by call."""
 
     token: str
 
 
-class HostTraceback(Exception):
-    """Shows where in the host an exception was raised: its cause in the program."""
+class DetachedTraceback(Exception):
+    """Shows where in the trainer's process an exception was raised: its cause in the program."""
 
     def __str__(self) -> str:
-        return f"raised in the host of the trainer\n\n{self.args[0]}"
+        return f"raised in the process of the detached trainer\n\n{self.args[0]}"
 
 
 def _error_of(fault: WorkerFault) -> BaseException:
@@ -115,7 +115,7 @@ def _error_of(fault: WorkerFault) -> BaseException:
 
 
 def packed_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Return the arguments of a call as they travel to the host.
+    """Return the arguments of a call as they travel to the trainer's process.
 
     Raises:
         UnpicklableError: One of them cannot be pickled. The message names it. Nothing was sent.
@@ -124,7 +124,7 @@ def packed_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, An
         return packed_bytes("it", (tuple(args), dict(kwargs)))
     except UnpicklableError as error:
         name = next((name for name, value in _named(args, kwargs) if not is_sendable(value)), "an argument")
-        words = str(error).replace("it cannot be sent to the workers", f"{name} cannot be sent to the host", 1)
+        words = str(error).replace("it cannot be sent to the workers", f"{name} cannot be sent to the trainer", 1)
         raise UnpicklableError(f"`{function}`: {words}") from error.__cause__
 
 
@@ -136,10 +136,10 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, in the host.
+    """Return the arguments of a call, in the trainer's process.
 
     Raises:
-        ModuleNotFoundError: They need a module that the host does not find.
+        ModuleNotFoundError: They need a module that the trainer's process does not find.
     """
     try:
         args, kwargs = pickle.loads(packed)
@@ -171,9 +171,9 @@ class CallOutcome:
         error = _error_of(self.fault)
         if error.__cause__ is None and self.cause is not None:
             error.__cause__ = _error_of(self.cause)
-            error.__cause__.__cause__ = HostTraceback(self.cause.traceback_text)
+            error.__cause__.__cause__ = DetachedTraceback(self.cause.traceback_text)
         elif error.__cause__ is None and self.shows_user_code:
-            error.__cause__ = HostTraceback(self.fault.traceback_text)
+            error.__cause__ = DetachedTraceback(self.fault.traceback_text)
         raise error
 
 
@@ -247,7 +247,7 @@ def _is_of_user(record: logging.LogRecord) -> bool:
 
 
 class _Stream(io.TextIOBase):
-    """A standard stream of a host."""
+    """A standard stream of a detached trainer."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output, self._name = output, name
@@ -266,7 +266,7 @@ class _Stream(io.TextIOBase):
 
 
 def show(pieces: list[Piece]) -> None:
-    """Print and log, in the program, what came from a host."""
+    """Print and log, in the program, what came from a detached trainer."""
     for piece in pieces:
         if isinstance(piece, WorkerLogLine):
             logging.getLogger(piece.name).log(piece.level, "%s", piece.text)

@@ -383,7 +383,7 @@ class Fit:
         return Sidecar(epoch, self._run.history, self._calls.states(), pending, self._run.epochs)
 
     def _note_progress(self) -> None:
-        """Tells a host how far the run is."""
+        """Tells a detached trainer how far the run is."""
         run, note = self._run, self._trainer._note_fit
         if note is not None:
             note(FitProgress(self._sidecar(), self._last_epoch, vars(run).get("folder", run._folder)))

@@ -1,4 +1,4 @@
-"""The state that a trainer keeps: in files, in all its workers, and in the journal of its host."""
+"""The state that a trainer keeps: in files, in all its workers, and in the journal of a detached one."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     _divide_by_hand: str
     """What to do where each worker loads a part of the data by itself."""
     _note_fit: Callable[[FitProgress], None] | None = None
-    """Keeps how far `fit` is, in a host."""
+    """Keeps how far `fit` is, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
     _goes_on = True
@@ -218,7 +218,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return [name for name, is_used in used.items() if is_used]
 
     def _kept_by(self, keeper: Keeper, note_fit: Callable[[FitProgress], None]) -> KeptTrainer:
-        """Lets a host know what changes, so that its next process can continue."""
+        """Lets a detached trainer know what changes, so that its next process can continue."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
 

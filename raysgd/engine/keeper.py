@@ -1,7 +1,7 @@
 """Workers that outlive the process of their controller, and what a later process needs to go on with them.
 
-Only a host has a `Keeper`. What it keeps: the group, and how many calls were made that change the state. The rest is
-with the workers: each knows the number of its last such call, and its reply.
+Only a detached trainer has a `Keeper`. What it keeps: the group, and how many calls were made that change the state.
+The rest is with the workers: each knows the number of its last such call, and its reply.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class KeptGroup:
 
 
 class Keeper:
-    """Keeps what is needed to find the workers of one host again.
+    """Keeps what is needed to find the workers of a detached trainer again.
 
     Args:
-        host: The name of the host.
+        host: The name of the trainer.
         write: Keeps the bytes of a group instead of those before.
 
     Attributes:
@@ -76,7 +76,7 @@ class Keeper:
         self._group = group
 
     def find(self) -> KeptGroup | None:
-        """Return that group, once; other workers of the host are ended."""
+        """Return that group, once; other workers of the trainer are ended."""
         kept, self._group = self._group, None
         if kept is None:
             return None
@@ -95,7 +95,7 @@ class Keeper:
 
 
 def end_workers(host: str, but: Collection[str] = ()) -> None:
-    """End the workers of a host that are left, but for those of these names."""
+    """End the workers of a trainer that are left, but for those of these names."""
     import ray
 
     for each in ray.util.list_named_actors(all_namespaces=True):

@@ -77,7 +77,7 @@ class Monitor:
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
         self._next_nodes, self._next_growth = now + _NODES_S, now
         self._margin, self._is_holding = _MIN_MARGIN, False
-        self.reason = "the process of the host that died had stopped it for that" if can_hold else ROOM
+        self.reason = "the trainer's process, which has died, had stopped it for that" if can_hold else ROOM
         self._before: dict[int, Heartbeat] = {}
         if of_call:
             self._lifecycle.let_step_in()

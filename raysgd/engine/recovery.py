@@ -668,7 +668,7 @@ class Recovery:
         raise WorkersLostError(
             f"{cause}, and with the workers their state is lost, because `snapshot_every_s=None` switches snapshots "
             f"off. {self._snapshots.last_file_in_words} Without that option, or with `snapshot_every_s=60`, such a "
-            "loss costs time only."
+            "failure costs time only."
         )
 
     def _restore_those_left(self) -> bool:

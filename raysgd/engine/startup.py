@@ -354,9 +354,9 @@ class StandbyWorkers:
             if not (result.answered and _take_out(self._coming, (worker, call))):
                 continue
             self._startup.remove(worker)
-            self._spec.relay.tell({"standby worker": notes_of(result)})
+            self._spec.relay.tell({"new worker": notes_of(result)})
             if result.failure is not None:
-                logger.warning("a standby worker failed to start: %s", result.failure.fault.message)
+                logger.warning("a new worker failed to start: %s", result.failure.fault.message)
                 self._kill(worker)
                 num_died += result.failure.kind == "died"
             else:
@@ -375,7 +375,7 @@ class StandbyWorkers:
         answers = [self._platform.outcome(-1, call) for call in calls]
         for standby_worker, answer in zip(idle, answers, strict=True):
             if not answer.ok:
-                logger.warning("standby worker (process %s) died", standby_worker.info.pid)
+                logger.warning("new worker (process %s) died", standby_worker.info.pid)
                 self._drop([standby_worker])
                 if not answer.answered:
                     self._platform.kill_process(standby_worker.info)  # it may be stopped

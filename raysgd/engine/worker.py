@@ -109,12 +109,12 @@ def packed_bytes(what: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class SentData:
-    """Data on their way to a host: each call has a copy of them there, of which `identity` is the same.
+    """Data on their way to a detached trainer: each call has a copy of them there, of which `identity` is the same.
 
     Attributes:
         argument: The name of the argument that they are.
         data: What the program has.
-        token: Stands for them in the host.
+        token: Stands for them in its process.
     """
 
     argument: str
@@ -300,7 +300,7 @@ class WorkerProcess:
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
         """Does what `on_replica` does with a call that `pack` made; `values` go to their places in it.
 
-        One whose number it has had is not run again: it was sent by a host that has died since.
+        One whose number it has had is not run again: it was sent by a process that has died since.
         """
         return self._told(_reply_of(self, packed, values))
 

@@ -63,7 +63,7 @@ class LaneEnds:
         return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
 
     def num_seen(self, num_rows: int) -> int:
-        """Return how far to look in each lane for so many joint rows; 0 where nothing has to be seen."""
+        """Return how far to look in each lane for so many rows of all; 0 where nothing has to be seen."""
         if self._is_known:
             return 0
         num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
@@ -233,13 +233,13 @@ class GlobalReader:
                     self._deal()
                 if not self._ordered:
                     return
-                joint, made = self._ordered.popleft(), self._next_made()
-                if joint.num_seen:  # answered while the worker trains
-                    self._ends.see(joint.counts, joint.num_seen, made.found)
-                if joint.ends_pass and self._stream.skips:  # what was left out is known before the pass ends
+                whole, made = self._ordered.popleft(), self._next_made()
+                if whole.num_seen:  # answered while the worker trains
+                    self._ends.see(whole.counts, whole.num_seen, made.found)
+                if whole.ends_pass and self._stream.skips:  # what was left out is known before the pass ends
                     self._ends.hear()
-                    joint = joint._replace(after=self._ends.position())
-                yield from self._batches(joint, made)
+                    whole = whole._replace(after=self._ends.position())
+                yield from self._batches(whole, made)
 
     @property
     def _rows_ahead(self) -> int:
@@ -299,11 +299,11 @@ class GlobalReader:
         self._order(BatchOrder((), [0] * len(counts), places, num_rows))
         self._ends.see(counts, num_rows, self._receive().found)
 
-    def _batches(self, joint: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
-        for number, (batch, (start, stop, num_global)) in enumerate(zip(made.batches, joint.parts, strict=True), 1):
+    def _batches(self, whole: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
+        for number, (batch, (start, stop, num_global)) in enumerate(zip(made.batches, whole.parts, strict=True), 1):
             if batch is None and stop > start:
                 raise TypeError("`collate` returned None: it has to return a batch. To leave rows out, use `filter`.")
             if self._pad:
                 batch = self._last_batch = self._last_batch if batch is None else batch
-            place = number == 1, number == len(joint.parts)
-            yield StreamBatch(start, batch, stop - start, num_global, *place, joint.ends_pass, joint.after)
+            place = number == 1, number == len(whole.parts)
+            yield StreamBatch(start, batch, stop - start, num_global, *place, whole.ends_pass, whole.after)

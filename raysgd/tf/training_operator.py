@@ -66,8 +66,8 @@ class TrainingOperator(BaseOperator):
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
-            `state_dict` knows; False makes every loss start from the last snapshot.
-        warms_up_standby: Whether a standby worker calls `train_batch` twice on zeros, so that it is fast when it steps
+            `state_dict` knows; False makes every failure start from the last snapshot.
+        warms_up: Whether a new worker calls `train_batch` twice on zeros, so that it is fast when it steps
             in. The state of another worker then replaces what is registered. What else `train_batch` changes stays:
             check `batch_info.get("warm_up")`, or set this to False.
         compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
@@ -136,7 +136,7 @@ class TrainingOperator(BaseOperator):
 
         Args:
             batch: `(features, target)` or `(features, target, sample_weight)`, as `fit` takes them.
-            batch_info: `batch_idx`, `global_step` and the entries of `info`. In the warm-up of a standby worker also
+            batch_info: `batch_idx`, `global_step` and the entries of `info`. In the warm-up of a new worker also
                 `warm_up=True`: the step does not count.
 
         Returns:

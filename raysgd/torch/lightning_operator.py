@@ -85,7 +85,7 @@ class LightningOperator(TrainingOperator):
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
     _freezes_in_batches = True  # a module of several networks may leave one frozen that its next batch trains
-    warms_up_standby = False  # hooks of the module may count on the beginning of a training
+    warms_up = False  # hooks of the module may count on the beginning of a training
 
     def setup(self, config: dict[str, Any]) -> None:
         """Makes the module and runs its set-up hooks, in the order of Lightning 2."""

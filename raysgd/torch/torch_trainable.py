@@ -34,7 +34,7 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
     def step(self) -> dict[str, Any]:
         """Trains, then validates. Returns the results of both; where they have the same names, those of validation.
 
-        A loss of workers fails the trial at once, so that Tune's `FailureConfig` decides.
+        A lost worker fails the trial at once, so that Tune's `FailureConfig` decides.
         """
         if hasattr(self, "_train"):
             raise DeprecationWarning(

@@ -258,7 +258,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             if detached is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # a host has none itself
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # the trainer's process has none itself
             handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
             arguments.warn_of_unused_gpus(asked)
             return handle

@@ -81,8 +81,8 @@ class TrainingOperator(BaseOperator):
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
-            `state_dict` knows; False makes every loss start from the last snapshot.
-        warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
+            `state_dict` knows; False makes every failure start from the last snapshot.
+        warms_up: Whether a new worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. The state of another worker then replaces what is registered. What else `train_batch`
             changes stays: check `batch_info.get("warm_up")`, or set this to False.
         compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
@@ -187,7 +187,7 @@ class TrainingOperator(BaseOperator):
                 or a dataclass, which is passed to the model by keyword (its target has one of `batches.TARGET_NAMES`).
             batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`. A batch is padding where
                 this worker has no samples left and repeats some, with weight 0, because the others have. In the
-                warm-up of a standby worker also `warm_up=True`: the step does not count.
+                warm-up of a new worker also `warm_up=True`: the step does not count.
 
         Returns:
             Metrics of the batch: numbers, tensors of one element (these are not read before the epoch ends, so the host

@@ -19,7 +19,7 @@ from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
 from raysgd.compat.names import MOVED, former_names
-from raysgd.detached.cluster import start as start_host
+from raysgd.detached.cluster import start as start_detached
 from raysgd.detached.protocol import Detached
 from raysgd.engine.placement import num_gpus
 from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
@@ -168,7 +168,7 @@ class Trainer:
         @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
             """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
-            return super().__new__(cls) if detached is None else start_host(cls, detached, args, kwargs)
+            return super().__new__(cls) if detached is None else start_detached(cls, detached, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Starts the workers and connects them.

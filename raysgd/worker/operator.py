@@ -172,7 +172,7 @@ class BaseOperator:
     """The base of the class that users subclass, without any framework; `TrainingOperator` completes it."""
 
     resumes_epochs: bool | None = None
-    warms_up_standby: bool = True
+    warms_up: bool = True
     compares_ranks: bool | Sequence[Any] = True
 
     _raysgd: Any

@@ -85,7 +85,7 @@ class ClassRunner(ReplicaCalls):
         try:
             self._hosted.warm_up()
         except Exception as error:  # in a real step the user gets it
-            logger.warning("warm-up of a standby worker failed: %r", error)
+            logger.warning("warm-up of a new worker failed: %r", error)
 
     @property
     def epoch(self) -> int:

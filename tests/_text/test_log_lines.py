@@ -141,7 +141,7 @@ def test_a_line_is_told_once_with_all_who_said_it(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_worker_without_a_rank_is_named_in_words(caplog: pytest.LogCaptureFixture) -> None:
-    assert told(LogRelay(), {"standby worker": [UNEVEN]}, caplog) == ["standby worker: uneven"]
+    assert told(LogRelay(), {"new worker": [UNEVEN]}, caplog) == ["new worker: uneven"]
 
 
 def test_memory_for_what_was_told_is_bounded(caplog: pytest.LogCaptureFixture) -> None:

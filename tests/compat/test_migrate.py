@@ -49,6 +49,10 @@ def failed(text: str) -> MigratedProgram:
             "from raysgd.torch.examples.dcgan import GANOperator as G",
         ),
         ("from ray.util.sgd.pytorch import TrainingOperator", "from raysgd.torch import TrainingOperator"),
+        (
+            "from ray.util.sgd.pytorch.utils import SCHEDULER_STEP_EPOCH",
+            "from raysgd.torch.constants import SCHEDULER_STEP_EPOCH",
+        ),
         ("from ray.util.sgd.utils import *", "from raysgd.utils import *"),
         ("import ray.util.sgd.torch as sgd", "import raysgd.torch as sgd"),
         ("import ray.util.sgd", "import raysgd"),
@@ -473,7 +477,11 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("from ray.data.dataset_pipeline import DatasetPipeline", "read while it is used"),
         ("predictor.predict_pipelined(dataset)", "call `predict`"),
         ("for each in pipe.iter_epochs(): pass", "once for each epoch"),
+        ("pipe = data.repeat().random_shuffle_each_window(seed=1)", "`random_shuffle` of it"),
+        ("data.fully_executed()", "`materialize()`"),
         ("ray.init(memory=2, num_cpus=1)", "today's `ray.init` takes no `memory`"),
+        ("ray.init(num_cpus=None, include_webui=False)", "today's `ray.init` takes no `include_webui`"),
+        ("import keras\nkeras.models.save_model(model, 'folder')", "`model.export(path)` writes a SavedModel"),
         ("tune.run(f, trial_executor=None)", "today's `ray.tune.run` takes no `trial_executor`"),
         ("from ray.tune.utils.util import merge_nothing, merge_dicts", "no `merge_nothing` in `ray.tune.utils.util`"),
         ("class Own(tune.Trainable):\n    def _train(self):\n        pass", "rename `_train` to `step`"),
@@ -485,6 +493,8 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("from ray_lightning import RayPlugin, HorovodRayStrategy", "`raysgd.TrainingOperator.from_ptl`"),
         ("from ray_lightning.tune import TuneReportCallback", "`raysgd.tune.Tuner`"),
         ("from ray.rllib.agents.ppo import PPOTrainer", "today's Ray has no module `ray.rllib.agents.ppo`"),
+        ("rows = ray.data.range_table(8)", "no `range_table` in `ray.data`"),
+        ("x = [n for n in ray.worker_state.nodes()]", "no `worker_state` in `ray`"),
         ("import ray.tune.trial", "today's Ray has no module `ray.tune.trial`"),
         ("from horovod.ray import RayExecutor", '`raysgd.train.Trainer("horovod", num_workers=...)`'),
         ("import horovod.ray\nx = horovod.ray.ElasticRayExecutor(s)", "`From horovod.ray`"),
@@ -512,6 +522,8 @@ def test_a_line_that_cannot_work_gets_a_comment_with_what_to_write(text: str, wo
         "from ray.tune.schedulers import ASHAScheduler",
         "from ray.train.callbacks import JsonLoggerCallback",
         "x = tune.sample_from(f)",
+        "x: ray.data.Dataset = ray.data.from_items([ray.util.client.ray.is_connected(), ray.__version__])",
+        "group = ray.util.placement_group([{'CPU': 1}])",
     ],
 )
 def test_a_line_that_works_gets_no_comment(text: str) -> None:
@@ -558,6 +570,7 @@ def test_calls_that_todays_keras_refuses_are_rewritten_or_named() -> None:
     weights = self.optimizer.get_weights() + model.get_weights()
     model.save("folder")
     model.save("file.keras")
+    tf.keras.models.save_model(model, "file.keras")
     """
     found = migrate(dedent(text).encode())
     code = "".join(line for line in found.text.decode().splitlines(True) if not line.startswith("# raysgd: "))

@@ -132,6 +132,15 @@ def test_every_public_name_of_todays_ray_train_is_here_or_says_what_to_use(monke
         warnings.warn(f"Ray {ray.__version__} has names of `ray.train` that no table has: {missing}", stacklevel=1)
 
 
+def test_checkpoints_of_keras_keep_the_methods_that_keras_can_load() -> None:
+    name = "ray.train.tensorflow.TensorflowCheckpoint"
+    kept, lost = (Paths(ray_train=True).find(f"{name}.{method}") for method in ("from_h5", "from_saved_model"))
+    assert kept is not None
+    assert kept.new == "raysgd.train.tensorflow.TensorflowCheckpoint.from_h5"
+    assert lost is not None
+    assert (lost.new, "`from_h5`" in lost.reason) == (None, True)
+
+
 def test_iterators_mean_ours_beside_other_old_names_only() -> None:
     assert Paths(beside_sgd=False).find("ray.util.iter.from_items") is None
     place = Paths(beside_sgd=True).find("ray.util.iter.from_items")

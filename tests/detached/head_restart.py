@@ -75,10 +75,10 @@ def await_nodes(address: str, count: int) -> Program:
 
 def trial(address: str, head: list[str], log: Path, first_head: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Kill the head in a call, start it again, and go on; return what was seen."""
-    host = "raysgd.Detached('run', resources={'stays': 0.01})"
+    place = "raysgd.Detached('run', resources={'stays': 0.01})"
     config = f"{{'step_s': {STEP_S}, 'num_samples': {NUM_SAMPLES}}}"
     with await_nodes(address, 3) as program:
-        program.run(f"trainer = make({str(log)!r}, {host}, config={config}, resources_per_worker={{'stays': 0.01}})")
+        program.run(f"trainer = make({str(log)!r}, {place}, config={config}, resources_per_worker={{'stays': 0.01}})")
         pids = program.run("pids(trainer)")
         program.begin("trainer.train()")
         wait_until(lambda: len(steps(log)) >= 8)

@@ -81,7 +81,7 @@ def pids(trainer):
 
 @contextmanager
 def address_of_ray() -> Iterator[str]:
-    """The address of Ray. In the end, hosts are ended that are left."""
+    """The address of Ray. In the end, trainers that are left are ended."""
     import ray
 
     from raysgd.detached import cluster

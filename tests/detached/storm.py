@@ -1,4 +1,4 @@
-"""Kills programs and hosts at random moments, and prints what was lost.
+"""Kills programs and trainers at random moments, and prints what was lost.
 
 Run it by `python -m tests.detached.storm [KILLS] [SEED] [KINDS]`.
 """
@@ -33,17 +33,17 @@ CALLS = {
     "none": "None",
     "replaced": "trainer.train()['epoch']",
     "undisturbed": "trainer.train()['epoch']",
-    "host": "trainer.train()['epoch']",
-    "host and worker": "trainer.train()['epoch']",
-    "host between calls": "None",
+    "process": "trainer.train()['epoch']",
+    "process and worker": "trainer.train()['epoch']",
+    "process between calls": "None",
 }
-HOST_PID = "ray.get(trainer._actor.describe.remote())['pid']"
+TRAINER_PID = "ray.get(trainer._actor.describe.remote())['pid']"
 EXPECTED = {"validate": NUM_SAMPLES, "predict": 2000}
-EPOCHS_OF = {"train": 1, "save": 1, "fit": 1, "replaced": 1, "undisturbed": 1, "host": 1, "host and worker": 1}
+EPOCHS_OF = {"train": 1, "save": 1, "fit": 1, "replaced": 1, "undisturbed": 1, "process": 1, "process and worker": 1}
 
 
 class Storm:
-    """A trainer in a host, and programs that come and go."""
+    """A detached trainer, and programs that come and go."""
 
     def __init__(self, address: str, folder: Path, seed: int) -> None:
         self._address, self._folder, self._random = address, folder, random.Random(seed)
@@ -56,7 +56,7 @@ class Storm:
         self._program = self._new()
         config = f"{{'step_s': {STEP_S}, 'num_samples': {NUM_SAMPLES}, 'large': torch.zeros(50_000_000)}}"  # 200 MB
         self._pids = self._program.run(f"trainer = make({str(self.log)!r}, config={config}); pids(trainer)")
-        self._host_pid = self._program.run(HOST_PID)
+        self._trainer_pid = self._program.run(TRAINER_PID)
 
     def _new(self) -> Program:
         program = Program(self._address)
@@ -65,18 +65,18 @@ class Storm:
 
     def kill_in(self, kind: str) -> None:
         """Begin a call, kill the program at some moment, and go on in another one."""
-        following = self._program if kind.startswith("host") else self._new()
+        following = self._program if kind.startswith("process") else self._new()
         before = self._size()
         self._kinds.append((time.time(), kind))
         self._program.begin(CALLS[kind].format(file=str(self._folder / "saved.pt")))
-        while kind not in ("none", "host between calls") and kind != "predict" and self._size() == before:
+        while kind not in ("none", "process between calls") and kind != "predict" and self._size() == before:
             time.sleep(0.005)
         time.sleep(self._random.uniform(0, 1.0))
         if kind == "replaced":
             os.kill(self._random.choice(self._pids), signal.SIGKILL)
             time.sleep(self._random.uniform(0, 1.0))
-        if kind.startswith("host"):
-            self._kill_host(kind)
+        if kind.startswith("process"):
+            self._kill_trainer(kind)
             return
         if kind == "undisturbed":  # to compare with: the call ends before its program does
             self._program.found()
@@ -89,17 +89,17 @@ class Storm:
         self.attach_s.append(following.run(began))
         self._check(kind)
 
-    def _kill_host(self, kind: str) -> None:
-        if kind == "host and worker":
+    def _kill_trainer(self, kind: str) -> None:
+        if kind == "process and worker":
             os.kill(self._random.choice(self._pids), signal.SIGKILL)
-        os.kill(self._host_pid, signal.SIGKILL)
+        os.kill(self._trainer_pid, signal.SIGKILL)
         began = time.monotonic()
         self._program.found()
-        if kind == "host between calls":
+        if kind == "process between calls":
             self._program.run("trainer.apply_all_workers(os.getpid)")
             self.next_call_s.append(round(time.monotonic() - began, 2))
         self._check(kind)
-        self._host_pid = self._program.run(HOST_PID)
+        self._trainer_pid = self._program.run(TRAINER_PID)
 
     def _size(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
@@ -119,7 +119,7 @@ class Storm:
             self.faults.append(f"{kind}: {epochs} epochs instead of {self.num_epochs}")
             self.num_epochs = epochs
         pids = program.run("pids(trainer)")
-        if len({*pids} & {*self._pids}) != len(self._pids) - (kind in ("replaced", "host and worker")):
+        if len({*pids} & {*self._pids}) != len(self._pids) - (kind in ("replaced", "process and worker")):
             self.faults.append(f"{kind}: workers {self._pids} -> {pids}")
         self._pids = pids
 

@@ -125,7 +125,7 @@ def test_answers_to_programs_that_are_gone_are_not_kept_for_ever() -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "hosts" / "run"
+    return tmp_path / "detached" / "run"
 
 
 def test_the_newest_of_each_name_is_read_by_the_next_process(path: Path) -> None:
@@ -173,7 +173,7 @@ def test_only_the_user_can_read_it_and_nothing_is_left_of_it(path: Path) -> None
 
 def test_journals_are_among_the_caches_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYSGD_CACHE", "/somewhere")
-    assert journal_path("run-7", "0123") == Path("/somewhere/hosts/run-7-0123")
+    assert journal_path("run-7", "0123") == Path("/somewhere/detached/run-7-0123")
     monkeypatch.delenv("RAYSGD_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert journal_path("run-7", "0123") == Path("/caches/raysgd/hosts/run-7-0123")
+    assert journal_path("run-7", "0123") == Path("/caches/raysgd/detached/run-7-0123")

@@ -1,4 +1,4 @@
-"""Programs with a trainer in a host are killed, and other programs go on.
+"""Programs with a detached trainer are killed, and other programs go on.
 
 Covers `raysgd.detached.process`, `raysgd.detached.handle` and `raysgd.detached.cluster`, which need each other.
 """
@@ -73,7 +73,7 @@ def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path,
     with attached(address) as program:
         assert program.run("trainer.pending().result()['num_samples']") == 40
         program.run(f"trainer.save({str(tmp_path / 'last.pt')!r}, blocking=False)")
-        assert program.run("trainer.pending()") is None  # so that the host knows that the answer has arrived
+        assert program.run("trainer.pending()") is None  # so that the trainer knows that the answer has arrived
     with attached(address) as program:  # it was killed between two calls
         assert program.run("trainer.pending()") is None
         assert program.run("trainer.train()['epoch']") == 2
@@ -84,7 +84,7 @@ def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path,
     assert checkpoint_file.read(tmp_path / "last.pt")["epoch"] == 1
 
 
-@pytest.mark.soak  # `fit` below loses the process of its host, too
+@pytest.mark.soak  # `fit` below loses the process of its trainer, too
 def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None:
     with Program(address) as program:
         program.run(OPERATOR)
@@ -110,8 +110,8 @@ def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None
 def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, tmp_path: Path) -> None:
     with Program(address) as program:
         program.run(OPERATOR)
-        host = f"raysgd.Detached('forgotten', keep_alive_s=1, folder={str(tmp_path / 'new')!r})"
-        pids = program.run(f"trainer = make({str(log)!r}, {host}); trainer.train(); pids(trainer)")
+        place = f"raysgd.Detached('forgotten', keep_alive_s=1, folder={str(tmp_path / 'new')!r})"
+        pids = program.run(f"trainer = make({str(log)!r}, {place}); trainer.train(); pids(trainer)")
         host_pid = program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']")
         time.sleep(2)
         assert program.run("len(raysgd.detached_trainers())") == 1  # an attached program needs it, also between calls
@@ -135,8 +135,8 @@ raysgd.detached.handle.unpacked_answer = killing
 """
 
 
-@pytest.mark.promise("A killed host")
-def test_the_process_of_a_host_may_die_in_a_call_and_between_calls(address: str, log: Path) -> None:
+@pytest.mark.promise("The killed process of a detached trainer")
+def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(address: str, log: Path) -> None:
     import ray
 
     with Program(address) as program, Program(address) as other:
@@ -177,7 +177,7 @@ def test_the_process_of_a_host_may_die_in_a_call_and_between_calls(address: str,
     assert not journal.exists()
 
 
-def test_fit_goes_on_when_the_process_of_a_host_dies_together_with_a_worker(address: str, log: Path) -> None:
+def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker(address: str, log: Path) -> None:
     with Program(address) as program, Program(address) as other:
         program.run(OPERATOR)
         program.run(

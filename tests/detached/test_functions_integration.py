@@ -1,4 +1,4 @@
-"""`raysgd.train.Trainer` in a host."""
+"""A detached `raysgd.train.Trainer`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def address(ray_cluster: None) -> Iterator[str]:
         yield address
 
 
-def test_fit_goes_on_without_its_program_and_the_name_of_a_run_starts_no_host(address: str, tmp_path: Path) -> None:
+def test_fit_goes_on_without_its_program_and_the_name_of_a_run_detaches_nothing(address: str, tmp_path: Path) -> None:
     log, gate = tmp_path / "log", tmp_path / "log.wait"
     gate.touch()
     run = f"train.RunConfig(name='digits', storage_path={str(tmp_path / 'results')!r})"

@@ -1,4 +1,4 @@
-"""A trainer in a host is used as one in the program is: results, errors, Ctrl-C, output, turns, and what is refused."""
+"""A detached trainer is used as one in the program is: results, errors, Ctrl-C, output, turns, and what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def address(ray_cluster: None) -> str:
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("host") / "log"
+    return tmp_path_factory.mktemp("trainer") / "log"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_errors_have_the_class_of_the_user_and_the_line(program: Program) -> Non
     assert "of the user" in found["text"]
     found = program.fail("trainer.train(max_retries=-1)")
     assert "InvalidCountError" in found["error"]
-    assert "HostTraceback" not in found["text"]
+    assert "DetachedTraceback" not in found["text"]
     program.run(
         "class Failing(raysgd.callbacks.Callback):\n"
         "    def on_result(self, run, result):\n"
@@ -198,14 +198,14 @@ def test_what_cannot_work_is_refused(program: Program) -> None:
     assert "There are: `run`." in found["text"]
     found = program.fail("import threading; trainer.fit(1, callbacks=[raysgd.callbacks.CSVLogger(), threading.Lock()])")
     assert "UnpicklableError" in found["error"]
-    assert "`callbacks[1]` cannot be sent to the host" in found["text"]
+    assert "`callbacks[1]` cannot be sent to the trainer" in found["text"]
     assert "apply_all_workers" in program.fail("trainer.worker_group")["text"]
     assert "no attribute `run_it`" in program.fail("trainer.run_it()")["text"]
     assert "use_local" in program.fail("make('log', 'other', num_workers=1, use_local=True)")["text"]
     version = "import raysgd.detached.cluster as c; c.__version__ = '9.9'"
     found = program.fail(f"{version}\ntry:\n    raysgd.attach('run')\nfinally:\n    c.__version__ = raysgd.__version__")
     assert "this program 9.9" in found["text"]
-    assert program.run("[host.name for host in raysgd.detached_trainers()]") == ["run"]
+    assert program.run("[each.name for each in raysgd.detached_trainers()]") == ["run"]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", None, 7])
@@ -219,7 +219,7 @@ def test_a_ray_that_would_end_with_the_program_is_refused(ray_cluster: None) -> 
         TorchTrainer(training_operator_cls=raysgd.TrainingOperator, detached="refused")
 
 
-def test_an_argument_that_is_wrong_leaves_no_host(program: Program) -> None:
+def test_an_argument_that_is_wrong_leaves_no_process(program: Program) -> None:
     found = program.fail("make('log', 'wrong', num_workers=0)")
     assert "ValueError" in found["error"]
     found = program.fail("make('log', 'wrong', config={'num_samples': 'many'})")
@@ -227,15 +227,15 @@ def test_an_argument_that_is_wrong_leaves_no_host(program: Program) -> None:
     found = program.fail("make('log', raysgd.Detached('wrong', folder='/proc/none'))")
     assert "OSError" in found["error"]
     assert "/proc/none" in found["text"]
-    assert program.run("[host.name for host in raysgd.detached_trainers()]") == ["run"]
+    assert program.run("[each.name for each in raysgd.detached_trainers()]") == ["run"]
 
 
-def test_a_host_is_replaced_and_with_ends_one(program: Program, log: Path) -> None:
+def test_a_detached_trainer_is_replaced_and_with_ends_one(program: Program, log: Path) -> None:
     program.run(f"import os; old = pids(make({str(log)!r}, 'second', num_workers=1))")
     replaced = (
         f"new = make({str(log)!r}, raysgd.Detached('second', replace=True), num_workers=1)\nwith new: ids = pids(new)\n"
     )
-    assert program.run(f"{replaced}ids != old, [host.name for host in raysgd.detached_trainers()]") == [True, ["run"]]
+    assert program.run(f"{replaced}ids != old, [each.name for each in raysgd.detached_trainers()]") == [True, ["run"]]
     assert "TrainerShutdownError" in program.fail("new.train()")["error"]
 
 
@@ -248,7 +248,7 @@ def test_the_command_line_lists_follows_and_stops(program: Program, log: Path) -
     pid = program.run("import ray; ray.get(second._actor.describe.remote())['pid']")
     os.kill(pid, signal.SIGSTOP)
     program.run("import raysgd.detached.cluster as c; usual, c.ANSWER_S = c.ANSWER_S, 1.0")
-    listed = program.run("[str(host) for host in raysgd.detached_trainers() if host.name == 'second']")
+    listed = program.run("[str(each) for each in raysgd.detached_trainers() if each.name == 'second']")
     assert listed == ["second: not answering; `raysgd stop second --force` ends it"]
     found = program.fail("raysgd.attach('second')")
     program.run("c.ANSWER_S = usual")
@@ -258,7 +258,7 @@ def test_the_command_line_lists_follows_and_stops(program: Program, log: Path) -
     while is_alive(pid):
         time.sleep(0.05)
     assert "TrainerLostError" in program.fail("second.train()")["error"]
-    assert program.run("[host.name for host in raysgd.detached_trainers()]") == ["run"]
+    assert program.run("[each.name for each in raysgd.detached_trainers()]") == ["run"]
 
 
 def test_calls_with_the_same_data_go_on_where_the_last_one_stopped(program: Program, log: Path) -> None:

@@ -1,4 +1,4 @@
-"""Arguments, results and errors between a program and a host, and names that handles treat in their own way."""
+"""Arguments, results and errors between program and detached trainer, and names that handles treat in their own way."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from raysgd import TFTrainer, TorchTrainer
-from raysgd.detached.handle import HostedTrainer
+from raysgd.detached.handle import DetachedTrainer
 from raysgd.detached.protocol import (
     BESIDE,
     MAY_GO_ON,
     STAYS_THERE,
-    HostTraceback,
+    DetachedTraceback,
     packed_answer,
     packed_arguments,
     unpacked_answer,
@@ -28,7 +28,7 @@ from raysgd.train.data_parallel_trainer import DataParallelTrainer
 
 
 def returned(function: Any) -> BaseException:
-    """What a program sees that has called a function in a host."""
+    """What a program sees that has called a function of a detached trainer."""
     with pytest.raises(BaseException) as found:  # noqa: PT011 - the caller looks
         unpacked_answer(packed_answer(function)).result()
     return found.value
@@ -55,7 +55,7 @@ def test_functions_of_the_program_travel() -> None:
     ],
 )
 def test_an_argument_that_cannot_travel_is_named(args: Any, kwargs: Any, name: str) -> None:
-    with pytest.raises(UnpicklableError, match=f"`fit`: {name} cannot be sent to the host"):
+    with pytest.raises(UnpicklableError, match=f"`fit`: {name} cannot be sent to the trainer"):
         packed_arguments("fit", args, kwargs)
 
 
@@ -68,14 +68,14 @@ def test_an_error_of_a_worker_is_of_both_classes_and_has_its_cause() -> None:
     assert type(error.__cause__) is KeyError
 
 
-def test_an_error_of_user_code_in_the_host_shows_its_lines() -> None:
+def test_an_error_of_user_code_in_another_process_shows_its_lines() -> None:
     def fail() -> None:
         raise OSError(28, "no space left")
 
     error = returned(fail)
     assert isinstance(error, OSError)
     assert error.errno == 28
-    assert isinstance(error.__cause__, HostTraceback)
+    assert isinstance(error.__cause__, DetachedTraceback)
     assert "in fail" in str(error.__cause__)
 
 
@@ -85,7 +85,7 @@ def test_an_error_keeps_its_cause() -> None:
 
     cause = returned(fail).__cause__
     assert type(cause) is KeyError
-    assert isinstance(cause.__cause__, HostTraceback)
+    assert isinstance(cause.__cause__, DetachedTraceback)
 
 
 def test_an_error_of_a_class_with_another_constructor_arrives() -> None:
@@ -128,7 +128,7 @@ def public_names(trainer_cls: type[Any]) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
-def test_a_host_tells_methods_from_attributes_by_the_class(trainer_cls: type[Any]) -> None:
+def test_methods_are_told_from_attributes_by_the_class(trainer_cls: type[Any]) -> None:
     names = public_names(trainer_cls)
     assert names == {name: callable(getattr(trainer_cls, name, None)) for name in names}
 
@@ -140,4 +140,4 @@ def test_there_are_no_names_here_that_no_trainer_has() -> None:
 
 def test_the_handle_itself_has_none_of_these_names() -> None:
     names = {name for trainer_cls in TRAINERS for name in public_names(trainer_cls)} - {"shutdown"}
-    assert sorted(names & {*vars(HostedTrainer)}) == []
+    assert sorted(names & {*vars(DetachedTrainer)}) == []

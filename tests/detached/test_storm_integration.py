@@ -1,4 +1,4 @@
-"""Programs and hosts are killed at random moments: nothing of the training is lost, nothing is left."""
+"""Programs and trainers are killed at random moments: nothing of the training is lost, nothing is left."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_nothing_is_lost_with_programs_that_are_killed() -> None:
 
 
 @pytest.mark.soak
-def test_nothing_is_lost_with_hosts_that_are_killed() -> None:
-    kinds = "host,host and worker,host between calls"
+def test_nothing_is_lost_with_trainers_that_are_killed() -> None:
+    kinds = "process,process and worker,process between calls"
     check(found_by(run_story("tests.detached.storm", "12", "3", kinds, timeout_s=900)), num_epochs=8)

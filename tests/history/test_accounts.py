@@ -88,7 +88,7 @@ def test_a_rank_without_a_process_costs_no_goodput_while_nothing_is_trained(acco
     assert of(accounts, 0) == {"useful": 11, "driver": 140, "recovery_replace": 5}
 
 
-def test_steps_behind_the_last_copy_are_done_again_after_a_rebuild(accounts: Accounts, clock: Clock) -> None:
+def test_steps_behind_the_last_copy_are_done_again_after_a_restart(accounts: Accounts, clock: Clock) -> None:
     accounts.begin_call()
     clock.now = 10
     accounts.note_times({0: says("a", useful=10.0, unsaved_s=8.0)})

@@ -61,6 +61,7 @@ NAMES = {
     r"Party": "NextGroup",
     r"Muster|assembl(?:e|ing) (?:the )?party": "Recovery.form",
     r"Recruits?|Enlisted": "StandbyWorker, standby worker",
+    r"HostedTrainer|HostedCall|TrainerHost": "DetachedTrainer, DetachedCall, TrainerProcess",
     r"Seats?": "Slot",
     r"Pulse|Beat": "Heartbeat",
     r"Standing": "ReplicaProgress",

@@ -349,7 +349,7 @@ class KeptInMemory(outliving.Keeper):
 
 @pytest.mark.parametrize("still_leaves", [True, False])
 @pytest.mark.parametrize("num_sent", range(1, 6))
-def test_a_host_that_is_killed_while_it_stops_its_ranks_leaves_none_waiting(
+def test_a_detached_trainer_that_is_killed_while_it_stops_its_ranks_leaves_none_waiting(
     num_sent: int, still_leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It proposes the stop to three ranks, and tells each that all agree: so many of these messages it sends."""

@@ -1,4 +1,4 @@
-"""`TFTrainer` in a host: it goes on when the program that made it is killed."""
+"""A detached `TFTrainer` goes on when the program that made it is killed."""
 
 from __future__ import annotations
 

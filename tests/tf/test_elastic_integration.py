@@ -322,7 +322,7 @@ def make_model_that_waits(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.soak
-def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
+def test_a_snapshot_inside_fit_is_where_a_restart_goes_on(
     ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     config = {"fit_config": {"epochs": 40}, "batch_size": 4, "num_samples": NUM_SAMPLES, "pause_s": 0.02}

@@ -233,7 +233,7 @@ def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
 
 @pytest.mark.soak
 @pytest.mark.keras_in_turns("keras2")
-def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, keras: str, tmp_path: Path) -> None:
+def test_a_restart_costs_one_call_at_most(ray_cluster: None, keras: str, tmp_path: Path) -> None:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
     options: dict[str, Any] = {"config": config, "recovery": Recovery(in_place=False)}
     with TFTrainer(make_model_that_dies, make_data, num_replicas=2, seed=1, **options) as trainer:

@@ -177,7 +177,7 @@ def test_workers_that_die_at_any_other_time_lose_nothing_either(ray_cluster: Non
         assert uses(trainer) == {3}
 
 
-def test_a_rebuild_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_cluster: None) -> None:
+def test_a_restart_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_cluster: None) -> None:
     options = {"split_batches": True, "recovery": Recovery(snapshot_every_n_steps=2)}
     trainer, in_peace, with_kills = in_peace_and_with_kills(
         Ledger,

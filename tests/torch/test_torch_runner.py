@@ -907,12 +907,12 @@ def test_practice_takes_a_step_and_what_goes_wrong_in_it_is_only_told(
     assert runner.heartbeat().step == -1
     runner.operator.breaks_in = 0  # type: ignore[attr-defined]
     runner.warm_up()
-    assert "warm-up of a standby worker failed: DistNetworkError('the group is gone')" in caplog.text
+    assert "warm-up of a new worker failed: DistNetworkError('the group is gone')" in caplog.text
 
 
 def test_practice_can_be_switched_off(process_group: None) -> None:
     class NoPractice(BreaksOff):
-        warms_up_standby = False
+        warms_up = False
 
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
             raise AssertionError("it was called")

@@ -28,8 +28,14 @@ _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
 _RUN = "ray.tune.run"
 _RETIRED = {
-    "ray.init": ["driver_object_store_memory", "memory", "node_ip_address", "redis_password", "temp_dir"],
-    _RUN: ["loggers", "queue_trials", "sync_to_cloud", "sync_to_driver", "trial_executor", "upload_dir"],
+    "ray.init": (
+        "driver_object_store_memory include_java include_webui lru_evict memory node_ip_address num_redis_shards "
+        "plasma_directory redis_address redis_max_memory redis_password temp_dir use_pickle webui_host"
+    ),
+    _RUN: (
+        "global_checkpoint_period loggers queue_trials ray_auto_init run_errored_only server_port sync_on_checkpoint "
+        "sync_to_cloud sync_to_driver trial_executor upload_dir with_server"
+    ),
 }
 """Arguments that today's Ray does not take any more."""
 _REMOTE = "ray.remote"
@@ -54,8 +60,10 @@ _DISTRIBUTED = (
 )
 _METRIC = 'name what is reported: `ray.tune.report({"_metric": ..., ...})`'
 _METHODS = {
+    "fully_executed": "datasets of today's Ray Data have `materialize()`",
     "iter_epochs": "Ray Data has no pipelines: iterate over the dataset once for each epoch",
     "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
+    "random_shuffle_each_window": "Ray Data has no windows: pass the dataset itself, and call `random_shuffle` of it",
 }
 """Calls of objects that no import brings, by names that nothing else has."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
@@ -124,7 +132,7 @@ class Calls:
         if _REPORT in names:
             return self._of_report(old, new)
         for function in names & {*_RETIRED}:
-            for name in {*map(_name_of, old.args)} & {*_RETIRED[function]}:
+            for name in {*map(_name_of, old.args)} & {*_RETIRED[function].split()}:
                 self._tell(old, f"today's `{function}` takes no `{name}`: leave it out", is_error=True)
         if _RUN in names:
             return new.with_changes(args=[_renamed(arg, "local_dir", "storage_path") for arg in new.args])
@@ -211,7 +219,9 @@ class Calls:
         owner, _, method = (helpers.get_full_name_for_node(call.func) or "").rpartition(".")
         if method in ("get_weights", "set_weights") and "opt" in owner.rpartition(".")[2].lower():
             self._tell(call, _GET_WEIGHTS, is_error=True)
-        if method == "save" and "model" in owner.rpartition(".")[2].lower() and _is_without_ending(call):
+        is_save = method == "save" and "model" in owner.rpartition(".")[2].lower()
+        path = call.args[:1] if is_save else call.args[1:2] if method == "save_model" else []
+        if _is_without_ending(path):
             self._tell(call, _SAVE, is_error=True)
 
 
@@ -270,8 +280,8 @@ def _tidy(before: Sequence[cst.Arg], after: Sequence[cst.Arg]) -> list[cst.Arg]:
     return [*after[:-1], ended]
 
 
-def _is_without_ending(call: cst.Call) -> bool:
-    """Tell whether the path is written out and ends in nothing that Keras knows."""
-    path = call.args[0].value if call.args else None
+def _is_without_ending(args: Sequence[cst.Arg]) -> bool:
+    """Tell whether a path is written out and ends in nothing that Keras knows."""
+    path = args[0].value if args else None
     value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
     return isinstance(value, str) and not value.endswith(_ENDINGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,7 @@ class OldNames(cst.CSTTransformer):
 
     def _look_for(self, module: str, line: cst.CSTNode, names: Sequence[str] = ()) -> None:
         """Tells a person of a module, or a name in it, that today's Ray has no longer; Ray is not imported for that."""
-        ray = find_spec("ray") if module.startswith("ray.") and self._paths.is_of_ray(module) else None
-        for root in (ray and ray.submodule_search_locations) or ():
+        for root in _folders_of_ray() if self._is_of_ray(module) else ():
             path = Path(root, *module.split(".")[1:])
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             if not path.is_dir() and not any(path.parent.glob(f"{path.name}.*")):
@@ -134,6 +134,16 @@ class OldNames(cst.CSTTransformer):
                     is_known = self._paths.find(f"{module}.{name}") is not None or any(path.glob(f"{name}*"))
                     if not is_known and not re.search(rf"\b{name}\b", text):
                         self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
+
+    def _look_for_attribute(self, node: cst.Attribute) -> None:
+        """Tells a person of a name behind a module of Ray, such as `ray.data.range_table`, that is there no longer."""
+        for found in self._meanings(node):
+            if found.source is QualifiedNameSource.IMPORT and self._is_of_ray(found.name):
+                module, name = _behind_module_of_ray(found.name)
+                self._look_for(module, node, [] if name.startswith("_") else [name])
+
+    def _is_of_ray(self, name: str) -> bool:
+        return f"{name}.".startswith("ray.") and (name == "ray" or self._paths.is_of_ray(name))
 
     def _rewritten_import(self, statement: cst.Import, line: cst.CSTNode) -> Sequence[cst.BaseSmallStatement]:
         aliases, changed = [], False
@@ -186,6 +196,8 @@ class OldNames(cst.CSTTransformer):
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         place = self._moved(original_node)
         new = self._new_name(place, original_node)
+        if place is None:
+            self._look_for_attribute(original_node)
         if place is None or new is None:
             return updated_node
         self.needs.add(place.module)
@@ -230,6 +242,23 @@ class OldNames(cst.CSTTransformer):
         self._findings.add(Finding(line, text, is_error))
         if is_error:
             self._for_a_person[-1].append(text)
+
+
+@cache
+def _folders_of_ray() -> Sequence[str]:
+    ray = find_spec("ray")
+    return (ray and ray.submodule_search_locations) or ()
+
+
+def _behind_module_of_ray(name: str) -> tuple[str, str]:
+    """Return the longest module that Ray has in a dotted name, and the part behind it; empty if there is none."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        for root in _folders_of_ray():
+            path = Path(root, *parts[1:end])
+            if path.is_dir() or path.with_suffix(".py").exists():
+                return ".".join(parts[:end]), ".".join(parts[end : end + 1])
+    return parts[0], parts[1]
 
 
 def _is_dotted(node: cst.BaseExpression) -> bool:

@@ -120,8 +120,8 @@ class TFDividedSource:
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         self._passes.begin_pass()
-        joint = self._global(datasets.after_samples(self._passes.dataset, consumed))
-        for batch, own, total, weights in datasets.counted_part_of(joint, self._world.rank, self._world.size):
+        batches = self._global(datasets.after_samples(self._passes.dataset, consumed))
+        for batch, own, total, weights in datasets.counted_part_of(batches, self._world.rank, self._world.size):
             item = StreamItem(batch, int(own), int(total), tuple(weights.numpy()))
             consumed += item.num_global
             if item.num_samples or self._pads:
@@ -138,7 +138,7 @@ class TFDividedSource:
         return number if number >= 0 else None
 
     def _global(self, dataset: Any) -> Any:
-        return datasets.joint(dataset, self._sharding, self._num_global)
+        return datasets.global_batches(dataset, self._sharding, self._num_global)
 
     def go_to_pass(self, index: int) -> bool:
         """Make the next pass that of `index`; False where that cannot be done."""

@@ -181,7 +181,7 @@ class TFHosted(hosted.Hosted):
     def warm_up(self) -> None:
         """Take steps on zeros."""
         operator = self.operator
-        if not operator.warms_up_standby or self.epoch_obstacle is not None or operator.train_dataset is None:
+        if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
         self.synchronizer.regroup(World(0, 1))  # no other rank is here yet
         with self.synchronizer.exchanges.surfacing_errors():

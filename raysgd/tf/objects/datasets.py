@@ -318,7 +318,7 @@ def _is_batched_somewhere(dataset: Any) -> bool:
     return "Batch" in type(dataset).__name__ or any(_is_batched_somewhere(part) for part in _inputs_of(dataset))
 
 
-def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
+def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
     """Return the dataset of the batches of all workers together: those it has, or each of so many of them."""
     if sharding == "global" or num_batches == 1:
         return dataset

@@ -167,12 +167,12 @@ class GlobalLosses:
 
     def _factor_over_ranks(self, num_samples: float, divisor: float | None) -> float:
         own = np.array([num_samples, divisor or 0.0]) if num_samples else np.zeros(2)
-        joint = own.copy()
-        self._exchanges.group.add_up(joint)
+        of_all = own.copy()
+        self._exchanges.group.add_up(of_all)
         if not num_samples:
             return 0.0
-        part = 1.0 if divisor is None else divisor / joint[1] if joint[1] else 0.0
-        return float(part * joint[0] / num_samples)
+        part = 1.0 if divisor is None else divisor / of_all[1] if of_all[1] else 0.0
+        return float(part * of_all[0] / num_samples)
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:

@@ -85,10 +85,10 @@ class GlobalMetrics:
         weighted = [value.reshape(-1) * count if count else np.zeros(value.size) for value in values]
         sums = np.concatenate([[float(count)], *weighted])
         self._group().add_up(sums)
-        means, joint = iter(sums[1:] / max(sums[0], 1.0)), dict(known)
+        means, of_all = iter(sums[1:] / max(sums[0], 1.0)), dict(known)
         for name, value in zip(others, values, strict=True):
-            joint[name] = np.array([next(means) for _ in range(value.size)]).reshape(value.shape)
-        return {name: joint.get(name) for name in returned}
+            of_all[name] = np.array([next(means) for _ in range(value.size)]).reshape(value.shape)
+        return {name: of_all.get(name) for name in returned}
 
 
 @contextmanager

@@ -212,7 +212,7 @@ class TorchHosted(hosted.Hosted):
 
     def warm_up(self) -> None:
         operator, data = self.operator, self._data("train")
-        if not operator.warms_up_standby or self.group_obstacle or self.epoch_obstacle:
+        if not operator.warms_up or self.group_obstacle or self.epoch_obstacle:
             return
         if not isinstance(data, ShardedLoader) or self._has_own_steps():
             return

@@ -36,7 +36,7 @@ class Accelerator:
     Attributes:
         seed: What random numbers start from; None for anything.
         parallel: How states are gathered and taken over.
-        steps: The steps that all ranks take together; None where a loss of workers ends the function.
+        steps: The steps that all ranks take together; None where a lost worker ends the function.
     """
 
     def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:

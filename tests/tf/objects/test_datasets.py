@@ -25,8 +25,8 @@ def contents(dataset: Any) -> list[list[int]]:
 
 
 def parts(dataset: Any, sharding: Any, num_workers: int) -> list[list[list[int]]]:
-    joint = datasets.joint(dataset, sharding, num_workers)
-    return [contents(datasets.part_of(joint, rank, num_workers)) for rank in range(num_workers)]
+    batches = datasets.global_batches(dataset, sharding, num_workers)
+    return [contents(datasets.part_of(batches, rank, num_workers)) for rank in range(num_workers)]
 
 
 def test_a_global_batch_is_divided_in_order_and_evenly() -> None:
@@ -55,8 +55,8 @@ def test_structures_are_kept() -> None:
     x = np.arange(6.0).reshape(6, 1)
     pairs = tf.data.Dataset.from_tensor_slices(({"a": x, "b": x * 2}, np.arange(6))).batch(3)
     for sharding in ("global", "worker"):
-        joint = datasets.joint(pairs, sharding, 2)  # type: ignore[arg-type]
-        inputs, target = next(iter(datasets.part_of(joint, 1, 2)))
+        batches = datasets.global_batches(pairs, sharding, 2)  # type: ignore[arg-type]
+        inputs, target = next(iter(datasets.part_of(batches, 1, 2)))
         assert set(inputs) == {"a", "b"}
         assert inputs["b"].numpy().ravel().tolist() == [2.0 * number for number in target.numpy()]
     alone = tf.data.Dataset.from_tensor_slices((x,)).batch(2)

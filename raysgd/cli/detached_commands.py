@@ -33,12 +33,12 @@ def _in_cluster(command: Command) -> Command:
 
 @click.command("list")
 @_in_cluster
-def list_hosts() -> None:
+def list_trainers() -> None:
     """List the detached trainers."""
     from raysgd.detached import cluster
 
     found = cluster.detached_trainers()
-    click.echo("\n".join(map(str, found)) if found else "There are no hosts.")
+    click.echo("\n".join(map(str, found)) if found else "There are no detached trainers.")
 
 
 @click.command()
