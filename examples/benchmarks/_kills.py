@@ -126,9 +126,9 @@ class Nodes:
     def drain(self, pid: int) -> None:
         """Tells Ray that the node of a process goes, as a cloud would; another one takes its place."""
         by_raylet = {node.all_processes["raylet"][0].process.pid: node for node in self._nodes}
-        while pid not in by_raylet:
+        while pid > 1 and pid not in by_raylet:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
-        node = by_raylet[pid]
+        node = by_raylet.get(pid, self._nodes[0])  # that of a worker that has left its node already: another one
         self._nodes.remove(node)
         protocol: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
         reason = protocol.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
