@@ -56,7 +56,7 @@ def test_the_status_of_a_run_is_printed(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps({"loss": 0.25, "done": True}) + "\n")
     found = run("status", str(tmp_path))
     assert found.exit_code == 0
-    assert "ended well" in found.output
+    assert "finished" in found.output
     assert "loss=0.25" in found.output
 
 

@@ -143,14 +143,16 @@ class TestARunOfAClassBasedTrainer:
         assert "running: the newest checkpoint is 60 s old" in text
 
     def test_a_run_that_says_nothing_for_a_while_may_be_over(self, tmp_path: Path) -> None:
-        self.write_sidecar(tmp_path, 3, records=[{"began_at": NOW - 7500, "seconds": 0}])
+        self.write_sidecar(
+            tmp_path, 3, records=[{**self.HISTORY["records"][0], "began_at": NOW - 7500.0, "seconds": 0.0}]
+        )
         words = "state:       silent, a long epoch or its driver is gone: the newest checkpoint is 2 h old"
         assert words in " ".join(status_of(tmp_path).replace("\n" + 13 * " ", " ").splitlines())
 
     def test_a_run_that_has_trained_all_its_epochs_is_finished(self, tmp_path: Path) -> None:
         self.write_sidecar(tmp_path, 3)
         beside = tmp_path / "epoch_0003.ckpt.run.json"
-        for epochs, state in ((3, "finished"), (4, "running:"), ("3", "running:")):
+        for epochs, state in ((3, "finished"), (4, "running:"), ("3", "running, or")):
             beside.write_text(json.dumps({**json.loads(beside.read_text()), "epochs": epochs}))
             assert f"state:       {state}" in status_of(tmp_path)
 

@@ -275,8 +275,14 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
+    copy_all = getattr(torch, "_foreach_copy_", _copy_each)
     for pairs in kinds.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        copy_all([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
