@@ -86,6 +86,7 @@ def test_what_was_taken_back_does_not_happen(pair: TorchTrainer, tmp_path: Path)
     pair.train(num_steps=1)
     pair.save(tmp_path / "last.pt")
     assert count(pair) == failures
+    assert "save" not in vars(pair)
 
 
 def test_a_cluster_keeps_its_head_and_the_drivers_node(pair: TorchTrainer) -> None:

@@ -84,7 +84,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
             yield from check_cluster()
             if self_test:
                 yield run_self_test_with(versions, packages)
-    except ConnectionError as error:
+    except _NotConnectedError as error:
         yield CheckResult("problem", f"cluster: {error}", _advice_on_connection(address))
 
 
@@ -241,12 +241,16 @@ def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
 # ------------------------------------------------------------------------------------------------- the cluster
 
 
+class _NotConnectedError(Exception):
+    """The cluster could not be reached."""
+
+
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
     """A connection to the cluster for the block; one that is there already is used, and stays.
 
     Raises:
-        ConnectionError: It could not be made.
+        _NotConnectedError: It could not be made.
     """
     import ray
 
@@ -259,7 +263,7 @@ def connected(address: str | None) -> Iterator[CheckResult]:
         _check_that_one_listens(address)
         _connect(address)
     except Exception as error:  # Ray raises what its parts raise
-        raise ConnectionError(_words(error)) from error
+        raise _NotConnectedError(_words(error)) from error
     what = f"connected to {address}" if address else "started one on this machine for this check"
     try:
         yield CheckResult("ok", f"cluster: {what} in {time.monotonic() - began:.1f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import weakref
@@ -10,51 +11,69 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.testing.targets import controller_of
-from raysgd.testing.traps import Trap
 
 if TYPE_CHECKING:
     from raysgd.engine.group import WorkerGroup
     from raysgd.engine.shared.group_spec import GroupSpec
     from raysgd.engine.shared.types import World
 
-_armed: weakref.WeakKeyDictionary[Any, dict[str, Trap]] = weakref.WeakKeyDictionary()
-"""For each trainer and moment what was armed last, so that only one thing happens there."""
+_undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
+"""For each trainer and armed moment what disarms it."""
 
 
 def disarm_all(trainer: Any) -> None:
     """Takes back all faults of this trainer that wait in the driver."""
-    for trap in _armed.get(trainer, {}).values():
-        trap.is_armed = False
+    for undo in list(_undo.get(trainer, {}).values()):
+        undo()
 
 
-def _arm(trainer: Any, trap: Trap) -> None:
-    before = _armed.setdefault(trainer, {}).get(trap.place)
-    if before is not None:
-        before.is_armed = False
-    _armed[trainer][trap.place] = trap
+def _disarm(trainer: Any, name: str) -> None:
+    """Takes back a fault at this moment, so that only one happens there."""
+    undo = _undo.get(trainer, {}).get(name)
+    if undo is not None:
+        undo()
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
     """Lets `act` happen when the method `name` of this trainer is called the next time."""
-    trap = Trap(act, name)
-    _arm(trainer, trap)
-    trap.before(trainer, name)
+    _disarm(trainer, name)
+    original = getattr(trainer, name)
+
+    @functools.wraps(original)
+    def trapped(*args: Any, **keywords: Any) -> Any:
+        undo()
+        act()
+        return original(*args, **keywords)
+
+    def undo() -> None:
+        trainer.__dict__.pop(name, None)
+        _undo[trainer].pop(name, None)
+
+    setattr(trainer, name, trapped)
+    _undo.setdefault(trainer, {})[name] = undo
 
 
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     """Lets the next group that is started, and has these ranks, lose them over its set-up."""
-    lifecycle, trap = controller_of(trainer), Trap(lambda: None, "setup")
+    _disarm(trainer, "setup")
+    lifecycle = controller_of(trainer)
     original = lifecycle.make_group
 
     def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
-        if trap.is_armed and num_workers > max(ranks):
-            trap.is_armed = False
-            spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
-        group: WorkerGroup = original(spec, num_workers)
-        return group
+        if num_workers <= max(ranks):
+            group: WorkerGroup = original(spec, num_workers)
+            return group
+        undo()
+        doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
+        doomed: WorkerGroup = original(doomed_spec, num_workers)
+        return doomed
 
-    _arm(trainer, trap)
+    def undo() -> None:
+        lifecycle.make_group = original
+        _undo[trainer].pop("setup", None)
+
     lifecycle.make_group = make_group
+    _undo.setdefault(trainer, {})["setup"] = undo
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def group_of(trainer: Any) -> WorkerGroup:
     Raises:
         RuntimeError: The trainer was shut down, or its workers are being replaced.
     """
-    group: WorkerGroup | None = controller_of(trainer).group
+    controller = controller_of(trainer)
+    controller.check_active()
+    group: WorkerGroup | None = controller.group
     if group is None:
         raise RuntimeError("The trainer has no workers now, because they are being replaced: try again later.")
     return group

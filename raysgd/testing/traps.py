@@ -127,6 +127,8 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
 def disarm_everywhere(trainer: Any, key: str | None) -> None:
     """Takes back the trap with this key in all workers, or all traps."""
     with contextlib.suppress(TrainerShutdownError):
-        group = controller_of(trainer).group
+        controller = controller_of(trainer)
+        controller.check_active()
+        group = controller.group
         if group is not None:
             group.ask_beside("beside", _unset, key)

@@ -61,8 +61,8 @@ WORDS = FrontEndWords(
     when_interrupted="Checkpoints that the functions saved are kept.",
     when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
     when_spent=(
-        "The loss with the number `max_retries` is the one that is raised; -1 allows any number. Saved checkpoints are "
-        "kept: to continue, pass `latest_checkpoint` to the next run as `checkpoint`."
+        "`max_retries` allows no more failures: a larger number does, and -1 any number. Saved checkpoints are kept: "
+        "to continue, pass `latest_checkpoint` to the next run as `checkpoint`."
     ),
     when_not_granted=(
         "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "

@@ -89,10 +89,6 @@ class Ledger:
             self._since = now
             return before
 
-    def seconds_of(self, name: str) -> float:
-        """Return what has fallen into a bin, but not since it was entered last."""
-        return self._seconds[name]
-
     def _move(self, source: str, target: str, seconds: float | None = None) -> None:
         with self._lock:
             moved = self._seconds[source] if seconds is None else min(seconds, self._seconds[source])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +29,7 @@ from raysgd.worker.training import ReplicaCalls
 logger = logging.getLogger(__name__)
 
 
-class ClassRunner(ReplicaCalls):
+class ClassRunner(ReplicaCalls, ABC):
     """Hosts one operator at a time; a `RegroupingReplica`.
 
     Args:

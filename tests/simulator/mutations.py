@@ -547,7 +547,6 @@ MUTATIONS = (
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
-    Mutation("the monitor outlives its call", Monitor, "end", nothing, (0,)),
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
     Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (60,)),
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),

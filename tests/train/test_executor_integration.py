@@ -334,7 +334,7 @@ def test_losses_are_counted_anew_for_each_piece_of_work(tmp_path: Path) -> None:
         with pytest.raises(TrainingWorkerError, match="new workers have started"):
             executor.run(die)
         assert executor._get_num_failures() == 1
-        with pytest.raises(WorkersLostError, match=r"died while .*`max_retries` is the one that is raised"):
+        with pytest.raises(WorkersLostError, match=r"died while .*`max_retries` allows no more failures"):
             executor.get_with_failure_handling(executor.worker_group.execute_async(die))
         assert executor.run(sum, [1, 2]) == [3], "there are new workers all the same"
         executor.shutdown()

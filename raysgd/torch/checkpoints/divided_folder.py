@@ -108,8 +108,20 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
         rank: Its number.
     """
     content, path = content_of(state, rank), Path(folder, part_name(rank))
-    torch.save(content["tensors"], path)
+    torch.save(_each_with_its_memory(content["tensors"]), path)
+    flush_to_disk(path)
     return WrittenPart(content["rest"], content["index"], own, _facts_of(path))
+
+
+def _each_with_its_memory(tensors: Tensors) -> Tensors:
+    """Copy tied tensors and views: a file would hold the memory of the former once, and all of that behind a view."""
+    apart, seen = {}, set[int]()
+    for path, tensor in tensors.items():
+        memory = tensor.untyped_storage()
+        is_whole = memory.nbytes() == tensor.numel() * tensor.itemsize and memory.data_ptr() not in seen
+        seen.add(memory.data_ptr())
+        apart[path] = tensor if is_whole else tensor.clone()
+    return apart
 
 
 def _facts_of(path: Path) -> FileFacts:
@@ -254,7 +266,7 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.pop(DIVIDED, None)
     if not isinstance(facts, Mapping) or facts.get("version") != FORMAT_VERSION:
-        raise corrupted(path, f"`{REST}` is of another format; a newer version of raysgd may have written it")
+        raise corrupted(path, f"`{REST}` is of another format; another version of raysgd may have written it")
     if facts.get("has_ranks") and not for_rank:
         rest = {**rest, RESUME: {**dict(rest.get(RESUME) or {}), RNG: _rank_states(path)}}
     try:

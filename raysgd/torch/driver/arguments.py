@@ -178,7 +178,7 @@ def check_spares(group: GroupSettings, strategy: str) -> None:
 
 
 def outlives_its_process(options: Mapping[str, Any]) -> bool:
-    """Return whether the workers of a trainer with these options can outlive the process of its host."""
+    """Return whether the workers of a trainer with these options can outlive its process."""
     is_ddp = options.get("strategy") in (None, "ddp") and options.get("wrap_ddp", True)
     return is_ddp and options.get("backend") != "horovod"
 

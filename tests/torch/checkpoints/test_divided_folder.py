@@ -50,6 +50,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert equal(divided_folder.opened(str(path), weights_only=True).read_whole(), content)
 
 
+def test_tied_tensors_and_views_are_written_with_memory_of_their_own(tmp_path: Path) -> None:
+    large = torch.randn(100, 100)
+    content = {
+        **state(),
+        "models": [{"embedding": large, "head": large, "row": large[3:4], "wide": large[:1].expand(50, 100)}],
+    }
+    path = write(tmp_path / "last", content)
+    assert equal(divided_folder.opened(str(path), weights_only=True).read_whole(), content)
+    path = write(tmp_path / "row", {**state(), "models": [{"row": large[3:4]}]})
+    assert (path / PART).stat().st_size < 10_000
+
+
 def test_a_rank_does_not_read_the_random_states_of_all(tmp_path: Path) -> None:
     states = [{"torch": torch.arange(5), "python": [1, 2]}] * 3
     content = {**state(), RESUME: {"samples": 4, RNG: states}}
