@@ -47,7 +47,7 @@ class Keeper:
     """Keeps what is needed to find the workers of a detached trainer again.
 
     Args:
-        host: The name of the trainer.
+        trainer: The name of the trainer.
         write: Keeps the bytes of a group instead of those before.
 
     Attributes:
@@ -55,15 +55,15 @@ class Keeper:
         found: The newest number that a worker was found with.
     """
 
-    def __init__(self, host: str, write: Callable[[bytes], object]) -> None:
-        self._host, self._write = host, write
+    def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:
+        self._trainer, self._write = trainer, write
         self._group: bytes | None = None
         self.num_calls = 0
         self.found: CallNumber | None = None
 
     def actor_options(self) -> dict[str, Any]:
         """Options of an actor that outlives this process."""
-        return {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{_prefix(self._host)}{uuid.uuid4().hex}"}
+        return {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{_prefix(self._trainer)}{uuid.uuid4().hex}"}
 
     def keep_group(self, group: KeptGroup) -> None:
         """Keep a group."""
@@ -81,7 +81,7 @@ class Keeper:
         if kept is None:
             return None
         group: KeptGroup = pickle.loads(kept)
-        end_workers(self._host, {worker.name for worker in group.workers})
+        end_workers(self._trainer, {worker.name for worker in group.workers})
         return group
 
     def number(self, call: Any) -> CallNumber | None:
@@ -94,21 +94,21 @@ class Keeper:
         return found if found is not None and (found.call, found.function) == (fresh.call, fresh.function) else fresh
 
 
-def end_workers(host: str, but: Collection[str] = ()) -> None:
+def end_workers(trainer: str, but: Collection[str] = ()) -> None:
     """End the workers of a trainer that are left, but for those of these names."""
     import ray
 
     for each in ray.util.list_named_actors(all_namespaces=True):
         name = each["name"]
-        if each["namespace"] == NAMESPACE and name.startswith(_prefix(host)) and name not in but:
+        if each["namespace"] == NAMESPACE and name.startswith(_prefix(trainer)) and name not in but:
             try:
                 ray.kill(ray.get_actor(name, NAMESPACE))
             except ValueError:  # it has just ended
                 continue
 
 
-def _prefix(host: str) -> str:
-    return f"{_PREFIX}{host}:"
+def _prefix(trainer: str) -> str:
+    return f"{_PREFIX}{trainer}:"
 
 
 _KEEPER: Keeper | None = None
