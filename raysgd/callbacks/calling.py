@@ -396,7 +396,9 @@ class RunCallbacks(Dispatcher):
     def save(self, checkpoint: Any) -> None:
         """Tell callbacks of a checkpoint, while `trial.checkpoint` is still the one before."""
         self._on("on_checkpoint", checkpoint=checkpoint)
-        self._unless_failed(self._own.tell, "on_checkpoint", str(checkpoint.path))
+        path = getattr(checkpoint, "path", None)
+        if path is not None:  # one that is not kept lies in memory
+            self._unless_failed(self._own.tell, "on_checkpoint", str(path))
 
     def saved(self) -> None:
         """Tell callbacks that `trial.checkpoint` is the new one."""
