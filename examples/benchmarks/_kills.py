@@ -114,13 +114,16 @@ class Nodes:
     """A Ray cluster of this process alone, with nodes of one CPU each.
 
     Args:
-        num_nodes: How many, beside the one of the driver.
+        num_nodes: How many are used, beside the one of the driver.
+        num_spare: How many take the place of those that go. They run from the beginning, because Ray starts nodes in
+            the main thread only.
     """
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, num_spare: int = 4) -> None:
         cluster: Any = importlib.import_module("ray.cluster_utils").Cluster
         self._cluster = cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(num_nodes)]
+        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(num_nodes + num_spare)]
+        self._removals: list[threading.Timer] = []
         self.address: str = self._cluster.address
 
     def drain(self, pid: int) -> None:
@@ -134,10 +137,12 @@ class Nodes:
         reason = protocol.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         worker: Any = importlib.import_module("ray._private.worker").global_worker
         worker.gcs_client.drain_node(node.node_id, reason, "preempted", int((time.time() + GRACE_S) * 1000))
-        self._nodes.append(self._cluster.add_node(num_cpus=1))
-        threading.Timer(GRACE_S, self._cluster.remove_node, [node]).start()
+        self._removals.append(threading.Timer(GRACE_S, self._cluster.remove_node, [node]))
+        self._removals[-1].start()
 
     def shutdown(self) -> None:
+        for removal in self._removals:
+            removal.cancel()
         self._cluster.shutdown()
 
 
