@@ -401,7 +401,7 @@ class ElasticController(Lifecycle):
             WorkersLostError: One spare after the other has died, or none is left.
             TrainerShutdownError: After `stop`.
         """
-        num_died = num_looks = 0
+        num_died = 0
         while True:
             found = None if loan is None else loan.run_call(function, make_args, on_wait)
             if found is not None and found.failure is not None:
@@ -419,8 +419,7 @@ class ElasticController(Lifecycle):
                 )
             with self.turns.take_turn(self.turns.reserve()):
                 loan = self.lend_spare()
-                num_looks = 0 if loan is not None or self.has_spares else num_looks + 1
-                if num_looks > 1:  # at the first one, another thread may just be replacing it
+                if loan is None and not self.has_spares:
                     raise WorkersLostError(
                         "The spare that ran this call was lost, or has replaced a lost worker, and no other is left."
                     )

@@ -280,7 +280,8 @@ class StandbyWorkers:
 
     def lend(self) -> Loan | None:
         """Lends a worker that is ready; None where none is. It steps in all the same when it is needed."""
-        self._poll()
+        with self._polling:  # waits for another thread: one that died counts as a spare until it is taken back
+            self._see_to_all()
         if not self._ready:
             return None
         self._num_loans += 1

@@ -69,10 +69,8 @@ class ReplicaCalls:
         """Work with this operator from here on; no call of it was made yet."""
         self._hosted = hosted
         self._forget_call()
-        self._last_hold = (
-            0,
-            False,
-        )  # the number of the last proposal to stop, and whether it is known that all agreed
+        # The number of the last proposal to stop, and whether it is known that all agreed.
+        self._last_hold = 0, False
         self._name = uuid.uuid4().hex  # what other ranks know this one by, in whatever group
         self._timers = TimerCollection()  # the operator's, which run in calls that ask for a profile
 

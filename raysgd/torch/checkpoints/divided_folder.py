@@ -157,9 +157,8 @@ def _take_name(folder: Path, target: Path) -> None:
     elif target.exists():
         target.unlink()  # a file of before, whole; there is no way to swap the two in one step
     folder.rename(target)
-    for former in target.parent.glob(
-        f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"
-    ):  # of killed saves too
+    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # of killed saves too
+    for former in target.parent.glob(formers):
         shutil.rmtree(former, ignore_errors=True)
     flush_to_disk(target.parent)
 
