@@ -151,7 +151,7 @@ def sums() -> str:
 
 
 def _bars(title: str, note: str, found: dict[str, Reading], foot: str, figure: str = "{:.2g} s") -> str:
-    left, row, top = 232, 36, 58
+    left, row, top = max(232, 7 * max(map(len, found)) + 8), 36, 58
     scale = (WIDTH - left - 90) / max(each.most for each in found.values())
     shapes = []
     for index, (name, reading) in enumerate(found.items()):

@@ -83,7 +83,7 @@ class HTMLReport(Callback):
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         if error is not None:
-            self._write(run, "failed", masked(f"{type(error).__name__}: {error}"))
+            self._write(run, "failed", masked(f"{type(error).__name__}: {error}".removesuffix(": ")))
         elif run.history.stop_reason is not None:
             self._write(run, "stopped", run.history.stop_reason)
         else:
