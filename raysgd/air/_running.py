@@ -36,7 +36,6 @@ class TrialFacts:
         metadata: What the trainer was given as `metadata`.
         workdir: The working directory of the function; None to leave it alone.
         keeps_files: Whether checkpoints are written; otherwise the newest one is kept in memory.
-        validates: Whether the trainer has a `validation_config`.
     """
 
     folder: Folder
@@ -47,7 +46,6 @@ class TrialFacts:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     workdir: str | None = None
     keeps_files: bool = True
-    validates: bool = False
 
     @property
     def directory(self) -> str:

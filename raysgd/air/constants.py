@@ -17,7 +17,6 @@ MAX_REPR_LENGTH = 120
 
 # Files in the folder of a trial.
 RESULT_FILE = "result.json"
-VALIDATION_FILE = "validation.json"
 ERROR_FILE = "error.txt"
 ERROR_PICKLE_FILE = "error.pkl"
 

@@ -1,4 +1,4 @@
-"""Reports: their options, the metrics that the driver fills in, validations, and answers of the driver."""
+"""Reports: their options, the metrics that the driver fills in, and what the driver says of nodes that go away."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
-
-from raysgd._arguments import is_number
-
-if TYPE_CHECKING:
-    from raysgd.air.checkpoint import Checkpoint
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
-VALIDATION_KEY = "_raysgd_validation"
-"""The validation that a report asks for, among its metrics on their way to the driver."""
-NO_VALIDATION = (
-    "`validation` of a report is for trainers with `fit`, such as `TorchTrainer(..., validation_config=...)`. {} "
-    "Validate in the function before you report, and report what you find."
-)
 TRAINING_ITERATION = "training_iteration"
 TIME_THIS_ITER_S = "time_this_iter_s"
 TIME_TOTAL_S = "time_total_s"
@@ -44,37 +33,6 @@ class CheckpointUploadMode(Enum):
     ASYNC = "ASYNC"
     SYNC = "SYNC"
     NO_UPLOAD = "NO_UPLOAD"
-
-
-class CheckpointConsistencyMode(Enum):
-    """The state that `get_all_reported_checkpoints` waits for: checkpoints are stored, or validated too."""
-
-    COMMITTED = "COMMITTED"
-    VALIDATED = "VALIDATED"
-
-
-class ReportedCheckpointStatus(Enum):
-    """The state of a checkpoint: stored, and perhaps validated. Only complete ones are listed."""
-
-    COMMITTED = "COMMITTED"
-    PENDING_VALIDATION = "PENDING_VALIDATION"
-    VALIDATED = "VALIDATED"
-    VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
-    VALIDATION_FAILED = "VALIDATION_FAILED"
-
-
-@dataclass
-class ReportedCheckpoint:
-    """A checkpoint of the run, and what rank 0 reported with it."""
-
-    checkpoint: Checkpoint
-    metrics: dict[str, Any]
-    status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
-
-    @property
-    def is_pending(self) -> bool:
-        """True if its validation is not over yet."""
-        return self.status is ReportedCheckpointStatus.PENDING_VALIDATION
 
 
 @dataclass(frozen=True)
@@ -100,86 +58,6 @@ class PreemptionInfo:
         return sorted(rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks)
 
 
-class ValidationFn(Protocol):
-    """A function that validates a checkpoint and returns metrics. It runs in a task of Ray, beside the training."""
-
-    def __call__(self, checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """Return the metrics of a checkpoint."""
-
-
-@dataclass
-class ValidationTaskConfig:
-    """The options of one validation, `report(..., validation=ValidationTaskConfig(...))`.
-
-    Attributes:
-        fn_kwargs: Keyword arguments of the function.
-        timeout_s: How long it may take, in seconds, from when Ray is given the task; None for any time.
-
-    Raises:
-        ValueError: A value that cannot be.
-    """
-
-    fn_kwargs: dict[str, Any] | None = None
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        self.fn_kwargs = {} if self.fn_kwargs is None else self.fn_kwargs
-        if not isinstance(self.fn_kwargs, dict):
-            raise ValueError(f"`fn_kwargs={self.fn_kwargs!r}`: need a dict of keyword arguments, or None.")
-        if self.timeout_s is not None and (not is_number(self.timeout_s) or self.timeout_s <= 0):
-            raise ValueError(f"`timeout_s={self.timeout_s!r}`: need a number of seconds above 0, or None.")
-
-
-@dataclass
-class ValidationConfig:
-    """The validation of checkpoints that a trainer does beside the training: `TorchTrainer(validation_config=...)`.
-
-    The checkpoint of each `report(..., validation=True)` is given to the function, in a task of Ray, one after the
-    other. What it returns is added to the metrics that were reported with the checkpoint. If the function raises or
-    takes too long, the log says so, and the training goes on.
-
-    Attributes:
-        fn: The function: it takes a `Checkpoint` and keywords, and returns a dict of metrics.
-        task_config: The options of each validation; those of a report come first.
-        ray_remote_kwargs: Options of the task, as `ray.remote` takes them, such as `{"num_gpus": 1}`.
-
-    Raises:
-        ValueError: A value that cannot be.
-    """
-
-    fn: ValidationFn
-    task_config: ValidationTaskConfig = field(default_factory=ValidationTaskConfig)
-    ray_remote_kwargs: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        self.task_config = self.task_config or ValidationTaskConfig()
-        self.ray_remote_kwargs = self.ray_remote_kwargs or {}
-        if not callable(self.fn):
-            raise ValueError(f"`fn={self.fn!r}`: need a function that takes a `Checkpoint` and returns a dict.")
-        check_task("task_config", self.task_config)
-
-    def merged(self, wanted: bool | ValidationTaskConfig) -> ValidationTaskConfig:
-        """Return the options of the validation that a report asks for."""
-        if not isinstance(wanted, ValidationTaskConfig):
-            return self.task_config
-        return ValidationTaskConfig(
-            {**(self.task_config.fn_kwargs or {}), **(wanted.fn_kwargs or {})}, wanted.timeout_s
-        )
-
-
-def check_task(name: str, value: Any) -> None:
-    """Check the options of a validation.
-
-    Raises:
-        ValueError: They are something else.
-    """
-    if not isinstance(value, ValidationTaskConfig):
-        raise ValueError(
-            f"`{name}={value!r}`: need a `raysgd.train.ValidationTaskConfig`. That of Ray has the same name, but is "
-            "another class."
-        )
-
-
 @dataclass(frozen=True)
 class UploadOptions:
     """The options that a report has for its checkpoint, as Ray's `report` takes them.
@@ -192,7 +70,7 @@ class UploadOptions:
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC
     delete_local_checkpoint_after_upload: bool | None = None
     checkpoint_upload_fn: Any = None
-    validation: bool | ValidationTaskConfig = False
+    validation: Any = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.checkpoint_upload_mode, CheckpointUploadMode):
@@ -204,8 +82,6 @@ class UploadOptions:
         for name, advice in _NOT_DONE.items():
             if (value := getattr(self, name)) not in (None, False, *_DONE):
                 raise ValueError(f"`{name}={value!r}`: {advice}")
-        if not isinstance(self.validation, bool):
-            check_task("validation", self.validation)
 
     @property
     def is_async(self) -> bool:
@@ -227,6 +103,8 @@ _NOT_DONE: Mapping[str, str] = {
     "counted by `num_to_keep`. Use `SYNC` or `ASYNC`; a folder in the same store is copied by the worker.",
     "checkpoint_upload_fn": "workers store checkpoints themselves. For another store pass "
     "`RunConfig(storage_path=..., storage_filesystem=...)`.",
+    "validation": "checkpoints are not validated in tasks of their own. Validate in the function, and report what you "
+    "find with the checkpoint.",
 }
 
 

@@ -17,7 +17,6 @@ from raysgd.air.constants import (
     ERROR_FILE,
     ERROR_PICKLE_FILE,
     RESULT_FILE,
-    VALIDATION_FILE,
 )
 from raysgd.air.reports import CHECKPOINT_DIR_NAME
 from raysgd.air.trial import checkpoints_in
@@ -152,22 +151,11 @@ class Result:
 
 
 def read_reports(folder: Folder) -> list[dict[str, Any]]:
-    """Return the reports in the `result.json` of a trial, with what the validation of their checkpoints has found.
-
-    A line that is not whole, as after a kill, is left out.
-    """
+    """Return the reports in the `result.json` of a trial. A line that is not whole, as after a kill, is left out."""
     if not folder.has(RESULT_FILE):
         return []
     lines = folder.read(RESULT_FILE).decode(errors="replace").split("\n")
-    validations = read_validations(folder)
-    reports = [report for line in lines if (report := report_in(line)) is not None]
-    return [{**report, **validations.get(str(report.get(CHECKPOINT_DIR_NAME)), {})} for report in reports]
-
-
-def read_validations(folder: Folder) -> dict[str, dict[str, Any]]:
-    """Return the metrics of checkpoints that were validated beside the training, by their names."""
-    found = report_in(folder.read(VALIDATION_FILE).decode()) if folder.has(VALIDATION_FILE) else None
-    return found or {}
+    return [report for line in lines if (report := report_in(line)) is not None]
 
 
 def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from raysgd.air._running import (
     session_or_warning,
     tune_here,
 )
-from raysgd.air.reports import NO_VALIDATION, UploadOptions
+from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 
 if TYPE_CHECKING:
@@ -72,8 +72,6 @@ def report(*args: Any, **kwargs: Any) -> None:
     is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
     metrics, checkpoint, options = _arguments_of(*args, **kwargs) if is_one_dict else (kwargs, None, None)
     if (tune := tune_here()) is not None:
-        if options is not None and options.validation:
-            raise ValueError(NO_VALIDATION.format("Ray Tune runs this function as a trial."))
         report_to(tune, metrics, checkpoint)
         return
     session = session_or_warning("report")

@@ -149,9 +149,8 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train": (
         "raysgd.train",
         f"{_STRATEGY} {_SESSION_A} {_CONFIGS} Checkpoint DataConfig Result SyncConfig TRAIN_DATASET_KEY get_checkpoint "
-        "get_context CheckpointConsistencyMode CheckpointUploadMode LoggingConfig PreemptionInfo ReportedCheckpoint "
-        "ReportedCheckpointStatus TrainContext TrainingFailedError ValidationConfig ValidationFn ValidationTaskConfig "
-        "get_all_reported_checkpoints get_preemption_info",
+        "get_context CheckpointUploadMode LoggingConfig PreemptionInfo TrainContext TrainingFailedError "
+        "get_preemption_info",
     ),
     "ray.train.backend": ("raysgd.train.backend", f"{_EXECUTOR} EncodedData TrainBackendError"),
     "ray.train.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
@@ -252,6 +251,8 @@ _TRANSFORMERS = (
 )
 _LIGHTNING = "run Lightning's `Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.lightning` has"
 _ELSEWHERE = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
+_REPORTED = "`Result.best_checkpoints` has the checkpoints that were kept, with their metrics"
+_VALIDATION = "validate in the function before `report`, and report what you find with the checkpoint"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
 _PIPELINE = "pass the dataset, which is read while it is used"
 _LIGHTNING_ON_RAY = (
@@ -288,15 +289,22 @@ _GONE = {
     "ray.train.backends.backend.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
     "ray.train.checkpoint.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
     "ray.train._internal": _INTERNAL,
+    "ray.train.CheckpointConsistencyMode": _REPORTED,
     "ray.train.ControllerError": "the driver looks after the workers: `fit` raises `TrainingFailedError` for every "
     "failure",
     "ray.train.NCCLHangError": "a rank that hangs counts as lost, see `FailureConfig(max_failures=...)`",
     "ray.train.PreemptionError": "workers leave a node that is about to go behind the next checkpoint, and no error is "
     "raised; see `raysgd.train.get_preemption_info`",
+    "ray.train.ReportedCheckpoint": _REPORTED,
+    "ray.train.ReportedCheckpointStatus": _REPORTED,
     "ray.train.UserCallback": "pass a `raysgd.callbacks.Callback`, or a callback of Ray Tune, in "
     "`RunConfig(callbacks=...)`",
+    "ray.train.ValidationConfig": _VALIDATION,
+    "ray.train.ValidationFn": _VALIDATION,
+    "ray.train.ValidationTaskConfig": _VALIDATION,
     "ray.train.WorkerGroupError": "`fit` raises `TrainingFailedError`, which is of the class of your exception too, "
     "and whose `failure.faults` has the exception of each rank",
+    "ray.train.get_all_reported_checkpoints": _REPORTED,
     "ray.train.huggingface.HuggingFaceTrainer": _TRANSFORMERS,
     "ray.train.huggingface.TransformersTrainer": _TRANSFORMERS,
     "ray.train.lightning.LightningConfigBuilder": _LIGHTNING,

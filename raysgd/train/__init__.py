@@ -28,14 +28,8 @@ from raysgd.air.config import (
 )
 from raysgd.air.constants import TRAIN_DATASET_KEY
 from raysgd.air.reports import (
-    CheckpointConsistencyMode,
     CheckpointUploadMode,
     PreemptionInfo,
-    ReportedCheckpoint,
-    ReportedCheckpointStatus,
-    ValidationConfig,
-    ValidationFn,
-    ValidationTaskConfig,
 )
 from raysgd.exceptions import TrainingFailedError
 
@@ -47,7 +41,6 @@ if TYPE_CHECKING:
     from raysgd.train.fit.data import DataConfig
     from raysgd.train.session import (
         TrainContext,
-        get_all_reported_checkpoints,
         get_checkpoint,
         get_context,
         get_dataset_shard,
@@ -67,15 +60,12 @@ __all__ = [
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
-    "CheckpointConsistencyMode",
     "CheckpointStrategy",
     "CheckpointUploadMode",
     "DataConfig",
     "FailureConfig",
     "LoggingConfig",
     "PreemptionInfo",
-    "ReportedCheckpoint",
-    "ReportedCheckpointStatus",
     "Result",
     "RunConfig",
     "ScalingConfig",
@@ -87,10 +77,6 @@ __all__ = [
     "TrainingFailedError",
     "TrainingIterator",
     "TrainWorkerGroup",
-    "ValidationConfig",
-    "ValidationFn",
-    "ValidationTaskConfig",
-    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",

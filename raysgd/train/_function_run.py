@@ -21,6 +21,7 @@ import cloudpickle
 
 from raysgd._state.state_codec import EncodedState, decode, lend
 from raysgd._text.log_lines import Once, named
+from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import RetryBudget
 from raysgd.engine.shared.call import Call
@@ -31,7 +32,6 @@ from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import (
     BROADCAST,
     PREEMPTION,
-    REPORTED,
     CheckpointRef,
     FunctionEnded,
     FunctionMessage,
@@ -67,7 +67,7 @@ class FunctionRun:
         max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
         resize_interval_s: How often to look.
         on_wait: Called some ten times a second while a step is waited for.
-        answers: What functions may ask for, by name.
+        preemption: Says which nodes are about to be taken away.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class FunctionRun:
         max_workers: int = 1,
         resize_interval_s: float = 60.0,
         on_wait: Callable[[], None] | None = None,
-        answers: Mapping[str, Callable[[], Any]] | None = None,
+        preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     ) -> None:
         self._controller, self._hooks = controller, hooks
         self._spec, self._data, self._decode = spec, data, decode
         self._checkpoints, self._budget = checkpoints, budget
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
-        self._on_wait, self._answers = on_wait, answers or {}
+        self._on_wait, self._preemption = on_wait, preemption
         self._queues = MessageQueues()
         self._attempt: int | None = None  # the group of workers that the function was started on last
         self._joined_attempt: int | None = None
@@ -301,7 +301,7 @@ class FunctionRun:
             questions = questions_in(messages)
             if not questions:
                 return messages
-            answer = answer_to(questions, self._answers)
+            answer = answer_to(questions, self._preemption)
             self._call(
                 FunctionReplica.answer,
                 lambda worlds, answer=answer: [(answer, *start) for start in self._starts(worlds)],
@@ -520,19 +520,16 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
     if len(set(names.values())) > 1:
         said = ", ".join(f"rank {rank}: {name or type(messages[rank]).__name__}" for rank, name in names.items())
         raise StepMismatchError(
-            "The functions are out of step: all workers have to call the functions of `raysgd.train.collective`, "
-            f"`{PREEMPTION}` and `{REPORTED}` at the same place. What they did: {said}."
+            "The functions are out of step: all workers have to call the functions of `raysgd.train.collective` and "
+            f"`{PREEMPTION}` at the same place. What they did: {said}."
         )
     return [message for message in messages if isinstance(message, Question)]
 
 
-def answer_to(questions: Sequence[Question], answers: Mapping[str, Callable[[], Any]]) -> bytes:
-    """Return the answer for all ranks, pickled; None to what this run knows nothing of."""
-    name = questions[0].name
-    if name == BROADCAST:
-        return questions[0].data
-    found: bytes = cloudpickle.dumps(answers[name]() if name in answers else None)
-    return found
+def answer_to(questions: Sequence[Question], preemption: Callable[[], PreemptionInfo | None]) -> bytes:
+    """Return the answer for all ranks, pickled."""
+    answer: bytes = questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
+    return answer
 
 
 def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ...]]:

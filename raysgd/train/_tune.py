@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from raysgd._arguments import did_you_mean
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig, is_open
-from raysgd.air.reports import NO_VALIDATION
 from raysgd.air.trial import TrialFolder, new_trial, storage_of
 from raysgd.driver import tune_trial
 from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
@@ -162,8 +161,7 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
-        ValueError: The workers cannot write to the storage, are to be on nodes with certain labels, or checkpoints are
-            to be validated beside the training.
+        ValueError: The workers cannot write to the storage, or are to be on nodes with certain labels.
     """
     trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
     check_is_shared(storage)
@@ -172,8 +170,6 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
             f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
             "and takes no labels. Use a custom resource in `resources_per_worker`."
         )
-    if trainer.validation_config is not None:
-        raise ValueError(NO_VALIDATION.format("In a trial, Ray Tune keeps the checkpoints."))
     # What Ray Tune calls stays in the driver: it may hold what cannot travel.
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
     given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
@@ -210,9 +206,6 @@ class TrialRecorder:
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """Do nothing: Ray Tune does not ask what happens to the workers."""
-
-    def reported(self) -> None:
-        """Ray Tune keeps the checkpoints: there is nothing to tell."""
 
     def fail(self, error: BaseException) -> None:
         """An attempt ended with an error."""

@@ -33,7 +33,6 @@ from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitJob, FitRun
 
 if TYPE_CHECKING:
-    from raysgd.air.reports import ValidationConfig
     from raysgd.air.result import Result
 
 __all__ = ["BaseTrainer", "GenDataset", "TrainingFailedError"]
@@ -116,7 +115,6 @@ class BaseTrainer(ABC):
         self.preprocessor = preprocessor
         self.metadata = checked_metadata(metadata)
         self.resume_from_checkpoint = checked_resume(resume_from_checkpoint)
-        self.validation_config: ValidationConfig | None = None
         self._job: FitJob | None = None
         self._restored: restoring.RestoredRun | None = None
 
@@ -186,7 +184,6 @@ class BaseTrainer(ABC):
             metadata=self.metadata,
             workdir=str(folder.local_path) if os.environ.get(CHDIR_ENV, "1") != "0" else None,
             keeps_files=self.run_config.checkpoint_config.num_to_keep != 0,
-            validates=self.validation_config is not None,
         )
 
     def as_trainable(self) -> type[Any]:

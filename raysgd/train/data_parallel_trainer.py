@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict
 from raysgd._arguments import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
-from raysgd.air.reports import ValidationConfig
 from raysgd.detached.protocol import Detached
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
@@ -54,8 +53,6 @@ class DataParallelTrainer(BaseTrainer):
         metadata: What each checkpoint says of itself, as a dict of what JSON can hold.
         preprocessor: Fit on and applied to the datasets before the function starts.
         resume_from_checkpoint: What `raysgd.train.get_checkpoint` returns at first.
-        validation_config: How checkpoints are validated beside the training, which `report(..., validation=True)` asks
-            for.
         detached: A name, under which `fit` outlives this program, as in `BaseTrainer`.
 
     Raises:
@@ -101,7 +98,6 @@ class DataParallelTrainer(BaseTrainer):
         metadata: dict[str, Any] | None = None,
         preprocessor: Any = None,
         resume_from_checkpoint: Checkpoint | None = None,
-        validation_config: ValidationConfig | None = None,
         detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -121,8 +117,6 @@ class DataParallelTrainer(BaseTrainer):
         self._loop_config = train_loop_config
         self._backend_config = checked_config("backend_config", backend_config, BackendConfig)
         self._data_config = merged_config(dataset_config, self.datasets)
-        if validation_config is not None:
-            self.validation_config = checked_config("validation_config", validation_config, ValidationConfig)
 
     def get_dataset_config(self) -> Any:
         """Returns who gets which data: the `DataConfig` you passed, or a copy of the dict of `DatasetConfig` in use."""
@@ -144,7 +138,6 @@ class DataParallelTrainer(BaseTrainer):
             self.datasets,
             self._data_config,
             self.preprocessor,
-            self.validation_config,
         )
         run.run()
 
@@ -204,7 +197,6 @@ class FurtherOptions(TypedDict, total=False):
     metadata: dict[str, Any] | None
     preprocessor: Any
     resume_from_checkpoint: Checkpoint | None
-    validation_config: ValidationConfig | None
     detached: str | Detached | None
 
 

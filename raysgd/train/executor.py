@@ -39,7 +39,7 @@ from raysgd.train._function_run import FunctionRun
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._retries import RenewingPolicy, restarts_allowed
 from raysgd.train._worker.function_replica import FunctionReplicas
-from raysgd.train._worker.messages import PREEMPTION, FunctionSpec, TrainingResult, TrainingResultType
+from raysgd.train._worker.messages import FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData, check_dataset
 from raysgd.train.backend import BackendConfig, PlacedConnection, backend_of
 from raysgd.train.checkpoint import (
@@ -368,7 +368,6 @@ class BackendExecutor:
         data: DividedData | None = None,
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
-        answers: Mapping[str, Callable[[], Any]] | None = None,
     ) -> FunctionRun:
         """Starts a function on all workers; its checkpoints go to whatever takes those of this executor.
 
@@ -377,7 +376,6 @@ class BackendExecutor:
             data: Divides its data, whenever workers start.
             make_session: See `FunctionSpec`.
             on_wait: Called some ten times a second while a step of the function is waited for.
-            answers: What the function may ask the driver for, beside what every function may.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -401,7 +399,7 @@ class BackendExecutor:
             self._scaling.max_workers,
             self._resize_interval_s,
             on_wait,
-            answers={PREEMPTION: self._preemption, **(answers or {})},
+            self._preemption,
         )
         self._budget.renew()
         run.start()

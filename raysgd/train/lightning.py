@@ -93,7 +93,7 @@ class RayTrainReportCallback(_Callback):
 
     Args:
         checkpoint_upload_mode: `CheckpointUploadMode.SYNC` or `ASYNC`; None for `SYNC`. See `raysgd.train.report`.
-        validation: Whether, or how, the trainer's `validation_config` validates each checkpoint.
+        validation: False: Lightning's own loop validates.
     """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"

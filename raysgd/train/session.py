@@ -5,19 +5,16 @@ Those that Ray 2.0 had in `ray.air.session` are in `raysgd.air.session`.
 
 from __future__ import annotations
 
-import math
-import time
 from typing import Any
 
-from raysgd._arguments import check_seconds
 from raysgd.air import session as of_air
 from raysgd.air._running import current_session, place, session_or_warning
-from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, ReportedCheckpoint
+from raysgd.air.reports import PreemptionInfo
 from raysgd.air.session import *  # noqa: F403 - all of it is found here too
 from raysgd.air.session import TrainContext, get_context
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._worker.function_session import Session
-from raysgd.train._worker.messages import BROADCAST, PREEMPTION, REPORTED, TrainingResult, TrainingResultType
+from raysgd.train._worker.messages import PREEMPTION, TrainingResult, TrainingResultType
 
 __all__ = [
     "Session",
@@ -26,7 +23,6 @@ __all__ = [
     "TrainingResult",
     "TrainingResultType",
     "current_session",
-    "get_all_reported_checkpoints",
     "get_context",
     "get_preemption_info",
     "load_checkpoint",
@@ -36,8 +32,6 @@ __all__ = [
     "world_size",
 ]
 __all__ += of_air.__all__
-
-_PENDING_S = 0.5
 
 
 def save_checkpoint(**kwargs: Any) -> None:
@@ -58,42 +52,6 @@ def load_checkpoint() -> dict[str, Any] | None:
     """
     session = session_or_warning("load_checkpoint")
     return session.load_checkpoint() if session is not None else None
-
-
-def get_all_reported_checkpoints(
-    consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED, timeout_s: float | None = None
-) -> list[ReportedCheckpoint]:
-    """The checkpoints of the run that are kept, oldest first, with what rank 0 reported with them.
-
-    For functions that `fit` runs. All workers have to call it. It waits for the checkpoint that is on its way.
-
-    Args:
-        consistency_mode: Whether to wait also for the validations that reports have asked for.
-        timeout_s: How long to wait for these, in seconds; None for any time. Behind it their status is
-            `PENDING_VALIDATION`.
-
-    Raises:
-        ValueError: An argument is something else.
-        SessionMisuseError: In a trial of Ray Tune, which keeps the checkpoints itself.
-    """
-    if not isinstance(consistency_mode, CheckpointConsistencyMode):
-        raise ValueError(f"`consistency_mode={consistency_mode!r}`: need a `raysgd.train.CheckpointConsistencyMode`.")
-    deadline = time.monotonic() + (math.inf if timeout_s is None else check_seconds("timeout_s", timeout_s))
-    session = session_or_warning(REPORTED)
-    if session is None:
-        return []
-    found: list[ReportedCheckpoint] | None = session.ask(REPORTED)
-    while consistency_mode is CheckpointConsistencyMode.VALIDATED and found and any(each.is_pending for each in found):
-        if session.ask(BROADCAST, time.monotonic() > deadline):  # all ranks go by the clock of rank 0
-            break
-        time.sleep(_PENDING_S)
-        found = session.ask(REPORTED)
-    if found is None:
-        raise SessionMisuseError(
-            f"`{REPORTED}` is for functions that `fit` runs: a trial of Ray Tune gives its checkpoints to Tune, and "
-            "`Trainer.run` keeps checkpoints of `save_checkpoint` in its folder."
-        )
-    return found
 
 
 def get_preemption_info() -> PreemptionInfo | None:

@@ -34,9 +34,11 @@ def test_the_callback_takes_the_options_of_a_report_and_refuses_what_that_refuse
     from raysgd.train import CheckpointUploadMode
     from raysgd.train.lightning import RayTrainReportCallback
 
-    RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.ASYNC, validation=True)
+    RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
     with pytest.raises(ValueError, match=r"`checkpoint_upload_mode=.*NO_UPLOAD"):
         RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+    with pytest.raises(ValueError, match="`validation=True`: checkpoints are not validated in tasks"):
+        RayTrainReportCallback(validation=True)
 
 
 def test_one_that_would_start_processes_of_its_own_is_refused() -> None:

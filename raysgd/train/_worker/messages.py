@@ -9,7 +9,6 @@ from typing import Any
 
 BROADCAST = "broadcast_from_rank_zero"
 PREEMPTION = "get_preemption_info"
-REPORTED = "get_all_reported_checkpoints"
 """What functions ask the driver for: each is named as what users call."""
 
 

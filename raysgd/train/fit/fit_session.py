@@ -20,7 +20,7 @@ import numpy as np
 from raysgd._text.log_lines import Once
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.reports import NO_VALIDATION, VALIDATION_KEY, UploadOptions
+from raysgd.air.reports import UploadOptions
 from raysgd.air.trial import checkpoint_name
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
@@ -112,7 +112,6 @@ class FitSession(Session):
         """Sends metrics, and perhaps a checkpoint with them.
 
         Raises:
-            ValueError: A validation is requested that cannot be.
             TypeError: `checkpoint` is no checkpoint.
         """
         metrics = without_tensors(metrics)
@@ -120,9 +119,6 @@ class FitSession(Session):
         if self.is_repeating:
             return
         options = options or UploadOptions()
-        if options.validation:
-            self._check_validation(checkpoint)
-            metrics = {**metrics, VALIDATION_KEY: options.validation}
         self._await_upload()
         self.iteration += 1
         # Only what rank 0 reports is written down.
@@ -145,12 +141,6 @@ class FitSession(Session):
         self._newest = Checkpoint.from_dict(content) if options.deletes else checkpoint
         self._send(data, {**content, **_metadata_of(checkpoint)})
         self._delete_local(checkpoint, options)
-
-    def _check_validation(self, checkpoint: Any) -> None:
-        if not self.facts.validates:
-            raise ValueError(NO_VALIDATION.format("This one was given no `validation_config`: pass one."))
-        if checkpoint is None:
-            raise ValueError("`validation` needs a checkpoint: `report(metrics, checkpoint=..., validation=...)`.")
 
     def _await_upload(self) -> None:
         """Waits until a folder that is stored while the function goes on is there, and raises what went wrong."""

@@ -13,7 +13,6 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -23,17 +22,15 @@ from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, RunConfig
-from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, VALIDATION_FILE
+from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
 from raysgd.air.reports import (
     DONE,
     SHOULD_CHECKPOINT,
     TRAINING_ITERATION,
     MetricsFiller,
-    ReportedCheckpoint,
-    ReportedCheckpointStatus,
     iteration_of,
 )
-from raysgd.air.result import Result, by_checkpoint, read_reports, read_validations, value_at
+from raysgd.air.result import Kept, Result, by_checkpoint, read_reports, value_at
 from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.calling import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
@@ -50,7 +47,6 @@ from raysgd.train.fit.output import (
     shown_config,
     write_error,
 )
-from raysgd.writers.files import as_json
 from raysgd.writers.sink import SafeSink
 
 logger = logging.getLogger(__name__)
@@ -124,13 +120,12 @@ class Recorder:
         )
         self._trial.set_status(FitTrialView.RUNNING)
 
-    def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, is_pending: bool = False) -> bool:
+    def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
         """There is a report.
 
         Args:
             metrics: Those of rank 0.
             checkpoint: What was reported with it, in the trial's folder already.
-            is_pending: Whether it is going to be validated, so that `settle` is called with it later.
 
         Returns:
             Whether the run stops here, by a condition of the user.
@@ -149,25 +144,10 @@ class Recorder:
         result[DONE] = result[DONE] or self._callbacks.is_stopping
         self._trial.update_last_result(result)
         if checkpoint is not None:
-            self._keep(checkpoint, result, is_pending)
+            self._keep(checkpoint, result)
         self._callbacks.end_step()
         self._logs.upload_soon()
         return bool(result[DONE])
-
-    def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
-        """A checkpoint is validated, or will not be: its metrics are complete."""
-        self._checkpoints.settle(checkpoint, metrics, status)
-        if self._trial.checkpoint is checkpoint:
-            self._trial.last_result |= metrics
-        name = name_of(checkpoint)
-        if name is not None and status is ReportedCheckpointStatus.VALIDATED:
-            logger.info("%s is validated: %s", name, dict(metrics))
-            found = {**read_validations(self._folder.trial), name: dict(metrics)}
-            self._folder.trial.write(VALIDATION_FILE, as_json(found).encode())
-
-    def reported(self) -> list[ReportedCheckpoint]:
-        """The checkpoints that are kept, oldest first."""
-        return self._checkpoints.by_age
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """Lets callbacks see what happens to the workers."""
@@ -228,10 +208,10 @@ class Recorder:
         self._trial.checkpoint = self._checkpoints.latest
         self._load_callback_states()
 
-    def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any], is_pending: bool) -> None:
+    def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any]) -> None:
         self._callbacks.save(checkpoint)
         self._trial.checkpoint = checkpoint
-        self._checkpoints.keep(checkpoint, result, is_pending)
+        self._checkpoints.keep(checkpoint, result)
         self._callbacks.saved()
         self._save_callback_states()
 
@@ -310,7 +290,7 @@ class KeptCheckpoints:
         self._rule = BestCheckpoints(config.num_to_keep, config.checkpoint_score_order, num_newest=1)
         self._keeps_none = config.num_to_keep == 0
         self._chores = chores
-        self._saved: list[SavedCheckpoint[ReportedCheckpoint]] = []
+        self._saved: list[SavedCheckpoint[Kept]] = []
         self._next = 0
         self._once = Once()
         self.latest: Checkpoint | None = None
@@ -325,55 +305,32 @@ class KeptCheckpoints:
             last = reports[-1] if reports else {}
             self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 
-    def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], is_pending: bool = False) -> None:
-        """Take a new checkpoint in, and delete those that need not stay. A pending one is judged once it is settled."""
+    def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
+        """Take a new checkpoint in, and delete those that need not stay."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
         self.latest, self.report = checkpoint, metrics
-        reported = ReportedCheckpoint(checkpoint, dict(metrics))
-        if is_pending:
-            reported.status = ReportedCheckpointStatus.PENDING_VALIDATION
-        self._judge(number, reported)
-
-    def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
-        """Add what the validation of a checkpoint has found, and delete what it replaces."""
-        settled = next(each for each in self._saved if each.content.checkpoint is checkpoint)
-        settled.content.metrics.update(metrics)
-        settled.content.status = status
-        self._judge(settled.number, settled.content)
-
-    def _judge(self, number: int, reported: ReportedCheckpoint) -> None:
-        score = None if reported.is_pending else self._score(reported.metrics)
-        others = [each for each in self._saved if each.number != number]
-        saved = [*others, SavedCheckpoint(number, score, reported)]
-        pending = {each.number for each in saved if each.content.is_pending}
-        self._saved, dropped = self._rule.divide(saved, pending)
+        new = SavedCheckpoint(number, self._score(metrics), (checkpoint, dict(metrics)))
+        self._saved, dropped = self._rule.divide([*self._saved, new])
         for each in dropped:
-            self._delete(each.content)
+            self._delete(each)
 
     @property
-    def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
+    def best(self) -> list[Kept]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
-        judged = [each for each in self._saved if not each.content.is_pending]
-        return [(each.content.checkpoint, each.content.metrics) for each in self._rule.best(judged)]
-
-    @property
-    def by_age(self) -> list[ReportedCheckpoint]:
-        """The same, the oldest first, as they go to other processes."""
-        reported = [each.content for each in self._saved]
-        return [replace(each, checkpoint=each.checkpoint.by_place(), metrics=dict(each.metrics)) for each in reported]
+        return [each.content for each in self._rule.best(self._saved)]
 
     def move_to_memory(self) -> None:
         """Move the latest one into memory where none is to stay on disk: the run has ended well."""
         if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
             self.latest = Checkpoint.from_dict(self.latest.to_dict())
             for each in self._saved:
-                self._delete(each.content)
+                self._delete(each)
             self._saved = []
 
-    def _delete(self, reported: ReportedCheckpoint) -> None:
-        name = name_of(reported.checkpoint)
+    def _delete(self, saved: SavedCheckpoint[Kept]) -> None:
+        name = name_of(saved.content[0])
         if name is not None:
             self._chores.submit(attempt, f"delete {name}", (self._folder.trial / name).delete)
 

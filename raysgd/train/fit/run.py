@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
-from raysgd.air.reports import VALIDATION_KEY, ReportedCheckpoint, ValidationConfig
 from raysgd.air.trial import TrialFolder
 from raysgd.engine.placement import Reservation, ensure_ray
 from raysgd.engine.policies import Diagnosis, words
@@ -29,11 +28,10 @@ from raysgd.messages.placement import Placement
 from raysgd.train import executor
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._retries import RenewingPolicy
-from raysgd.train._worker.messages import REPORTED
 from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
 from raysgd.train.executor import BackendExecutor, ExecutorRules
-from raysgd.train.fit.checkpoints import FitCheckpoints, Landing, Validations
+from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
 from raysgd.train.fit.recorder import Recorder, number_of
@@ -138,7 +136,6 @@ class FitRun:
         datasets: The datasets, ready to be divided.
         dataset_config: How they are divided.
         preprocessor: What dict checkpoints are to hold as their preprocessor.
-        validation: How checkpoints are validated; None where none is.
     """
 
     def __init__(
@@ -150,7 +147,6 @@ class FitRun:
         datasets: Mapping[str, Any] | None = None,
         dataset_config: Any = None,
         preprocessor: Any = None,
-        validation: ValidationConfig | None = None,
     ) -> None:
         self._function, self._own_resources = function, scaling.trainer_resources
         self._shards = DatasetShards(datasets, dataset_config) if datasets else None
@@ -175,7 +171,6 @@ class FitRun:
         self._executor = _executor(backend, scaling, job.run_config, rules)
         self._own_room: Reservation | None = None
         self._run: FunctionRun | None = None
-        self._validations = Validations(validation, lambda *settled: self._recorder.settle(*settled))
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
@@ -190,18 +185,14 @@ class FitRun:
             WorkersLostError: Workers were lost, once more than is allowed.
             StepMismatchError: The functions did not report equally often.
         """
-        end_validations = self._validations.cancel
         try:
             while self.step():
                 pass
-            end_validations = self._validations.finish
         except StopConditionMet:
             logger.info("the stop condition of the run is met")
             self._too_late, self._reports = self._reports, deque()
-            end_validations = self._validations.finish
         finally:
             self.stop()
-            end_validations()  # with the room that the workers had
 
     def step(self) -> bool:
         """Lets the workers do the next step, after starting them if need be; returns False when they have ended.
@@ -252,15 +243,8 @@ class FitRun:
                 self._shards,
                 partial(FitSession, facts=self._facts),
                 on_wait=self._hand_over,
-                answers={REPORTED: self._reported},
             )
         return self._run
-
-    def _reported(self) -> list[ReportedCheckpoint] | None:
-        """The checkpoints of the run, once the one that is on its way is stored."""
-        self._checkpoints.flush()
-        self._hand_over()
-        return self._recorder.reported()
 
     def _reserve_own_room(self) -> None:
         """Holds what the trial itself was asked to have, beside the workers; in a trial of Ray Tune, that has it."""
@@ -284,18 +268,8 @@ class FitRun:
             if not (is_end or landing is None or landing.done()):
                 break
             self._reports.popleft()
-            if self._take(metrics, _landed(landing)):
+            if self._recorder.record(metrics, _landed(landing)):
                 raise StopConditionMet
-        self._validations.poll()
-
-    def _take(self, metrics: dict[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """Hands over a report, and has its checkpoint validated if the report says so."""
-        wanted = metrics.pop(VALIDATION_KEY, None)
-        if wanted is None or checkpoint is None:
-            return self._recorder.record(metrics, checkpoint)
-        is_met = self._recorder.record(metrics, checkpoint, is_pending=True)
-        self._validations.queue(checkpoint, wanted)
-        return is_met
 
     def _take_landing(self) -> bool:
         """Tell whether a checkpoint has landed since the last failure. Not after an exception: each may meet one."""

@@ -63,42 +63,13 @@ def ask_everything(config: dict[str, Any]) -> dict[str, Any]:
         train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}) if rank == 1 else None)
     told = collective.broadcast_from_rank_zero({"rank": rank})
     collective.barrier()
-    reported = train.get_all_reported_checkpoints()
     return {
         "told": [told["rank"], collective.broadcast_from_rank_zero(7 - rank)],
         "preemption": train.get_preemption_info(),
-        "reported": [(each.metrics["epoch"], each.checkpoint.to_dict()["epoch"]) for each in reported],
         "devices": [str(device) for device in get_devices()],
         "free": _free_cpus(config["free"]),
         "threads": np.array([torch.get_num_threads()]),
     }
-
-
-def validate_beside(config: dict[str, Any]) -> list[Any]:
-    """Reports checkpoints that are to be validated; then asks what became of them."""
-    given = config["validations"]
-    for epoch, wanted in enumerate(given):
-        checkpoint = Checkpoint.from_dict({"epoch": epoch})
-        train.report({"epoch": epoch}, checkpoint=checkpoint, validation=wanted)
-        if epoch == config.get("fails_at"):
-            raise KeyError("in the function")
-    pending = train.get_all_reported_checkpoints(train.CheckpointConsistencyMode.COMMITTED)
-    asked = train.get_all_reported_checkpoints(timeout_s=0)
-    open(config["flag"], "w").close()  # the first validation may go on
-    found = train.get_all_reported_checkpoints()
-    return [[each.status.value for each in each_list] for each_list in (pending, asked, found)]
-
-
-def validated(checkpoint: Checkpoint, flag: str = "", **kwargs: Any) -> dict[str, Any]:
-    """The validation of a checkpoint: waits for a file, or fails, as it is told."""
-    if kwargs.get("error"):
-        raise ValueError(kwargs["error"])
-    if kwargs.get("is_none"):
-        return None  # type: ignore[return-value]  # what it must not return
-    deadline = time.monotonic() + 60
-    while flag and not os.path.exists(flag) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return {"val_loss": kwargs["losses"][checkpoint.to_dict()["epoch"]], "pid_of_validation": os.getpid()}
 
 
 def await_preemption() -> dict[str, Any]:

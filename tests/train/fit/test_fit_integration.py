@@ -94,7 +94,8 @@ class TestARun:
         ).fit()
         found = result.return_value
         assert found["told"] == [0, 7]
-        assert found["reported"] == [(0, 0), (1, 1), (2, 2)]
+        kept = [(metrics["epoch"], checkpoint.to_dict()["epoch"]) for checkpoint, metrics in result.best_checkpoints]
+        assert kept == [(0, 0), (1, 1), (2, 2)]
         assert found["free"] == left, "the trial has its own CPU"
         assert (found["preemption"], found["devices"], len(found["threads"])) == (None, ["cpu"], 1)
         assert [record for record in caplog.records if record.name.startswith("raysgd.train")] == []

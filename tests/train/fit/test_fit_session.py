@@ -262,17 +262,12 @@ class TestCheckpoints:
             ({"checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD}, "NO_UPLOAD.*cannot be restored"),
             ({"checkpoint_upload_mode": "ASYNC"}, "`checkpoint_upload_mode='ASYNC'`: need a `raysgd.train.Checkp"),
             ({"checkpoint_upload_fn": print}, "`checkpoint_upload_fn=.*`: workers store checkpoints themselves"),
-            ({"validation": 3}, "`validation=3`: need a `raysgd.train.ValidationTaskConfig`"),
-            ({"validation": True}, "was given no `validation_config`"),
+            ({"validation": True}, "`validation=True`: checkpoints are not validated in tasks of their own"),
         ],
     )
     def test_what_is_not_done_with_them_is_refused(self, start: Start, option: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             start(lambda: session.report({}, checkpoint=SAVED, **option)).next(0)
-
-    def test_a_validation_needs_a_checkpoint(self, start: Start) -> None:
-        with pytest.raises(ValueError, match="`validation` needs a checkpoint"):
-            start(lambda: session.report({}, validation=True), validates=True).next(0)
 
     def test_folders_of_other_ranks_are_stored_when_the_names_that_are_taken_are_known(
         self, start: Start, folder: Folder, tmp_path: Path
