@@ -5,10 +5,8 @@ All configs check what they are given when you make them. `ScalingConfig` leaves
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,6 @@ __all__ = [
     "CheckpointConfig",
     "DatasetConfig",
     "FailureConfig",
-    "LoggingConfig",
     "RunConfig",
     "ScalingConfig",
     "SyncConfig",
@@ -95,25 +92,15 @@ class FailureConfig:
             death of a worker counts, and so does an exception of your function. `fit` starts the count again at each
             new checkpoint, until your function raises for the first time.
         fail_fast: For runs of several trials: True ends all of them when one fails, "raise" raises its error at once.
-        controller_failure_limit: How often the process that looks after the workers may be started again; -1 for any
-            number of times. Here that is your driver, which is not started again.
-        max_preemption_failures: None: a worker that is lost with its node counts for `max_failures`.
-        relax_collectives_on_preemption: False, as survivors are started again.
-        preemption_grace_s: 0, as workers leave a node that is about to go behind their next checkpoint.
 
     Raises:
-        ValueError: A value that cannot be, or is not done here, or both at once.
+        ValueError: A value that cannot be, or both at once.
     """
 
     max_failures: int = 0
     fail_fast: bool | str = False
-    controller_failure_limit: int = -1
-    max_preemption_failures: int | None = None
-    relax_collectives_on_preemption: bool = False
-    preemption_grace_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._refuse_what_is_not_done()
         if not is_integer(self.max_failures) or self.max_failures < -1:
             raise ValueError(f"`max_failures={self.max_failures!r}`: need 0 or more, or -1 for any number of failures.")
         if not isinstance(self.fail_fast, bool) and self.fail_fast != "raise":
@@ -123,49 +110,6 @@ class FailureConfig:
                 f"`max_failures={self.max_failures!r}` and `fail_fast={self.fail_fast!r}` contradict each other: pass "
                 "one of them."
             )
-
-    def _refuse_what_is_not_done(self) -> None:
-        if not is_integer(self.controller_failure_limit) or self.controller_failure_limit < -1:
-            raise ValueError(
-                f"`controller_failure_limit={self.controller_failure_limit!r}`: need 0 or more, or -1 for any number."
-            )
-        for name in ("max_preemption_failures", "relax_collectives_on_preemption", "preemption_grace_s"):
-            if (value := getattr(self, name)) not in (None, False, 0):
-                raise ValueError(
-                    f"`{name}={value!r}`: raysgd leaves nodes that are about to go behind the next checkpoint, and "
-                    "counts a worker that is lost before as any other. Leave it out, and pass a `max_failures` that "
-                    "has room for these."
-                )
-
-
-@dataclass
-class LoggingConfig:
-    """The level of the log of a run.
-
-    Attributes:
-        log_level: The least level of raysgd's own messages in the driver while the run lasts, such as "WARNING".
-
-    Raises:
-        ValueError: There is no such level.
-    """
-
-    log_level: str = "INFO"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.log_level, str) or not isinstance(logging.getLevelName(self.log_level.upper()), int):
-            raise ValueError(f'`log_level={self.log_level!r}`: need the name of a level, such as "WARNING".')
-        self.log_level = self.log_level.upper()
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Hold raysgd's log at this level for a while."""
-        own = logging.getLogger("raysgd")
-        before = own.level
-        own.setLevel(self.log_level)
-        try:
-            yield
-        finally:
-            own.setLevel(before)
 
 
 @dataclass
@@ -216,13 +160,12 @@ class RunConfig:
         stop: When the run stops, beside the end of your function: a dict of metrics and the values at which it stops,
             or a function that gets the trial's id and the metrics and returns True.
         callbacks: Callbacks of Ray Tune, such as loggers.
-        progress_reporter: A reporter of Ray Tune.
+        progress_reporter: A reporter of Ray Tune, for a `Tuner`.
         log_to_file: Whether what the workers print goes to files in the trial's folder: True, a file name, or two, for
             standard output and for errors.
         local_dir: The former name of `storage_path`. It is None again once it was taken over.
         worker_runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It
             does not reach this process.
-        logging_config: What the log says while the run lasts; None to leave the log alone.
 
     Raises:
         ValueError: A value that cannot be, or two folders.
@@ -243,14 +186,11 @@ class RunConfig:
     log_to_file: bool | str | tuple[str, str] = False
     local_dir: str | Path | None = field(default=None, repr=False)
     worker_runtime_env: Mapping[str, Any] | None = None
-    logging_config: LoggingConfig | None = None
 
     def __post_init__(self) -> None:
         self.failure_config = checked_config("failure_config", self.failure_config, FailureConfig)
         self.checkpoint_config = checked_config("checkpoint_config", self.checkpoint_config, CheckpointConfig)
         self.sync_config = checked_config("sync_config", self.sync_config, SyncConfig)
-        if self.logging_config is not None:
-            checked_config("logging_config", self.logging_config, LoggingConfig)
         self._take_over_place()
         self._check()
 

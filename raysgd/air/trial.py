@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
+from raysgd.air.constants import ERROR_FILE
 from raysgd.storage import Folder, open_folder
 from raysgd.storage.opening import make_new
 
@@ -187,13 +187,12 @@ class FitTrialView:
         status: `"PENDING"`, `"RUNNING"`, `"TERMINATED"` or `"ERROR"`.
         last_result: The metrics of the last report; before the first one, only what is known without it.
         checkpoint: The newest checkpoint, or None.
-        relative_logdir: The name of the trial's folder.
+        num_failures: The number of attempts that have failed.
         placement_group_factory: The resources of the trial.
     """
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
-    PAUSED = "PAUSED"
     TERMINATED = "TERMINATED"
     ERROR = "ERROR"
 
@@ -207,11 +206,8 @@ class FitTrialView:
         self.status = self.PENDING
         self.last_result: dict[str, Any] = {"trial_id": folder.id}
         self.checkpoint: Any = None
-        self.relative_logdir = folder.dir_name
+        self.num_failures = 0
         self.placement_group_factory = resources
-        self.log_to_file: tuple[str | None, str | None] = (None, None)
-        self.run_metadata = SimpleNamespace(num_failures=0, error_filename=None, pickled_error_filename=None)
-        self.temporary_state = SimpleNamespace(location=_Location("", ""))
 
     def __str__(self) -> str:
         return self._folder.name
@@ -253,14 +249,9 @@ class FitTrialView:
         names = {"trial_fs_path": trial.path, "storage_filesystem": trial.filesystem}
         return SimpleNamespace(**names, experiment_dir_name=self.experiment_dir_name)
 
-    @property
-    def node_ip(self) -> str:
-        """The address of the machine that the driver runs on."""
-        return str(self.temporary_state.location.hostname)
-
     def get_ray_actor_ip(self) -> str:
-        """Return the same, by its former name."""
-        return self.node_ip
+        """Return the address of the machine that the driver runs on."""
+        return str(self.last_result.get("node_ip", ""))
 
     def init_local_path(self) -> None:
         """Make `local_path`."""
@@ -274,11 +265,6 @@ class FitTrialView:
     def has_reported_at_least_once(self) -> bool:
         """True if there was a report."""
         return "training_iteration" in self.last_result
-
-    @property
-    def num_failures(self) -> int:
-        """The number of attempts that have failed."""
-        return int(self.run_metadata.num_failures)
 
     @property
     def error_file(self) -> str | None:
@@ -296,29 +282,3 @@ class FitTrialView:
     def is_finished(self) -> bool:
         """Return whether it has ended, well or not."""
         return self.status in (self.TERMINATED, self.ERROR)
-
-    def set_status(self, status: str) -> None:
-        """Set `status`."""
-        self.status = status
-
-    def update_last_result(self, result: dict[str, Any]) -> None:
-        """Set `last_result`."""
-        self.last_result = result
-        self.temporary_state.location = _Location(result.get("node_ip", ""), result.get("pid", ""))
-
-    def count_failure(self) -> None:
-        """Count an attempt that failed."""
-        self.run_metadata.num_failures += 1
-        self.run_metadata.error_filename = ERROR_FILE
-        self.run_metadata.pickled_error_filename = ERROR_PICKLE_FILE
-
-
-class _Location:
-    """The place where a trial runs, in the words of Ray's progress reporters."""
-
-    def __init__(self, hostname: Any, pid: Any) -> None:
-        self.hostname = hostname
-        self.pid = pid
-
-    def __str__(self) -> str:
-        return f"{self.hostname}:{self.pid}" if self.pid else ""

@@ -149,7 +149,7 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train": (
         "raysgd.train",
         f"{_STRATEGY} {_SESSION_A} {_CONFIGS} Checkpoint DataConfig Result SyncConfig TRAIN_DATASET_KEY get_checkpoint "
-        "get_context CheckpointUploadMode LoggingConfig PreemptionInfo TrainContext TrainingFailedError "
+        "get_context CheckpointUploadMode PreemptionInfo TrainContext TrainingFailedError "
         "get_preemption_info",
     ),
     "ray.train.backend": ("raysgd.train.backend", f"{_EXECUTOR} EncodedData TrainBackendError"),
@@ -292,6 +292,7 @@ _GONE = {
     "ray.train.CheckpointConsistencyMode": _REPORTED,
     "ray.train.ControllerError": "the driver looks after the workers: `fit` raises `TrainingFailedError` for every "
     "failure",
+    "ray.train.LoggingConfig": 'call `logging.getLogger("raysgd").setLevel("WARNING")` in the driver',
     "ray.train.NCCLHangError": "a rank that hangs counts as lost, see `FailureConfig(max_failures=...)`",
     "ray.train.PreemptionError": "workers leave a node that is about to go behind the next checkpoint, and no error is "
     "raised; see `raysgd.train.get_preemption_info`",

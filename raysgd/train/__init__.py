@@ -21,7 +21,6 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import (
     CheckpointConfig,
     FailureConfig,
-    LoggingConfig,
     RunConfig,
     ScalingConfig,
     SyncConfig,
@@ -64,7 +63,6 @@ __all__ = [
     "CheckpointUploadMode",
     "DataConfig",
     "FailureConfig",
-    "LoggingConfig",
     "PreemptionInfo",
     "Result",
     "RunConfig",

@@ -5,7 +5,6 @@ Covers `raysgd.air.config` and `raysgd.air.config`, whose classes users import f
 
 from __future__ import annotations
 
-import logging
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from raysgd.air import CheckpointConfig, DatasetConfig, FailureConfig, RunConfig, ScalingConfig, SyncConfig
-from raysgd.air.config import LoggingConfig
 from raysgd.exceptions import InvalidCountError
 
 
@@ -297,19 +295,6 @@ class TestWhatTodaysRayAdds:
     @pytest.mark.parametrize(
         ("option", "words"),
         [
-            ({"max_preemption_failures": 3}, "`max_preemption_failures=3`: raysgd leaves nodes"),
-            ({"relax_collectives_on_preemption": True}, "`relax_collectives_on_preemption=True`: raysgd leaves"),
-            ({"preemption_grace_s": 5.0}, r"`preemption_grace_s=5.0`: raysgd leaves"),
-            ({"controller_failure_limit": -2}, "`controller_failure_limit=-2`: need 0 or more"),
-        ],
-    )
-    def test_what_is_not_done_about_failures_is_refused(self, option: dict[str, Any], words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            FailureConfig(**option)
-
-    @pytest.mark.parametrize(
-        ("option", "words"),
-        [
             ({"label_selector": [{"a": "b"}]}, "need a dict of labels and values for all workers alike"),
             ({"label_selector": {"a": 1}}, "need a dict of labels"),
             ({"label_selector": {"a": "b"}, "num_workers": (1, 2)}, "room is counted on all nodes"),
@@ -321,14 +306,3 @@ class TestWhatTodaysRayAdds:
 
     def test_labels_make_a_difference(self) -> None:
         assert ScalingConfig(num_workers=1, label_selector={"a": "b"}) != ScalingConfig(num_workers=1)
-
-    def test_a_level_of_the_log_holds_for_a_while(self) -> None:
-        own = logging.getLogger("raysgd")
-        before = own.level
-        with LoggingConfig(log_level="error").applied():
-            assert own.level == logging.ERROR
-        assert own.level == before
-        with pytest.raises(ValueError, match="`log_level='loud'`"):
-            LoggingConfig(log_level="loud")
-        with pytest.raises(ValueError, match="`logging_config='INFO'`: need a `LoggingConfig`"):
-            RunConfig(logging_config="INFO")  # type: ignore[arg-type]

@@ -47,7 +47,6 @@ _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TI
 _UPLOAD_EVERY_S = 5.0
 _LARGEST_VALUE = 10_000  # bytes: the config stands in each report
 _MOST_ENTRIES = 1_000
-_TABLES = 3  # how much reporters of Ray Tune print by default
 
 
 def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[str] = ()) -> list[SafeSink]:
@@ -254,45 +253,6 @@ class ConsoleReporter:
 
 def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)[:80]
-
-
-class Reporter:
-    """A callback that drives a `ray.tune.ProgressReporter`: `RunConfig(progress_reporter=...)`.
-
-    Args:
-        reporter: The reporter.
-
-    Raises:
-        TypeError: It is something else.
-    """
-
-    def __init__(self, reporter: Any) -> None:
-        if isinstance(reporter, type) or not (hasattr(reporter, "should_report") and hasattr(reporter, "report")):
-            raise TypeError(
-                f"`RunConfig(progress_reporter={reporter!r})`: need an object of a subclass of "
-                "`ray.tune.ProgressReporter`, such as `ray.tune.CLIReporter()`."
-            )
-        self.adapted = reporter  # whose name errors show
-
-    def setup(self) -> None:
-        log = sys.modules.get("ray.tune.utils.log")
-        if log is not None:
-            log.set_verbosity(_TABLES)  # of the process: a `Tuner(..., verbose=0)` before this run leaves it at 0
-        if hasattr(self.adapted, "setup"):
-            self.adapted.setup(start_time=time.time(), total_samples=1)
-
-    def on_step_end(self, trials: list[FitTrialView]) -> None:
-        self._report(trials, done=False)
-
-    def on_trial_complete(self, trials: list[FitTrialView]) -> None:
-        self._report(trials, done=True)
-
-    def on_trial_error(self, trials: list[FitTrialView]) -> None:
-        self._report(trials, done=True)
-
-    def _report(self, trials: list[FitTrialView], done: bool) -> None:
-        if self.adapted.should_report(trials, done=done):
-            self.adapted.report(trials, done)
 
 
 @contextmanager

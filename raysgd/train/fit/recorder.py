@@ -39,7 +39,6 @@ from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.output import (
     ConsoleReporter,
     Logs,
-    Reporter,
     attempt,
     file_names,
     open_writers,
@@ -89,7 +88,7 @@ class Recorder:
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
-        self._trial.log_to_file = file_names(run_config.log_to_file)
+        self._log_files = file_names(run_config.log_to_file)
         self._copying = ExitStack()
         self._config = shown_config(config)
         self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
@@ -118,7 +117,7 @@ class Recorder:
             restores=self._checkpoints.latest is not None,
             num_reports=self._filler.iteration,
         )
-        self._trial.set_status(FitTrialView.RUNNING)
+        self._trial.status = FitTrialView.RUNNING
 
     def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
         """There is a report.
@@ -142,7 +141,7 @@ class Recorder:
             writer.write(result, result[TRAINING_ITERATION])
         self._callbacks.report(result)
         result[DONE] = result[DONE] or self._callbacks.is_stopping
-        self._trial.update_last_result(result)
+        self._trial.last_result = result
         if checkpoint is not None:
             self._keep(checkpoint, result)
         self._callbacks.end_step()
@@ -158,7 +157,7 @@ class Recorder:
         if not self._is_open:
             self._open()
         self._last_failure = error
-        self._trial.count_failure()
+        self._trial.num_failures += 1
         write_error(self._folder.local_path, error, self._trial.num_failures)
         self._logs.upload_soon()
 
@@ -175,7 +174,7 @@ class Recorder:
             self.fail(error)
         if not self._is_open:
             self._open()
-        self._trial.set_status(FitTrialView.ERROR if error is not None else FitTrialView.TERMINATED)
+        self._trial.status = FitTrialView.ERROR if error is not None else FitTrialView.TERMINATED
         if error is None:
             self._trial.last_result[DONE] = True
         try:
@@ -194,7 +193,7 @@ class Recorder:
         self._trial.last_result |= self._filler.initial()
         if not self._folder.is_new:
             self._take_over()
-        self._copying.enter_context(output_copied(self._trial.log_to_file, self._folder.local_path))
+        self._copying.enter_context(output_copied(self._log_files, self._folder.local_path))
         self._writers = open_writers(self._folder.local_path, self._config, self._callbacks.replaced_loggers)
         self._callbacks.setup(self._given_stop)
 
@@ -203,7 +202,7 @@ class Recorder:
         self._folder.trial.discard_staged("checkpoint_")
         reports = read_reports(self._folder.trial)
         if reports:
-            self._trial.update_last_result(dict(reports[-1]))
+            self._trial.last_result = dict(reports[-1])
         self._checkpoints.take_over(reports)
         self._trial.checkpoint = self._checkpoints.latest
         self._load_callback_states()
@@ -265,10 +264,11 @@ class Recorder:
         )
 
 
-def _console(run_config: RunConfig) -> list[Any]:
+def _console(run_config: RunConfig) -> list[ConsoleReporter]:
     """Return what shows the run on the screen."""
-    shown: list[Any] = [ConsoleReporter(run_config.verbose)] if run_config.verbose else []
-    return [*shown, Reporter(run_config.progress_reporter)] if run_config.progress_reporter is not None else shown
+    if run_config.progress_reporter is not None:
+        logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
+    return [ConsoleReporter(run_config.verbose)] if run_config.verbose else []
 
 
 class KeptCheckpoints:

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -87,10 +87,8 @@ class FitJob:
         Raises:
             TrainingFailedError: `train` failed; of the class of its error too.
         """
-        logging_config = self.run_config.logging_config
         try:
-            with logging_config.applied() if logging_config is not None else nullcontext():
-                train()
+            train()
         except BaseException as error:  # Ctrl-C too: the record says what ended the run
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":

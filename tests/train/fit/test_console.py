@@ -46,22 +46,9 @@ def test_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str], verbose: in
     assert all(text in line for text, line in zip(said, found, strict=True))
 
 
-class TestReporter:
-    def test_of_ray_tune_shows_the_trial(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        from ray.tune import CLIReporter
-        from ray.tune.utils.log import set_verbosity
-
-        set_verbosity(0)  # as a sweep leaves it that was to print nothing
-        play(tmp_path, progress_reporter=CLIReporter(metric_columns=["loss"], max_report_frequency=0))
-        shown = capsys.readouterr().out
-        assert "TorchTrainer_" in shown
-        assert "0.123457" in shown
-        assert "TERMINATED" in shown
-
-    @pytest.mark.parametrize("reporter", [7, "cli", object])
-    def test_is_an_object_that_reports(self, tmp_path: Path, reporter: Any) -> None:
-        with pytest.raises(TypeError, match=r"`RunConfig\(progress_reporter="):
-            make_recorder(make_folder(tmp_path), progress_reporter=reporter)
+def test_a_reporter_of_ray_tune_is_for_a_tuner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    play(tmp_path, progress_reporter=object())
+    assert "`progress_reporter` shows the trials of a `Tuner`" in caplog.text
 
 
 class TestCopiedOutput:
