@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from raysgd.compat.migrate.command import migrate as command
-from raysgd.compat.migrate.source import Comparison, MigratedProgram, migrate
+from raysgd.compat.migrate.source import MigratedProgram, migrate
 from raysgd.compat.paths import Paths, renamed, table
 
 
@@ -231,33 +231,12 @@ def test_random_programs_mean_the_same() -> None:
 
 def check_that_it_means_the_same(program: str) -> None:
     found = migrate(program.encode(), ray_train=True)
-    assert not any("would mean something else" in finding.text for finding in found.findings), program
     paths = Paths(ray_train=True)
     (before, _), (after, modules) = run_with_values(program), run_with_values(found.text.decode())
     assert with_todays_names(after, paths) == with_todays_names(before, paths), f"{program}\n{found.text.decode()}"
     targets = [*renamed().values(), *(new for group in ("sgd", "train") for _, new, _ in table(group))]
     packages = {name.rpartition(".")[0] for name in targets} | set(targets) - set(renamed().values())
     assert {module for module in modules if module.startswith("raysgd")} <= packages
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("import ray.train\nray.train.get_context().x()", "import raysgd.train\nraysgd.train.get_context.x()"),
-        ("import ray.train\nray.train.report(a, b=1)", "import raysgd.train\nraysgd.train.report(a)"),
-        ("import ray.train\nray.train.report(a, b=1)", "import raysgd.train\nraysgd.train.report(a, b=2)"),
-        ("import ray.util.sgd\nray.init()", "import raysgd\nray.init()"),
-        (
-            "from ray.util import sgd\nsgd.v2.backends.torch.TorchConfig",
-            "import raysgd as sgd\nsgd.v2.backends.torch.TorchConfig",
-        ),
-        ("from ray.util.sgd import TorchTrainer\nTorchTrainer(a=b)", "from raysgd import TorchTrainer\nTorchTrainer()"),
-    ],
-)
-def test_a_line_that_would_mean_something_else_is_noticed(old: str, new: str) -> None:
-    paths = Paths(ray_train=True)
-    assert Comparison(ast.parse(old), ast.parse(new), paths).difference() == 2
-    assert Comparison(ast.parse(old), ast.parse(old), paths).difference() is None
 
 
 def test_a_name_of_somebody_else_called_ray_is_left_alone() -> None:

@@ -78,11 +78,6 @@ _SAVE = (
 _ENDINGS = (".keras", ".h5")
 
 
-def rewrites(names: set[str]) -> bool:
-    """Tell whether the arguments of a call may be rewritten, by what its function may be called today."""
-    return bool(names & {*_TRAINERS, _REPORT, _RUN}) or any(_OPTIMIZERS in f".{name}" for name in names)
-
-
 def methods_to_change(
     node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
