@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from raysgd.storage import Folder
 from raysgd.train import constants
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._retries import RenewingPolicy, restarts_allowed
 from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train._worker.messages import FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData, check_dataset
@@ -79,20 +78,20 @@ class ExecutorRules:
     """The rules of a front end that wants something otherwise than `Trainer` does.
 
     Attributes:
-        failures: Decides what follows a failure; None for what the environment says.
+        failures: Decides what follows a failure.
         checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
         on_failure: Called when the function is about to start again because of a failure.
         words: What users are told behind the facts of the engine.
-        num_ahead: How many reports may wait for the driver while functions go on; None leaves that to the environment.
+        num_ahead: How many reports may wait for the driver while functions go on.
         is_elastic: Whether functions go on where they are when other workers are lost.
         num_spares: How many workers wait, ready, to step in for lost ones.
     """
 
-    failures: FailurePolicy | None = None
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
     checkpoints: CheckpointTaker | None = None
     on_failure: Callable[[Diagnosis], None] = lambda diagnosis: None
     words: FrontEndWords = WORDS
-    num_ahead: int | None = None
+    num_ahead: int = 0
     is_elastic: bool = False
     num_spares: int = 0
 
@@ -202,9 +201,6 @@ class BackendExecutor:
         shares = int(self._backend.share_cuda_visible_devices)
         self._shares_gpus = bool(read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, shares))
         self._is_detailed = bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0))
-        num_ahead = max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0))
-        self._num_ahead = num_ahead if rules.num_ahead is None else rules.num_ahead
-        self._renews_retries = bool(read(constants.TRAIN_RENEW_RETRIES_ENV, 0))
         self._budget = RetryBudget(restarts_allowed(max_retries))
         self._resize_interval_s = resize_interval_s
         self._controller: ElasticController | None = None
@@ -280,19 +276,11 @@ class BackendExecutor:
         return ElasticController(
             replace(spec, make_replica=self._hooks.replicas),
             self._scaling,
-            self._failure_policy(),
+            replace(self._rules.failures, continues=self._rules.is_elastic),
             rules=ElasticRules(not self._rules.is_elastic, self._resize_interval_s, leaving),
             start_budget=self._budget,
             hooks=self._hooks,
         )
-
-    def _failure_policy(self) -> FailurePolicy:
-        continues = self._rules.is_elastic
-        if self._rules.failures is not None:
-            return replace(self._rules.failures, continues=continues)
-        if self._renews_retries:
-            return RenewingPolicy(continues=continues, take_landing=self._checkpoints.take_landing)
-        return FailurePolicy(continues=continues)
 
     def _leaving_nodes(self) -> frozenset[str]:
         """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
@@ -385,7 +373,7 @@ class BackendExecutor:
             self._is_detailed,
             explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
             make_session=make_session,
-            num_ahead=self._num_ahead,
+            num_ahead=self._rules.num_ahead,
             is_elastic=self._rules.is_elastic,
         )
         self._run = run = FunctionRun(
@@ -613,6 +601,15 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
     ranks = {node: [rank for rank, place in enumerate(nodes) if place == node] for node in nodes if node in deadlines}
     times = [deadlines[node] for node in ranks if deadlines[node]]
     return PreemptionInfo(min(times, default=None), ranks) if ranks else None
+
+
+def restarts_allowed(max_retries: int) -> float:
+    """The restarts that `max_retries` of the old library means: its last retry is the one that raises.
+
+    >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
+    [0, 0, 2, inf]
+    """
+    return float("inf") if max_retries < 0 else max(0, max_retries - 1)
 
 
 class CallableFlag(int):

@@ -129,7 +129,7 @@ INSIDE = {
     ),
     "train": (
         "backend constants error predictor utils",
-        "_retries _run_folders _worker callbacks",
+        "_run_folders _worker callbacks",
         "_torch batch_predictor checkpoint collective session tensorflow worker_group",
         "_plugin_hooks horovod huggingface lightning torch train_loop_utils",
         "_function_run",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,6 @@ def count_up(config: dict[str, Any]) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
         if number % config.get("save_every", 1) == 0:
             train.save_checkpoint(number=number, loss=config.get("losses", [0.0] * 99)[number])
-    return first
-
-
-def die_behind_each_checkpoint(config: dict[str, Any]) -> int:
-    """Saves numbers from where it was left, and dies once behind each that is on the disk. Returns where it began."""
-    checkpoint = train.load_checkpoint()
-    first = checkpoint["number"] + 1 if checkpoint else 0
-    for number in range(first, config["num_steps"]):
-        train.report(number=number)
-        train.save_checkpoint(number=number)
-        while not list(config["folder"].glob(f"run_*/checkpoints/checkpoint_{number + 1:06d}")):
-            time.sleep(0.01)
-        if claim(config["folder"] / f"died_{number}"):
-            os.kill(os.getpid(), signal.SIGKILL)
     return first
 
 

@@ -13,7 +13,7 @@ from raysgd.exceptions import UnpicklableError
 from raysgd.messages.placement import Placement
 from raysgd.train.backend import BackendConfig, PlacedConnection
 from raysgd.train.checkpoint import CheckpointStrategy, write_checkpoint
-from raysgd.train.executor import WORDS, BackendExecutor, ExecutorRules, RunPlan, check_elastic, preemption_of
+from raysgd.train.executor import WORDS, BackendExecutor, RunPlan, check_elastic, preemption_of
 from raysgd.train.torch import TorchConfig
 
 
@@ -76,17 +76,6 @@ def test_workers_see_the_gpus_of_others_if_they_are_to(
 def test_a_number_that_cannot_be_is_refused(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}="):
         executor(**options)
-
-
-@pytest.mark.parametrize(
-    ("given", "of_rules", "expected"), [("9", None, 9), ("9", 64, 64), ("9", 0, 0), ("-1", None, 0)]
-)
-def test_how_far_functions_run_ahead_is_up_to_the_front_end_or_else_the_environment(
-    monkeypatch: pytest.MonkeyPatch, given: str, of_rules: int | None, expected: int
-) -> None:
-    assert executor()._num_ahead == 0
-    monkeypatch.setenv("TRAIN_REPORTS_AHEAD", given)
-    assert executor(rules=ExecutorRules(num_ahead=of_rules))._num_ahead == expected
 
 
 @pytest.mark.parametrize(

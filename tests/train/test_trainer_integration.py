@@ -282,23 +282,6 @@ def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     assert len(list(tmp_path.glob("process_*"))) == 6  # the hook ran in those that came for the lost ones, too
 
 
-@pytest.mark.parametrize("renews", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_each_checkpoint_may_renew_the_retries(renews: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"num_steps": 2, "folder": tmp_path}
-    monkeypatch.setenv("TRAIN_RENEW_RETRIES", str(int(renews)))
-    trainer = Trainer(BackendConfig(), logdir=tmp_path, max_retries=2 if renews else 1)
-    trainer.start()
-    try:
-        if renews:
-            assert trainer.run(lab.die_behind_each_checkpoint, config) == [2]
-            assert trainer._executor._get_num_failures() == 1, "since the last checkpoint"
-        else:
-            with pytest.raises(WorkersLostError, match="max_retries=1"):
-                trainer.run(lab.die_behind_each_checkpoint, config)
-    finally:
-        trainer.shutdown()
-
-
 def test_a_function_that_exits_takes_its_worker_along(tmp_path: Path) -> None:
     import sys
 

@@ -21,13 +21,12 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.trial import TrialFolder
 from raysgd.engine.placement import Reservation, ensure_ray
-from raysgd.engine.policies import Diagnosis, words
+from raysgd.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words
 from raysgd.engine.shared.types import Resources
 from raysgd.exceptions import StorageError, WorkersLostError, failure_logged, training_failed_error, worker_error
 from raysgd.messages.placement import Placement
 from raysgd.train import executor
 from raysgd.train._function_run import FunctionRun
-from raysgd.train._retries import RenewingPolicy
 from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
 from raysgd.train.executor import BackendExecutor, ExecutorRules
@@ -120,6 +119,26 @@ class FitJob:
 def _tune_error() -> type[Exception] | None:
     """The class by which programs for Ray AIR catch the failure of a run; None where none has imported it."""
     return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenewingPolicy(FailurePolicy):
+    """Decides what follows a failure; when a checkpoint has landed since the last one, the earlier ones are forgotten.
+
+    Why, and why not after an exception of the function: ADR 94.
+
+    Attributes:
+        take_landing: Says, once, whether a checkpoint has landed since it was asked last.
+    """
+
+    take_landing: Callable[[], bool]
+
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
+        """Return what to do next. Where survivors go on, that does not wait for a checkpoint on its way."""
+        is_needed = budget.is_spent or not (self.continues and can_continue)
+        if is_needed and self.take_landing():
+            budget.renew()
+        return super().decide(diagnosis, budget, can_continue)
 
 
 class FitRun:

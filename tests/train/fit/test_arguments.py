@@ -169,7 +169,7 @@ def test_only_the_train_dataset_is_divided_unless_somebody_says_otherwise() -> N
 
 @pytest.mark.parametrize(("max_failures", "max_retries"), [(0, 1), (3, 4), (-1, -1)])
 def test_each_failure_that_is_allowed_is_one_restart(max_failures: int, max_retries: int) -> None:
-    from raysgd.train._retries import restarts_allowed
+    from raysgd.train.executor import restarts_allowed
 
     assert as_max_retries(max_failures) == max_retries
     assert restarts_allowed(max_retries) == (max_failures if max_failures >= 0 else float("inf"))
