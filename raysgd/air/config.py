@@ -161,8 +161,8 @@ class RunConfig:
             or a function that gets the trial's id and the metrics and returns True.
         callbacks: Callbacks of Ray Tune, such as loggers.
         progress_reporter: A reporter of Ray Tune, for a `Tuner`.
-        log_to_file: Whether what the workers print goes to files in the trial's folder: True, a file name, or two, for
-            standard output and for errors.
+        log_to_file: Whether what is printed goes to files in the trial's folder, for a `Tuner`: True, a file name, or
+            two, for standard output and for errors.
         local_dir: The former name of `storage_path`. It is None again once it was taken over.
         worker_runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It
             does not reach this process.

@@ -330,18 +330,20 @@ class FunctionRun:
         return True
 
     def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
-        """Lets the ranks that wait for that store their folders: first those that use no name of a lower one."""
+        """Lets the ranks that wait for that store their folders, without the names that lower ranks use."""
         self.may_restart = False  # or the group might grow, and lose them
         taken = taken_names({rank: ref.files or () for rank, ref in stored.items()})
-        waiting = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
-        for is_taken in (False, True):
-            tokens = {rank: token for rank, token in waiting.items() if bool(taken[rank]) is is_taken}
-            told = self._told_to_store(tokens, taken)
-            moved = self._call(FunctionReplica.store, told, may_continue=False) if tokens else []
-            if None in moved:
-                return False
-            self._warn_of({rank: names for rank, names in enumerate(moved) if names})
-        return True
+        tokens = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
+        left_out = {rank: names for rank, names in taken.items() if names}
+        if left_out and self._once.is_first("taken"):
+            logger.warning(
+                "%s reported checkpoints with files of the same names as lower ranks, such as `%s`: only those of the "
+                "lowest rank are stored. Use names with the rank, or report the folder on one rank",
+                named(sorted(left_out)),
+                min(left_out.values())[0],
+            )
+        told = self._told_to_store(tokens, taken)
+        return all(self._call(FunctionReplica.store, told, may_continue=False)) if tokens else True
 
     def _told_to_store(
         self, tokens: Mapping[int, int], taken: Mapping[int, Sequence[str]]
@@ -354,19 +356,6 @@ class FunctionRun:
             return [(waiting.get(rank), taken.get(rank, ()), *start) for rank, start in enumerate(starts)]
 
         return told
-
-    def _warn_of(self, moved: Mapping[int, Sequence[str]]) -> None:
-        """Says, once, that ranks use one name for different files."""
-        if moved and self._once.is_first("moved"):
-            names = sorted({name for names in moved.values() for name in names})
-            logger.warning(
-                "%s reported checkpoints with files of the same names as lower ranks, but other content: %s. The files "
-                "of the lowest rank keep their names; the others' end in `.rank_%d` and so on. Use names with the "
-                "rank, or report the folder on one rank",
-                named(sorted(moved)),
-                ", ".join(f"`{name}`" for name in names[:5]),
-                min(moved),
-            )
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""
@@ -535,7 +524,7 @@ def answer_to(questions: Sequence[Question], preemption: Callable[[], Preemption
 def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ...]]:
     """Return the names of each rank that a lower one uses too.
 
-    >>> taken_names({0: ["model", "rank_0"], 1: ["model", "rank_1"], 2: ["rank_2"]})
+    >>> taken_names({2: ["rank_2"], 1: ["model", "rank_1"], 0: ["model", "rank_0"]})
     {0: (), 1: ('model',), 2: ()}
     """
     below: set[str] = set()

@@ -212,20 +212,20 @@ class FunctionReplica:
     def finish_copies(self) -> None:
         """Nothing: `capture` leaves nothing to be copied."""
 
-    def store(self, token: int | None, taken: Sequence[str], *start: Any) -> list[str] | None:
-        """Stores the folder that waits under a token, if there is one, where lower ranks use some of its names too.
+    def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
+        """Stores the folder that waits under a token, if there is one, without the names that lower ranks use too.
 
         Returns:
-            The names for which it had to take others; None where it was lost, with its function.
+            False where it was lost, with its function.
         """
         self.start(*start)
         if start or token is None:
-            return None if start else []
+            return not start
         try:
-            moved: list[str] = self._pending_checkpoints.fetch(token, taken)
+            self._pending_checkpoints.fetch(token, taken)
         except KeyError:  # it failed, and the function says why
-            return None
-        return moved
+            return False
+        return True
 
     def refuse(self, token: int) -> None:
         """Takes note that the driver will not fetch a checkpoint."""

@@ -7,13 +7,12 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from itertools import zip_longest
 from numbers import Number
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,6 @@ from raysgd.train.utils import in_thread
 
 METADATA_KEY = "_raysgd_metadata"
 _DEEPEST = 50
-_PIECE_BYTES = 1 << 20
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 logger = logging.getLogger(__name__)
 _once = Once()
@@ -176,7 +174,7 @@ class FitSession(Session):
             target.upload(source)
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:
-            self._announce(data, ref, lambda taken: store_beside(source, target, self.world.rank, taken))
+            self._announce(data, ref, lambda taken: target.upload(source, dict.fromkeys(taken)))
 
     def dataset_shard(self, name: str | None) -> Any:
         """This worker's part of a dataset; see `get_dataset_shard`."""
@@ -217,41 +215,6 @@ def names_in(folder: Path) -> tuple[str, ...]:
     """Return the names of all files in a folder, with slashes."""
     found = (Path(above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names)
     return tuple(path.relative_to(folder).as_posix() for path in found)
-
-
-def store_beside(source: Path, target: Folder, rank: int, taken: Collection[str]) -> list[str]:
-    """Store a folder where lower ranks have stored theirs.
-
-    Args:
-        source: The folder.
-        target: Where it goes.
-        rank: Whose folder it is.
-        taken: Names in it that lower ranks use too. Files with the same content are not stored again.
-
-    Returns:
-        The names of those with other content, which are stored under a name with the rank, such as `model.rank_1`.
-    """
-    own = names_in(source)
-    moved = [name for name in taken if not _is_same(source / name, target, name)]
-    target.upload(source, {**dict.fromkeys(taken), **{name: _place_of(name, rank, own) for name in moved}})
-    return moved
-
-
-def _place_of(name: str, rank: int, own: Collection[str]) -> str:
-    place = f"{name}.rank_{rank}"
-    return _place_of(place, rank, own) if place in own else place
-
-
-def _is_same(path: Path, folder: Folder, name: str) -> bool:
-    try:
-        with open(path, "rb") as one, folder.reading(name) as other:
-            return all(a == b for a, b in zip_longest(_pieces(one), _pieces(other)))
-    except FileNotFoundError:  # the other rank is not there yet
-        return False
-
-
-def _pieces(file: IO[bytes]) -> Any:
-    return iter(lambda: file.read(_PIECE_BYTES), b"")
 
 
 def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:

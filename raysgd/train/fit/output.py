@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any
 
 from raysgd._files import replacing
 from raysgd._text.secrets import has_secret, masked
@@ -253,77 +251,3 @@ class ConsoleReporter:
 
 def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)[:80]
-
-
-@contextmanager
-def output_copied(names: Sequence[str | None], folder: Path) -> Iterator[None]:
-    """In the block, copies what this process prints to files: `RunConfig(log_to_file=...)`.
-
-    What workers print is in there as far as Ray shows it in the driver.
-
-    Args:
-        names: The files for standard output and for errors; None for none.
-        folder: What they are in.
-    """
-    with ExitStack() as stack:
-        for stream, name in zip(("stdout", "stderr"), names, strict=True):
-            if name is not None:
-                path = folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                tee = _Tee(getattr(sys, stream), stack.enter_context(open(path, "a", encoding="utf-8")))
-                stack.callback(_put_back, stream, tee)
-                setattr(sys, stream, tee)
-        yield
-
-
-def _put_back(stream: str, tee: _Tee) -> None:
-    if getattr(sys, stream) is tee:  # else someone else took its place
-        setattr(sys, stream, tee.stream)
-
-
-class _Tee:
-    """A stream that also writes to a file."""
-
-    def __init__(self, stream: TextIO, file: IO[str]) -> None:
-        self.stream, self._file = stream, file
-
-    def write(self, text: str) -> int:
-        if not self._file.closed:
-            self._file.write(text)
-            self._file.flush()
-        return self.stream.write(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def file_names(log_to_file: Any) -> tuple[str | None, str | None]:
-    """Return the files for standard output and for errors.
-
-    Args:
-        log_to_file: False for no files; True for `stdout` and `stderr`; a name for one file, two names for two.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: A name that leads out of the trial's folder.
-    """
-    if log_to_file is None or log_to_file is False:
-        return None, None
-    if log_to_file is True:
-        return "stdout", "stderr"
-    names = (log_to_file, log_to_file) if isinstance(log_to_file, str) else log_to_file
-    if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"`RunConfig(log_to_file={log_to_file!r})`: need True, the name of one file, or the names of two, for "
-            "standard output and for errors."
-        )
-    for name in names:
-        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(
-                f"`RunConfig(log_to_file={log_to_file!r})`: need names of files in the trial's folder, without `..`."
-            )
-    return names[0], names[1]

@@ -40,9 +40,7 @@ from raysgd.train.fit.output import (
     ConsoleReporter,
     Logs,
     attempt,
-    file_names,
     open_writers,
-    output_copied,
     shown_config,
     write_error,
 )
@@ -88,8 +86,6 @@ class Recorder:
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
-        self._log_files = file_names(run_config.log_to_file)
-        self._copying = ExitStack()
         self._config = shown_config(config)
         self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
         self._chores = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
@@ -193,7 +189,6 @@ class Recorder:
         self._trial.last_result |= self._filler.initial()
         if not self._folder.is_new:
             self._take_over()
-        self._copying.enter_context(output_copied(self._log_files, self._folder.local_path))
         self._writers = open_writers(self._folder.local_path, self._config, self._callbacks.replaced_loggers)
         self._callbacks.setup(self._given_stop)
 
@@ -239,7 +234,6 @@ class Recorder:
                 last_first.callback(self._checkpoints.move_to_memory)
             for writer in self._writers:
                 last_first.callback(writer.close)
-            last_first.callback(self._copying.close)
         self._writers = []
 
     def _forget_errors(self) -> None:
@@ -268,6 +262,8 @@ def _console(run_config: RunConfig) -> list[ConsoleReporter]:
     """Return what shows the run on the screen."""
     if run_config.progress_reporter is not None:
         logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
+    if run_config.log_to_file:
+        logger.warning("`log_to_file` is for the trials of a `Tuner`; run the program with `| tee log.txt`")
     return [ConsoleReporter(run_config.verbose)] if run_config.verbose else []
 
 

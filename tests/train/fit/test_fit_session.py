@@ -275,19 +275,20 @@ class TestCheckpoints:
         own = tmp_path / "own"
         own.mkdir()
         (own / "weights").write_bytes(b"1")
-        (own / "part_1").write_bytes(b"1")
+        (own / "parts").mkdir()
+        (own / "parts" / "1").write_bytes(b"1")
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
         ref = message(replica.next(7)).checkpoint_ref
         assert ref.token is not None
-        assert set(ref.files) == {"weights", "part_1"}
+        assert set(ref.files) == {"weights", "parts/1"}
         staged = folder.staged("checkpoint_000007")
         staged.write("weights", b"0")
-        assert replica.store(None, ()) == []
+        assert replica.store(None, ())
         assert staged.names() == ["weights"]
-        assert replica.store(ref.token, ["weights"]) == ["weights"]
-        assert (staged.read("weights"), staged.read("weights.rank_1"), staged.read("part_1")) == (b"0", b"1", b"1")
+        assert replica.store(ref.token, ["weights"])
+        assert (staged.names(), staged.read("weights"), staged.read("parts/1")) == (["parts", "weights"], b"0", b"1")
         assert replica.next(8) == FunctionEnded()
-        assert replica.store(ref.token, []) is None
+        assert not replica.store(ref.token, [])
 
     def test_a_folder_that_cannot_be_stored_is_an_error_of_the_function(
         self, start: Start, folder: Folder, tmp_path: Path
@@ -298,7 +299,7 @@ class TestCheckpoints:
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
         ref = message(replica.next(0)).checkpoint_ref
         folder.staged("checkpoint_000000").write("a", b"a file where a folder is to be")
-        assert replica.store(ref.token, []) is None
+        assert not replica.store(ref.token, [])
         with pytest.raises(OSError, match="could not copy"):
             replica.next(1)
 

@@ -140,7 +140,7 @@ class TestHooks:
 
     def test_that_fail_at_the_end_leave_a_whole_folder(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
-        recorder = make_recorder(folder, callbacks=[Noting(fails_in="on_trial_complete")], log_to_file=True)
+        recorder = make_recorder(folder, callbacks=[Noting(fails_in="on_trial_complete")])
         recorder.begin_attempt()
         with pytest.raises(CallbackError):
             recorder.end_run()
