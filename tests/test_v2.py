@@ -59,12 +59,6 @@ NAMES = [
     ("v2:TrainingCallback", "train:TrainingCallback"),
     ("v2:TrainingIterator", "train:TrainingIterator"),
     ("v2.trainer:SGDIterator", "train:TrainingIterator"),
-    ("train.trainer:SGDIterator", "train:TrainingIterator"),
-    ("train.trainer:SGDWorkerGroup", "train:TrainWorkerGroup"),
-    ("train.backend:SGDBackendError", "exceptions:TrainBackendError"),
-    ("train.backend:CheckpointManager", "train.checkpoint:CheckpointManager"),
-    ("train.session:SessionMisuseError", "exceptions:SessionMisuseError"),
-    ("train.callbacks.logging:TrainCallbackLogdirManager", "train.callbacks.logging:LogdirManager"),
     ("v2.callbacks:SGDCallback", "train:TrainingCallback"),
     *((f"v2.callbacks:{name}", f"train.callbacks:{name}") for name in raysgd.train.callbacks.__all__),
 ]

@@ -144,9 +144,6 @@ class TestScalingConfig:
 
 
 class TestOtherConfigs:
-    def test_no_checkpoints_at_all_is_a_choice(self) -> None:
-        assert CheckpointConfig(num_to_keep=0).num_to_keep == 0
-
     @pytest.mark.parametrize(
         ("config_class", "arguments"),
         [
@@ -185,9 +182,6 @@ class TestOtherConfigs:
     def test_a_failure_can_end_everything(self, fail_fast: bool | str) -> None:
         assert FailureConfig(fail_fast=fail_fast).fail_fast == fail_fast
 
-    def test_failures_may_be_without_a_limit(self) -> None:
-        assert FailureConfig(max_failures=-1).max_failures == -1
-
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -204,12 +198,6 @@ class TestOtherConfigs:
     def test_what_is_of_another_kind_is_refused_by_its_name(self, arguments: dict[str, Any]) -> None:
         with pytest.raises(TypeError, match=f"`{next(iter(arguments))}="):
             RunConfig(**arguments)
-
-    def test_each_run_has_configs_of_its_own(self) -> None:
-        first, second = RunConfig(), RunConfig()
-        assert first.checkpoint_config == CheckpointConfig()
-        assert first.failure_config is not second.failure_config
-        assert first.sync_config == SyncConfig()
 
     @pytest.mark.parametrize(
         "arguments",
@@ -228,10 +216,6 @@ class TestOtherConfigs:
         config = RunConfig("run", local_dir="/tmp/results")
         assert replace(config, storage_path=Path("/other")).storage_path == Path("/other")
         assert replace(config, name="next").storage_path == "/tmp/results"
-
-    @pytest.mark.parametrize("stop", [{"epoch": 3}, lambda trial, metrics: True, None])
-    def test_a_run_stops_by_values_or_by_a_function(self, stop: Any) -> None:
-        assert RunConfig(stop=stop).stop is stop
 
     @pytest.mark.parametrize("config", [ScalingConfig(num_workers=(1, 2)), RunConfig("run"), DatasetConfig(fit=True)])
     def test_configs_can_be_pickled(self, config: Any) -> None:
@@ -254,11 +238,6 @@ class TestDatasetConfig:
             "valid": DatasetConfig(split=False, required=True),
         }
         assert OWN["train"] == DatasetConfig(fit=True, split=True)
-
-    def test_without_configs_of_a_user_those_of_the_trainer_stay(self) -> None:
-        merged = DatasetConfig.merge(OWN, None)
-        assert merged == OWN
-        assert merged is not OWN
 
     @pytest.mark.parametrize(
         ("own", "given", "words"),

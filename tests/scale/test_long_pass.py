@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 
@@ -58,21 +57,3 @@ def test_a_loader_over_a_billion_samples_is_opened_in_the_middle_and_read_to_the
     assert sorted(set(end)) == sorted(order[NUM_SAMPLES - 1000 :])
     assert len(first) == len(middle) == 2 * 3 * BATCH_SIZE
     assert most_bytes < 2**23
-
-
-def test_a_group_that_shrinks_divides_the_rest_of_a_billion_samples() -> None:
-    """Each opens the pass by itself."""
-    ranks = [
-        ElasticBatchSampler(ShuffledOrder(NUM_SAMPLES), BATCH_SIZE, False, True, rank, world_size=3)
-        for rank in range(3)
-    ]
-    for rank in ranks:
-        rank.begin_pass(1, seed=5, consumed=HALF)
-    used = [next(iter(rank)) for rank in ranks]
-    whole = ShuffledOrder(NUM_SAMPLES).indices(5, 1)
-    assert list(itertools.chain(*used)) == whole[HALF : HALF + 3 * BATCH_SIZE]
-    for index, rank in enumerate(ranks[:2]):
-        rank.reshape(index, world_size=2)
-        assert rank.begin_pass(1, seed=5, consumed=NUM_SAMPLES - 200).num_samples == NUM_SAMPLES
-    rest = [index for rank in ranks[:2] for batch in rank for index in batch]
-    assert sorted(rest) == sorted(whole[NUM_SAMPLES - 200 :])

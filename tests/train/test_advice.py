@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
-from raysgd.exceptions import InactiveWorkerGroupError, TrainerShutdownError, UnpicklableError, WorkersLostError
+from raysgd.exceptions import TrainerShutdownError, UnpicklableError, WorkersLostError
 from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
@@ -45,13 +45,6 @@ def test_a_shutdown_while_a_function_runs_says_what_is_kept() -> None:
     with pytest.raises(TrainerShutdownError, match=r"Checkpoints that the functions saved are kept\."):
         made.run(Call(read))
     stopper.join()
-
-
-def test_a_run_after_a_shutdown_says_what_to_call(tmp_path: Path) -> None:
-    trainer = Trainer(BackendConfig(), logdir=tmp_path)
-    trainer.shutdown()
-    with pytest.raises(InactiveWorkerGroupError, match=r"There are no workers: call `start` first\."):
-        trainer.run(lambda: None)
 
 
 def test_a_function_that_cannot_be_sent_is_named(tmp_path: Path) -> None:

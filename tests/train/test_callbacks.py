@@ -117,21 +117,6 @@ class TestJson:
             assert self.read(callback)[-1] == [{"a": step}, {"a": -step}]
         assert len(self.read(callback)) == 3
 
-    def test_a_step_that_cannot_be_written_costs_a_warning(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        callback = JsonLoggerCallback()
-        callback.start_training(str(tmp_path / "run"), {})
-        for step in range(3):
-            if step == 1:
-                (tmp_path / "run").rename(tmp_path / "away")
-            callback.process_results([{"a": step}])
-            if step == 1:
-                (tmp_path / "away").rename(tmp_path / "run")
-        callback.finish_training()
-        assert [found["a"] for [found] in self.read(callback)] == [0, 2]
-        assert caplog.text.count("JsonLoggerCallback: could not write") == 1
-
     @pytest.mark.parametrize(("workers", "expected"), [(0, [0]), ([2, 0], [2, 0]), (None, [0, 1, 2])])
     def test_the_workers_can_be_chosen(self, tmp_path: Path, workers: Any, expected: list[int]) -> None:
         callback = JsonLoggerCallback(filename="chosen.json", workers_to_log=workers)

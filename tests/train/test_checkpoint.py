@@ -89,14 +89,6 @@ class TestManager:
         ]
         assert pickle.loads((tmp_path / "checkpoints" / "checkpoint_000001").read_bytes()) == {"epoch": 0}
 
-    def test_keeps_the_latest_in_memory_where_none_is_written(self, tmp_path: Path) -> None:
-        made = manager(tmp_path, strategy=CheckpointStrategy(0))
-        made.add(1, lambda: {"epoch": 1})
-        assert made.latest_checkpoint == {"epoch": 1}
-        assert made.best_checkpoint_path is None
-        assert made.latest_checkpoint_path is None
-        assert list(tmp_path.iterdir()) == []
-
     def test_what_could_not_be_written_is_neither_the_best_nor_the_newest(self, tmp_path: Path) -> None:
         made = manager(tmp_path, strategy=CheckpointStrategy(1, "loss"))
         made.add(1, dict)
@@ -225,18 +217,6 @@ class TestManager:
         assert load_checkpoint(made.best_checkpoint_path) == {"epoch": 1}
         assert load_checkpoint(made.latest_checkpoint_path) == {"epoch": 2}
         assert made.latest_checkpoint == {"epoch": 3}
-
-    def test_writes_nothing_without_a_folder(self) -> None:
-        made = manager(None)
-        made.add(1, lambda: {"epoch": 1})
-        assert made.latest_checkpoint == {"epoch": 1}
-        assert made.latest_checkpoint_path is None
-
-    def test_goes_on_counting_where_it_is_told(self, tmp_path: Path) -> None:
-        made = manager(tmp_path, latest_id=100)
-        made.add(1, dict)
-        made.add(1, dict)
-        assert made.latest_checkpoint_id == 102
 
 
 class TestFiles:

@@ -24,17 +24,6 @@ def fail_after_writing(local: Path) -> None:
     raise KeyError
 
 
-def test_runs_are_numbered_and_leave_out_numbers_that_are_taken(tmp_path: Path) -> None:
-    (tmp_path / "run_002").mkdir()
-    assert make_run_dir(tmp_path, 1) == (1, tmp_path / "run_001")
-    assert make_run_dir(tmp_path, 2) == (3, tmp_path / "run_003")
-
-
-def test_a_trainer_has_the_folder_that_it_is_given(tmp_path: Path) -> None:
-    assert make_logdir(tmp_path / "a" / "b") == tmp_path / "a" / "b"
-    assert (tmp_path / "a" / "b").is_dir()
-
-
 def test_trainers_without_a_folder_that_start_in_the_same_second_have_different_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
 from raysgd.train._torch.loaders import divided, over_global_batches
 from raysgd.train._torch.prepared import Accelerator, ForwardInContext
-from raysgd.train._torch.process_group import unwrapped
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train.session import current_session
@@ -487,18 +485,6 @@ class TestLoaders:
         assert batch["pair"][1][0].tolist() == [3]
 
 
-def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
-    guide = Path(__file__).parents[2] / "docs" / "train.md"
-    [example, *_] = guide.read_text(encoding="utf-8").split("```python soak\n")[1:]
-    found: dict[str, Any] = {}
-    exec(example.partition("\ntrainer = ")[0], found)
-    replica = FunctionReplica(World(rank=0, size=1))
-    config = {"batch_size": 16, "num_epochs": 2}
-    replica.run_function(FunctionSpec(partial(found["train_func"], config), dict, "_timestamp"), None, None)
-    messages = [replica.next() for _ in range(5)]
-    assert messages[-1].value < 0.1
-
-
 class TestReproducibility:
     @pytest.fixture(autouse=True)
     def forget(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -575,8 +561,3 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
     name = "worker_0_epoch_4.pt.trace.json"
     assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": [(name, "trace")]}
     assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": []}
-
-
-@pytest.mark.parametrize("value", [3, "text", torch.nn.Linear(1, 1)])
-def test_only_a_wrapper_is_unwrapped(value: Any) -> None:
-    assert unwrapped(value) is value

@@ -22,34 +22,6 @@ def trainer(tmp_path: Path, **options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"num_workers": 0}, ValueError),
-        ({"num_workers": -1}, ValueError),
-        ({"num_workers": 1.5}, ValueError),
-        ({"num_workers": True}, ValueError),
-        ({"num_workers": (2, 1)}, ValueError),
-        ({"num_workers": (0, 1)}, ValueError),
-        ({"num_workers": (1, 2, 3)}, ValueError),
-        ({"num_workers": ("a", "b")}, ValueError),
-        ({"max_retries": "3"}, TypeError),
-        ({"backend": "pytorch"}, ValueError),
-        ({"backend": 3}, TypeError),
-        ({"resources_per_worker": {"GPU": 1}}, ValueError),
-        ({"resources_per_worker": {"CPU": -1}}, ValueError),
-        ({"use_gpu": True, "resources_per_worker": {"GPU": 0}}, ValueError),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_there(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception]
-) -> None:
-    name = next(reversed(options))
-    with pytest.raises(error, match=f"`{name}"):
-        trainer(tmp_path / "logs", **options)
-    assert not (tmp_path / "logs").exists()
-
-
-@pytest.mark.parametrize(
     ("use_gpu", "resources", "expected"),
     [
         (False, None, (1, 0, {})),
@@ -63,12 +35,6 @@ def test_what_each_worker_gets(tmp_path: Path, use_gpu: bool, resources: Any, ex
     found = trainer(tmp_path, use_gpu=use_gpu, resources_per_worker=resources)._executor._spec.resources
     assert (found.num_cpus, found.num_gpus, found.custom) == expected
     assert dict(resources or {}) == before
-
-
-@pytest.mark.parametrize(("given", "expected"), [(3, (3, 3)), ((1, 4), (1, 4)), ((2, 2), (2, 2))])
-def test_a_number_of_workers_may_be_a_range(tmp_path: Path, given: Any, expected: tuple[int, int]) -> None:
-    scaling = trainer(tmp_path, num_workers=given)._executor._scaling
-    assert (scaling.min_workers, scaling.max_workers) == expected
 
 
 def test_nothing_is_there_before_the_first_run(tmp_path: Path) -> None:
@@ -128,17 +94,6 @@ def test_a_setting_of_the_environment_has_to_be_a_number(tmp_path: Path, monkeyp
         trainer(tmp_path)
 
 
-@pytest.mark.parametrize(("setting", "packs"), [(None, True), ("0", True), ("1", False)])
-def test_workers_are_close_to_each_other_unless_the_environment_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, packs: bool
-) -> None:
-    if setting is not None:
-        monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", setting)
-    made = trainer(tmp_path)
-    monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
-    assert made._executor._spec.packs is packs
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -188,3 +143,15 @@ def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkey
     with pytest.raises(ImportError, match=r'or run: pip install .*"ray\[tune\]') as caught:
         trainer(tmp_path).to_tune_trainable(lambda: None)
     assert isinstance(caught.value, ValueError)
+
+
+def test_gpus_that_nobody_uses_are_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("raysgd.train.trainer.num_gpus", lambda: 3.0)
+    for use_gpu in (True, False):
+        made = trainer(tmp_path, use_gpu=use_gpu)
+        monkeypatch.setattr(made._executor, "start", lambda hook: None)
+        with caplog.at_level("INFO", "raysgd.train"):
+            made.start()
+    assert caplog.text.count("the cluster has 3 GPUs, of which none is used") == 1

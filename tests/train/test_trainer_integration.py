@@ -131,18 +131,6 @@ def test_the_strategy_decides_what_stays(shared: Trainer) -> None:
     assert shared.best_checkpoint["loss"] == 3.0
 
 
-def test_a_large_checkpoint_arrives_whole(shared: Trainer) -> None:
-    def function() -> None:
-        import torch
-
-        weights = torch.full((1 << 19,), 2.0)
-        train.save_checkpoint(weights=weights)
-        weights += 1
-
-    shared.run(function)
-    assert shared.latest_checkpoint["weights"].unique().tolist() == [2.0]
-
-
 def test_results_can_be_taken_one_by_one(shared: Trainer) -> None:
     iterator = shared.run_iterator(lab.count_up, {"num_steps": 3})
     assert [result["number"] for result in next(iterator)] == [0, 0]
@@ -408,31 +396,6 @@ def test_a_divided_model_learns_as_a_whole_one_and_goes_on_from_its_checkpoint(s
     assert shared.run(lab.fit_divided, {**config, "strategy": None}, checkpoint=whole)[0] == pytest.approx(expected)
 
 
-def test_two_models_train_against_each_other(shared: Trainer) -> None:
-    def play() -> list[float]:
-        import torch
-
-        from raysgd.train.torch import prepare_model
-
-        torch.manual_seed(train.world_rank())
-        generator, critic = prepare_model(torch.nn.Linear(2, 1)), prepare_model(torch.nn.Linear(1, 1))
-        optimizers = [torch.optim.Adam(model.parameters(), lr=0.05) for model in (generator, critic)]
-
-        def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-        for _ in range(3):
-            real, noise = torch.ones(4, 1), torch.randn(4, 2)
-            step(optimizers[1], (critic(generator(noise).detach()) - critic(real)).mean())
-            step(optimizers[0], -critic(generator(noise)).mean())
-        return [float(weight) for model in (generator, critic) for weight in model.module.weight.detach().flatten()]
-
-    first, second = shared.run(play)
-    assert first == second
-
-
 def test_the_profiler_writes_into_the_folder_of_the_run(shared: Trainer, tmp_path: Path) -> None:
     def profiled(config: dict[str, Any]) -> None:
         import torch
@@ -456,24 +419,6 @@ def test_the_profiler_writes_into_the_folder_of_the_run(shared: Trainer, tmp_pat
     traces = sorted(path.name for path in (shared.latest_run_dir / "pytorch_profiler").iterdir())
     assert traces == [f"worker_{rank}_epoch_{step}.pt.trace.json" for rank in range(2) for step in (1, 2)]
     assert "trace" not in log.log_path.read_text()
-
-
-def test_data_is_divided_over_the_workers(shared: Trainer) -> None:
-    class Numbers:
-        def __init__(self, values: list[int]) -> None:
-            self.values = values
-
-        def split(self, n: int, *, equal: bool) -> list[list[int]]:
-            return [self.values[rank::n] for rank in range(n)]
-
-    def function(config: dict[str, Any]) -> Any:
-        return train.get_dataset_shard(config.get("name"))
-
-    assert shared.run(function, {}, dataset=Numbers([1, 2, 3, 4])) == [[1, 3], [2, 4]]
-    both = {"train": Numbers([1, 2]), "val": Numbers([3, 4])}
-    assert shared.run(function, {"name": "val"}, dataset=both) == [[3], [4]]
-    with pytest.raises(KeyError, match="other"):
-        shared.run(function, {"name": "other"}, dataset=both)
 
 
 def test_data_that_cannot_be_divided_after_all_leaves_the_workers_as_they_were(shared: Trainer) -> None:
@@ -578,19 +523,6 @@ class Slow:
 
         time.sleep(1.5)
         return Slow, ()
-
-
-def test_a_report_may_bring_a_checkpoint_of_any_rank(shared: Trainer) -> None:
-    def function() -> None:
-        rank = train.world_rank()
-        train.report({"number": rank}, checkpoint={"from": rank} if rank == 1 else None)
-        train.report({"number": rank}, checkpoint=None)
-
-    recorder = Recorder()
-    shared.run(function, callbacks=[recorder])
-    assert lab.numbers(recorder.results) == [[0, 1], [0, 1]]
-    assert shared.latest_checkpoint["from"] == 1
-    assert shared.checkpoint_manager.latest_checkpoint_id == 1
 
 
 def test_workers_of_pytorch_find_their_place_in_the_environment(shared: Trainer) -> None:

@@ -58,20 +58,6 @@ def test_a_trial_reports_what_rank_0_does_and_goes_on_from_its_checkpoint(
         trial.cleanup()
 
 
-def test_a_function_that_does_not_take_a_checkpoint_is_refused() -> None:
-    with pytest.raises(ValueError, match="give it these two parameters"):
-        DistributedTrainableCreator(lambda config: None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"num_workers_per_host": 3}, "does not divide `num_workers=2`"), ({"timeout_s": 0}, "`timeout_s=0`")],
-)
-def test_what_cannot_be_kept_is_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DistributedTrainableCreator(count, **options)
-
-
 def test_the_number_of_workers_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     assert get_num_workers() == 1

@@ -108,19 +108,6 @@ def test_a_trial_can_be_ended_wherever_it_is_and_goes_on_from_what_tune_has(
     assert not list((tmp_path / ".raysgd").iterdir()), "what the workers stored went to Tune"
 
 
-@pytest.mark.soak
-def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path / "runs", fails_once=str(tmp_path / "mark"))
-    results = tune.Tuner(trainer).fit()
-    assert results.num_errors == 1
-    assert "told to fail" in str(results.errors[0])
-    assert tune.Tuner.can_restore(tmp_path / "runs" / "sweep")
-    tuner = tune.Tuner.restore(tmp_path / "runs" / "sweep", trainer, resume_errored=True)
-    [result] = tuner.fit()
-    assert result.error is None
-    assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
-
-
 def count_for_tune(config: dict[str, Any]) -> None:
     """A function that Ray Tune runs itself, as programs for Ray AIR have them."""
     checkpoint = air.session.get_checkpoint()

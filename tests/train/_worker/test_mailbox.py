@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -48,12 +46,6 @@ def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
     assert mailbox.next_message() == 1
     assert mailbox.next_message() == FunctionEnded()
     assert passed == [0, 1]
-
-
-def test_none_is_a_message_like_any_other() -> None:
-    mailbox = start(lambda mailbox: mailbox.offer(None))
-    assert mailbox.next_message() is None
-    assert mailbox.next_message() == FunctionEnded()
 
 
 def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions() -> None:
@@ -153,52 +145,11 @@ def test_a_question_that_is_not_answered_ends_with_the_run() -> None:
 # ------------------------------------------------------------------------------ checkpoints that wait to be fetched
 
 
-def fail(told: Any) -> Any:
-    raise TypeError("cannot be copied")
-
-
-def test_a_copy_is_fetched_once() -> None:
-    pending = PendingCheckpoints()
-    first, second = pending.keep("a"), pending.keep("b")
-    assert [pending.fetch(second), pending.fetch(first)] == ["b", "a"]
-    with pytest.raises(KeyError):
-        pending.fetch(first)
-
-
-def test_an_announced_copy_is_made_when_it_is_fetched() -> None:
-    pending = PendingCheckpoints()
-    token = pending.announce()
-    with ThreadPoolExecutor(1) as pool:
-        fetched = pool.submit(pending.fetch, token, 3)
-        pending.settle(token, lambda told: f"copy of {told}")
-        assert fetched.result() == "copy of 3"
-
-
-def test_an_announced_copy_that_is_refused_is_not_made() -> None:
-    pending = PendingCheckpoints()
-    token = pending.announce()
-    pending.refuse(token)
-    pending.settle(token, fail)
-    with pytest.raises(KeyError):
-        pending.fetch(token)
-
-
-def test_a_copy_that_fails_is_an_error_on_both_sides() -> None:
-    pending = PendingCheckpoints()
-    token = pending.announce()
-    with ThreadPoolExecutor(1) as pool:
-        fetched = pool.submit(pending.fetch, token)
-        with pytest.raises(TypeError, match="cannot be copied"):
-            pending.settle(token, fail)
-        with pytest.raises(KeyError):
-            fetched.result()
-
-
 def test_what_is_dropped_holds_nobody_up() -> None:
     pending = PendingCheckpoints()
     kept, announced = pending.keep("a"), pending.announce()
     pending.clear()
-    pending.settle(announced, fail)
+    pending.settle(announced, lambda told: pytest.fail("it is not made"))
     for token in (kept, announced):
         with pytest.raises(KeyError):
             pending.fetch(token)

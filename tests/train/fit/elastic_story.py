@@ -23,9 +23,14 @@ from tests.helpers.forked import forks
 from tests.helpers.ray_start import patient_ray
 from tests.torch.draining import announce_end
 from tests.train.fit.loops import await_preemption, count_epochs
-from tests.train.node_loss_scenario import FAST_HEALTH_CHECKS, STORE_BYTES
 
 LOSS_AT, GAIN_AT, NUM_EPOCHS = 1, 4, 9
+STORE_BYTES = 80 * 1024 * 1024
+FAST_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+}
 
 
 class Fate:

@@ -46,18 +46,6 @@ def table(tmp_path: Path) -> SafeSink:
 
 
 class TestResults:
-    def test_each_report_is_a_line_at_once(self, tmp_path: Path) -> None:
-        file = open_results(tmp_path, {"lr": 0.1})
-        for number in range(2):
-            file.write({"n": number, "config": {"lr": 0.1}}, 1)
-            assert read_lines(tmp_path)[-1] == {"n": number, "config": {"lr": 0.1}}
-
-    def test_a_line_without_an_end_stays_alone(self, tmp_path: Path) -> None:
-        (tmp_path / "result.json").write_text('{"n": 0}\n{"n": 1, "lo')
-        file = open_results(tmp_path, {})
-        file.write({"n": 2}, 1)
-        assert (tmp_path / "result.json").read_text().splitlines()[1:] == ['{"n": 1, "lo', '{"n": 2, "config": {}}']
-
     def test_values_that_json_does_not_know(self, tmp_path: Path) -> None:
         file = open_results(tmp_path, {"model": Path})
         file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": {("x", 1): {1: 2}}, "e": b"z"}, 1)
@@ -140,23 +128,6 @@ def test_a_broken_tensorboardx_costs_only_its_file(
     assert len(read_lines(tmp_path)) == 3
     [message] = [record.getMessage() for record in caplog.records]
     assert message.startswith("TensorBoard: could not write (ImportError: libprotobuf is missing); the run continues")
-
-
-def test_files_that_cannot_be_written_cost_a_warning_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "trial"
-    folder.mkdir()
-    writers = open_writers(folder, {}, [TENSORBOARD_LOGGER])
-    for iteration in (1, 2, 3):
-        if iteration == 2:
-            folder.rename(tmp_path / "away")
-        write_all(writers, {"training_iteration": iteration})
-        if iteration == 2:
-            (tmp_path / "away").rename(folder)
-    close_all(writers)
-    assert [line["training_iteration"] for line in read_lines(folder)] == [1, 3]
-    assert [row["training_iteration"] for row in read_table(folder)] == ["1", "3"]
-    warned = [record.getMessage().split(":")[0] for record in caplog.records]
-    assert warned == ["result.json", "progress.csv"]
 
 
 def test_loggers_of_the_user_replace_ours(tmp_path: Path) -> None:
