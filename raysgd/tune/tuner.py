@@ -22,7 +22,7 @@ from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import FunctionCalls, of_tune_among, own_among
 from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
-from raysgd.train._tune import check_space
+from raysgd.train._tune import refuse_run_config
 from raysgd.train.base_trainer import BaseTrainer, own_values
 from raysgd.train.fit.restore import SWEEP_FILE, at_place, restore, save_trainer
 
@@ -49,8 +49,7 @@ class Tuner:
         run_config: Instead of the trainer's own.
 
     Raises:
-        ValueError: `param_space` has a `run_config`, names that are no arguments of the trainer, or a `scaling_config`
-            that cannot be.
+        ValueError: `param_space` has a `run_config`. What else cannot be is said by `fit`, before the first trial.
         TypeError: An argument is of another kind.
         MissingTuneError: Ray Tune is not installed.
 
@@ -123,8 +122,8 @@ class Tuner:
             storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
 
         Raises:
-            ValueError: There is no sweep that can be restored; `param_space` is wrong, as for the tuner itself.
-                The trainer was not saved, because it cannot be pickled, or had datasets.
+            ValueError: There is no sweep that can be restored; `param_space` has a `run_config`; the trainer was not
+                saved, because it cannot be pickled, or had datasets.
         """
         tune = tune_trial.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
@@ -265,7 +264,7 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
     """A space as Ray Tune searches it for what it has to choose: in dicts."""
     if not isinstance(trainable, BaseTrainer):
         return dict(param_space)
-    check_space(trainable, param_space)
+    refuse_run_config(param_space)
     return {
         name: own_values(value) if isinstance(value, ScalingConfig) else value for name, value in param_space.items()
     }

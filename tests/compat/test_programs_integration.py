@@ -25,12 +25,9 @@ REPEATED = {
     "lightning_module",
     "tuned",
     "air_hugging_face",
-    "air_horovod",
     "air_lightning",
     "air_ray_data",
     "air_tuner",
-    "several_models",
-    "from_creators",
 }
 """Left to `make soak`: of their generation another one runs, or the same one unchanged."""
 BY_HAND = {

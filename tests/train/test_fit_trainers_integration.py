@@ -14,7 +14,6 @@ import pytest
 
 from raysgd.exceptions import SessionMisuseError, TrainingFailedError
 from raysgd.train import RunConfig, ScalingConfig
-from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.train.fit import loops
 
@@ -37,40 +36,6 @@ def fit(trainer_class: Callable[..., Any], loop: Any, place: Path, **options: An
 def test_a_trainer_connects_its_workers(module: str, name: str, loop: Any, tmp_path: Path) -> None:
     trainer_class = getattr(importlib.import_module(f"raysgd.train.{module}"), name)
     assert fit(trainer_class, loop, tmp_path).metrics["replicas"] == 2
-
-
-class Marking(Backend):
-    """Leaves a mark in each worker."""
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(mark, backend_config.value)
-
-
-class MarkConfig(BackendConfig):
-    """Chosen as the guide writes it, by a method."""
-
-    value = "7"
-
-    def backend_cls(self) -> type[Backend]:  # type: ignore[override]
-        return Marking
-
-
-def mark(value: str) -> None:
-    import os
-
-    os.environ["MARK"] = value
-
-
-def report_mark() -> None:
-    import os
-
-    from raysgd import train
-
-    train.report({"mark": os.environ["MARK"]})
-
-
-def test_a_backend_of_ones_own_reaches_the_workers_first(tmp_path: Path) -> None:
-    assert fit(DataParallelTrainer, report_mark, tmp_path, backend_config=MarkConfig()).metrics["mark"] == "7"
 
 
 def test_a_report_to_ray_train_says_what_to_import(tmp_path: Path) -> None:

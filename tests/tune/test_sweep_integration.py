@@ -51,27 +51,6 @@ def test_a_scheduler_stops_what_is_worse(ray_cluster: None, tmp_path: Path) -> N
 
 
 @pytest.mark.soak
-@RunIf(modules=["GPy", "sklearn"])
-def test_pb2_explores_with_a_model_of_the_results(ray_cluster: None, tmp_path: Path) -> None:
-    from ray import tune
-    from ray.tune.schedulers.pb2 import PB2
-
-    scheduler = PB2(
-        time_attr="training_iteration",
-        perturbation_interval=2,
-        quantile_fraction=0.5,
-        hyperparam_bounds={"lr": [1e-6, 0.05]},
-        synch=True,  # so that both trials are compared, however long their epochs take
-    )
-    space = {"lr": tune.grid_search([1e-6, 0.05])}
-    results = fit(tmp_path, space, 6, {"scheduler": scheduler, "reuse_actors": True})
-    assert results.num_errors == 0
-    for result in results:  # the one that learned nothing went on from the other one's weights
-        assert 1e-6 <= result.config["lr"] <= 0.05, "the model may choose either bound"
-        assert result.metrics["val_loss"] < 0.9 * result.metrics_dataframe["val_loss"].iloc[0]
-
-
-@pytest.mark.soak
 def test_a_trial_that_loses_a_worker_is_repeated_from_its_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
     from ray import tune
 

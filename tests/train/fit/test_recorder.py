@@ -365,22 +365,6 @@ class TestInAStore:
         assert {"result.json", "progress.csv", "params.json"} <= set(folder.trial.names())
         assert not staging.exists()
 
-    def test_a_later_process_writes_on(self) -> None:
-        folder = new_trial_folder(RunConfig(name="continued", storage_path="memory://recorder"), "Mine")
-        first = make_recorder(folder)
-        first.begin_attempt()
-        first.record({"loss": 1.0}, save(folder, 0))
-        first.end_run(ValueError("x"))
-        assert folder.trial.has("error.txt")
-        later = TrialFolder(folder.experiment, folder.dir_name)
-        recorder = make_recorder(later)
-        recorder.begin_attempt()
-        recorder.record({"loss": 2.0}, None)
-        recorder.end_run()
-        found = Result.from_path(folder.trial.uri)
-        assert list(found.metrics_dataframe["loss"]) == [1.0, 2.0]
-        assert found.error is None
-
     def test_loggers_keep_what_was_reported_up_to_the_checkpoint(self, tmp_path: Path) -> None:
         folder, path = make_folder(tmp_path), tmp_path / "own.jsonl"
         first = make_recorder(folder, callbacks=[JSONLogger(path)])

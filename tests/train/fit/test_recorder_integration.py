@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -176,15 +174,6 @@ class TestCallbacks:
         assert run.data.params["num_epochs"] == "3"
 
 
-@pytest.mark.parametrize(("module", "package"), [("wandb", "wandb"), ("comet", "comet-ml")])
-@pytest.mark.parametrize("path", ["raysgd.air.integrations", "raysgd.air.callbacks"])
-def test_a_vendor_that_is_not_installed_is_named_with_its_package(path: str, module: str, package: str) -> None:
-    if importlib.util.find_spec(module if module == "wandb" else "comet_ml") is not None:
-        pytest.skip(f"{package} is installed")
-    with pytest.raises(ModuleNotFoundError, match=f"Run: pip install {package}"):
-        importlib.import_module(f"{path}.{module}")
-
-
 @RunIf(modules=["tensorflow"])
 class TestKeras:
     @pytest.mark.parametrize("is_legacy", [False, pytest.param(True, marks=pytest.mark.soak)])
@@ -237,21 +226,6 @@ class TestGoingOn:
         assert len(result.best_checkpoints) == 3
         assert result.metrics["training_iteration"] == 3
         assert result.metrics["iterations_since_restore"] == 2
-
-    def test_a_failed_run_goes_on_with_other_arguments_and_a_damaged_file(self, tmp_path: Path) -> None:
-        with pytest.raises(TrainingFailedError):
-            make_trainer(tmp_path, tmp_path, config={"fails_at": 1}).fit()
-        trial = trial_in(tmp_path)
-        assert "bad sample in epoch 1" in (trial / "error.txt").read_text()
-        with open(trial / "result.json", "a") as file:
-            file.write('{"epoch": 1, "loss": 7.')
-        config = {"num_epochs": 2, "flag": tmp_path / "flag"}
-        result = DataParallelTrainer.restore(tmp_path / "run", train_loop_config=config).fit()
-        assert (result.metrics["training_iteration"], result.metrics["iterations_since_restore"]) == (2, 1)
-        assert result.metrics["config"]["train_loop_config"]["num_epochs"] == 2
-        assert Path(str(result.path)) == trial
-        assert list(result.metrics_dataframe["epoch"]) == [0, 1]
-        assert not (trial / "error.txt").exists()
 
 
 class TestInAStore:
