@@ -125,21 +125,6 @@ def test_dotted_names_follow_and_ray_stays_imported_where_it_is_used() -> None:
     ("old", "new"),
     [
         ("ray.train.get_context().get_world_size()", "raysgd.train.get_context().get_world_size()"),
-        (
-            'ray.train.get_dataset_shard("train").iter_torch_batches(batch_size=2)',
-            'raysgd.train.get_dataset_shard("train").iter_torch_batches(batch_size=2)',
-        ),
-        ("ray.train.get_checkpoint().as_directory()", "raysgd.train.get_checkpoint().as_directory()"),
-        (
-            "ray.train.torch.TorchTrainer(f, scaling_config=two).fit().metrics['loss']",
-            "raysgd.train.torch.TorchTrainer(f, scaling_config=two).fit().metrics['loss']",
-        ),
-        (
-            "ray.util.sgd.TorchTrainer(training_operator_cls=X, num_workers=2).train(num_steps=3)",
-            "raysgd.TorchTrainer(training_operator_cls=X, num_workers=2).train(num_steps=3)",
-        ),
-        ("ray.util.sgd.utils.AverageMeter().update(1)", "raysgd.utils.AverageMeter().update(1)"),
-        ("ray.tune.Tuner(t, param_space=s).fit()[0].metrics", "raysgd.tune.Tuner(t, param_space=s).fit()[0].metrics"),
         ("ray.tune.Tuner.restore('x').fit()", "raysgd.tune.Tuner.restore('x').fit()"),
         ("(ray.tune).Tuner(\n    t,  # mine\n).fit()", "raysgd.tune.Tuner(\n    t,  # mine\n).fit()"),
         ("v2.backends.torch.TorchConfig(1)", "raysgd.train.torch.TorchConfig(1)"),

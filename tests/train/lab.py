@@ -43,16 +43,6 @@ def fail_on_rank_1() -> None:
         train.report(number=1)
 
 
-def average_rank() -> float:
-    """The mean of all ranks, by a collective."""
-    import torch
-    import torch.distributed as dist
-
-    value = torch.tensor(float(train.world_rank()))
-    dist.all_reduce(value)
-    return float(value) / train.world_size()
-
-
 def numbers(results: list[list[dict[str, Any]]]) -> list[list[int]]:
     """Of every step the numbers of all workers."""
     return [[result["number"] for result in step] for step in results]

@@ -50,15 +50,3 @@ def test_a_function_may_start_and_end_horovod_itself(shared: Trainer) -> None:
         return total
 
     assert [shared.run(function) for _ in range(2)] == [[3.0, 3.0]] * 2
-
-
-def test_a_model_arrives_as_it_was_saved(shared: Trainer) -> None:
-    import torch
-
-    def function() -> None:
-        model = torch.nn.Linear(1, 1)
-        torch.nn.init.constant_(model.weight, 2.0)
-        train.save_checkpoint(model=model)
-
-    shared.run(function)
-    assert shared.latest_checkpoint["model"].weight.item() == 2.0

@@ -88,10 +88,6 @@ def test_a_run_reports_saves_and_returns(shared: Trainer) -> None:
     assert Trainer.load_checkpoint_from_path(shared.latest_checkpoint_dir / "checkpoint_000001")["number"] == 0
 
 
-def test_workers_are_connected(shared: Trainer) -> None:
-    assert shared.run(lab.average_rank) == [0.5, 0.5]
-
-
 def test_a_run_starts_from_the_checkpoint_that_it_is_given(shared: Trainer, tmp_path: Path) -> None:
     assert shared.run(lab.count_up, {"num_steps": 3}, checkpoint={"number": 1}) == [2, 2]
     path = shared.latest_checkpoint_path

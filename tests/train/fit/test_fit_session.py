@@ -303,13 +303,6 @@ class TestCheckpoints:
         with pytest.raises(OSError, match="could not copy"):
             replica.next(1)
 
-    def test_folders_travel_where_no_files_are_kept(self, start: Start, tmp_path: Path) -> None:
-        own = tmp_path / "own"
-        own.mkdir()
-        replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), keeps_files=False)
-        ref = message(replica.next(0)).checkpoint_ref
-        assert not ref.is_stored
-
     @pytest.mark.parametrize("kind", ["dict", "folder", "checkpoint", "nothing"])
     def test_a_function_begins_from_what_the_driver_sends(self, start: Start, folder: Folder, kind: str) -> None:
         (folder / "checkpoint_000001").write("weights", b"1")

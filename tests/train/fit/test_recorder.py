@@ -35,13 +35,6 @@ def play(folder: TrialFolder, losses: list[float], first: int = 0, **options: An
 
 
 class TestARun:
-    def test_leaves_its_files(self, tmp_path: Path) -> None:
-        folder = make_folder(tmp_path)
-        play(folder, [3.0])
-        names = {path.name for path in folder.local_path.iterdir()}
-        assert {"result.json", "progress.csv", "params.json", "params.pkl", "checkpoint_000000"} <= names
-        assert not {"error.txt", "error.pkl"} & names
-
     def test_has_the_metrics_of_its_last_report(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         result = play(folder, [3.0, 2.0])
@@ -59,16 +52,6 @@ class TestARun:
         recorder.begin_attempt()
         result = recorder.end_run()
         assert (result.metrics, result.checkpoint, result.best_checkpoints) == (None, None, [])
-
-    def test_is_read_from_its_folder_as_it_was(self, tmp_path: Path) -> None:
-        folder = make_folder(tmp_path)
-        result = play(folder, [3.0, 2.0])
-        found = Result.from_path(folder.trial.path)
-        assert found.error is None
-        assert result.metrics is not None
-        assert found.metrics is not None
-        assert {**found.metrics, "done": True} == result.metrics
-        assert [kept[1]["loss"] for kept in found.best_checkpoints] == [3.0, 2.0]
 
     def test_stops_at_a_condition(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
@@ -186,17 +169,6 @@ class TestRetention:
         recorder.end_run()
         assert caplog.text.count(f"`checkpoint_score_attribute='score'` {text}") == 1
 
-    def test_none_is_left_on_disk_where_none_is_wanted(self, tmp_path: Path) -> None:
-        folder = make_folder(tmp_path)
-        recorder = make_recorder(folder, checkpoint_config=CheckpointConfig(num_to_keep=0))
-        recorder.begin_attempt()
-        for index in range(3):
-            recorder.record({"n": index}, save(folder, index))
-        result = recorder.end_run()
-        assert checkpoints_in(folder) == []
-        assert result.best_checkpoints == []
-        assert "fs_checkpoint" in result.checkpoint.to_dict()
-
     def test_a_checkpoint_has_the_number_of_its_folder_or_of_its_content(self, tmp_path: Path) -> None:
         folder, other = make_folder(tmp_path), tmp_path / "other"
         other.mkdir()
@@ -216,32 +188,6 @@ class TestRetention:
 
 
 class TestFailures:
-    def test_count_on_from_the_checkpoint(self, tmp_path: Path) -> None:
-        folder = make_folder(tmp_path)
-        recorder = make_recorder(folder)
-        recorder.begin_attempt()
-        recorder.record({}, save(folder, 0))
-        recorder.record({}, save(folder, 1))
-        recorder.record({}, None)
-        recorder.fail(ValueError("x"))
-        recorder.begin_attempt()
-        recorder.record({}, None)
-        recorder.record({}, None)
-        metrics = recorder.end_run().metrics
-        assert (metrics["training_iteration"], metrics["iterations_since_restore"]) == (4, 2)
-        assert [line["training_iteration"] for line in lines(folder)] == [1, 2, 3, 3, 4]
-
-    def test_are_kept_in_words_when_the_run_ends_well(self, tmp_path: Path) -> None:
-        folder = make_folder(tmp_path)
-        recorder = make_recorder(folder)
-        recorder.begin_attempt()
-        recorder.fail(ValueError("once"))
-        assert "once" in (folder.local_path / "error.txt").read_text()
-        recorder.begin_attempt()
-        assert recorder.end_run().error is None
-        assert Result.from_path(folder.trial.path).error is None
-        assert "ValueError: once" in (folder.local_path / "recovered_errors.txt").read_text()
-
     def test_of_a_run_are_in_its_folder(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder)
@@ -355,16 +301,6 @@ class TestContinuing:
 
 
 class TestInAStore:
-    def test_the_files_are_copied_and_those_of_this_machine_removed(self) -> None:
-        folder = new_trial_folder(RunConfig(name="copied", storage_path="memory://recorder"), "Mine")
-        recorder = make_recorder(folder)
-        recorder.begin_attempt()
-        staging = folder.local_path
-        recorder.record({"loss": 1.0}, save(folder, 0))
-        recorder.end_run()
-        assert {"result.json", "progress.csv", "params.json"} <= set(folder.trial.names())
-        assert not staging.exists()
-
     def test_loggers_keep_what_was_reported_up_to_the_checkpoint(self, tmp_path: Path) -> None:
         folder, path = make_folder(tmp_path), tmp_path / "own.jsonl"
         first = make_recorder(folder, callbacks=[JSONLogger(path)])

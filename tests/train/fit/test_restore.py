@@ -97,12 +97,6 @@ class TestARun:
         assert restore(Trainer, run)[1].folder is None
         assert "run.json" in caplog.text
 
-    def test_in_a_store_is_restored(self) -> None:
-        save_trainer(open_folder("memory://restore/run"), Trainer, {"train_loop_per_worker": loop})
-        assert can_restore("memory://restore/run")
-        trainer, _ = restore(Trainer, "memory://restore/run")
-        assert trainer.arguments["run_config"].storage_path == "memory://restore"
-
 
 class TestArguments:
     def test_that_are_given_replace_the_saved_ones(self, run: Path) -> None:
