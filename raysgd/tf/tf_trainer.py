@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from raysgd import _arguments as checks
 from raysgd.arrays.data_kinds import CallData
 from raysgd.compat.names import former_names
-from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
+from raysgd.connections.tensorflow import TensorFlowConnection, keras_of_driver
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
 from raysgd.driver.changing import ChangingTrainer
@@ -88,8 +88,6 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             apply to a worker in the driver.
         initialization_hook: Called without arguments in each worker process before anything else.
-        backend: "sockets": each worker has its own model, and gradients are averaged. "mwms": one
-            `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
         timeout_s: Seconds that workers may wait for each other.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
         detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
@@ -137,7 +135,6 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         *,
         training_operator_cls: type[OperatorT] | None = None,
         num_workers: int | None = None,
-        backend: Literal["sockets", "mwms", "gloo"] = "sockets",
         resources_per_worker: Mapping[str, float] | None = None,
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
@@ -167,10 +164,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             num_workers=num_workers,
         )
         self._trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
-        backend = arguments.check_backend(backend, self._trains_with_fit)
         group = GroupSettings(
             num_workers=num_workers,
-            backend=backend,
+            backend="sockets",
             timeout_s=timeout_s,
             num_cpus_per_worker=num_cpus_per_worker,
             placement=Placement(resources_per_worker, accelerator_type, placement_strategy, runtime_env),
@@ -180,13 +176,11 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             min_workers=min_workers,
             spare_workers=spare_workers,
         )
-        arguments.check_spares(group)
-        arguments.check_snapshots_inside(recovery.snapshot_every_n_steps, backend)
+        group.refuse_spares((), "workers outside the driver, `Recovery(in_place=True)`")
         arguments.check_undo(recovery.undo)
-        arguments.check_config(settings, num_workers, backend)
+        arguments.check_config(settings, num_workers)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
-        self._goes_on = backend == "sockets"
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
@@ -208,20 +202,14 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
         return replace(settings, config=config)
 
-    @property
-    def _keeps_survivors(self) -> bool:
-        return self.backend == "sockets"
+    _keeps_survivors = True
 
     @property
     def _reservation_timeout_s(self) -> float:
         return arguments.reservation_timeout_s()
 
     def _make_connection(self) -> Connection:
-        variables = _variables_for_workers()
-        if self.backend == "mwms" and self.max_replicas > 1:
-            return MultiWorkerConnection(variables)
-        form_timeout_s = self.recovery.form_timeout_s
-        return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=form_timeout_s)
+        return TensorFlowConnection(_variables_for_workers(), self.timeout_s, self.recovery.form_timeout_s)
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)
@@ -304,13 +292,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and len(slots) == len(state["models"]):
             registration.build_optimizer(optimizer, model.trainable_variables)
-            variables = registration.variables_of_optimizer(optimizer)
-            if len(variables) != len(slots[index]):  # under a strategy tf_keras keeps more of them
-                logger.warning(
-                    "the optimizer of the model here has other variables than in the workers, so it stays unchanged"
-                )
-                return
-            for variable, value in zip(variables, slots[index], strict=True):
+            for variable, value in zip(registration.variables_of_optimizer(optimizer), slots[index], strict=True):
                 variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:

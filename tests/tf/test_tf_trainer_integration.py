@@ -505,7 +505,7 @@ def not_batched(config: dict[str, Any]) -> Any:
 
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (not_compiled, make_data, IncompatibleModelError, "`model_creator` returned a model that was not compiled"),
-    (with_xla, make_data, IncompatibleModelError, '`jit_compile=True` does not work with `backend="sockets"`'),
+    (with_xla, make_data, IncompatibleModelError, "`jit_compile=True` does not work with several workers"),
     (stateful, make_data, IncompatibleModelError, r"`LSTM\(stateful=True\)` cannot be divided"),
     (with_hidden_optimizers, make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
     (make_model, one_dataset, ValueError, "return two datasets"),
@@ -558,7 +558,7 @@ def test_xla_is_refused_with_advice(trainer: TFTrainer) -> None:
 
     epoch = trainer.state_dict()["epoch"]
     trainer.apply_all_operators(compile_anew)
-    with pytest.raises(IncompatibleModelError, match='`jit_compile=True` does not work with `backend="sockets"`'):
+    with pytest.raises(IncompatibleModelError, match="`jit_compile=True` does not work with several workers"):
         trainer.train(max_retries=0)
     trainer.apply_all_operators(lambda operator: operator.model.compile(optimizer="adam", loss="mse"))
     assert trainer.state_dict()["epoch"] == epoch

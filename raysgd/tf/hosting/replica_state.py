@@ -29,13 +29,11 @@ class KerasState(ReplicaState):
         operator: Has what is registered, and its own state.
         feed: Has the position in the data.
         fit: The place of a `fit` of Keras; None where the operator draws batches.
-        is_global: Whether it takes all ranks to read a variable.
     """
 
-    def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None, is_global: bool) -> None:
+    def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None) -> None:
         super().__init__(operator, feed)
         self._fit = fit
-        self._is_global = is_global
 
     def read(self) -> dict[str, Any]:
         state = super().read()
@@ -60,11 +58,11 @@ class KerasState(ReplicaState):
             self._fit.resume(resume["fit"])
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        if rank and not self._is_global:
+        if rank:
             return None
         state = self.read()
         arrays = [array for part in ("models", "optimizers") for arrays in state[part] for array in arrays]
-        return None if rank else StateCopy(state, sum(array.nbytes for array in arrays))
+        return StateCopy(state, sum(array.nbytes for array in arrays))
 
     def own(self) -> list[Any]:
         return [_array(variable) for variable in self._seeds()]
@@ -91,13 +89,11 @@ class KerasState(ReplicaState):
             check_state(of_fit)
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
-        operator = self._operator
-        with operator._raysgd.scope():
-            for variables, values, _ in self._targets(state):
-                for variable, value in zip(variables, values, strict=True):
-                    variable.assign(value)
-            for model in operator._models:
-                registration.take_weights_in(model)
+        for variables, values, _ in self._targets(state):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+        for model in self._operator._models:
+            registration.take_weights_in(model)
 
     def _targets(self, state: Mapping[str, Any]) -> list[tuple[list[Any], Sequence[Any], str]]:
         operator = self._operator

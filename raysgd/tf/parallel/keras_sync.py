@@ -293,8 +293,8 @@ def refuse_xla(model: Any) -> None:
     config = getattr(asked, "config", None) or {}
     if config.get("jit_compile") is True:
         raise IncompatibleModelError(
-            '`jit_compile=True` does not work with `backend="sockets"`: code that XLA compiled cannot exchange '
-            'gradients. Compile the model with `jit_compile=False`, or use `backend="mwms"` with tf_keras.'
+            "`jit_compile=True` does not work with several workers: code that XLA compiled cannot exchange gradients. "
+            "Compile the model with `jit_compile=False`."
         )
 
 
