@@ -5,7 +5,6 @@ Internal: what the class of this name in the old library could do is done by `TF
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,19 +30,6 @@ class TFRunner(ClassRunner):
     def operator(self) -> TrainingOperator:
         """The live operator."""
         return self._hosted.operator
-
-    def restore_former(self, state: Mapping[str, Any]) -> str:
-        """Take over a file of the old library: the weights, the epoch, and what is known of the optimizer's variables.
-
-        Returns:
-            Why the optimizer was left as it is; nothing if it was not.
-
-        Raises:
-            ValueError: The weights do not fit the model that is registered; nothing was changed.
-        """
-        whole, obstacle = self._hosted.state.from_former(state)
-        self.restore(whole, None)
-        return obstacle
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Run the operator's `validate` once; `evaluate` of Keras finds data of a call in the place of the others."""

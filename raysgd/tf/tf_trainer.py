@@ -331,8 +331,8 @@ class TFTrainer(ChangingTrainer[OperatorT]):
     def load(self, checkpoint: str | PathLike[str]) -> None:
         """Load a file that `save` wrote, or that the old library wrote, into all workers.
 
-        Of a file of the old library the variables of the optimizer are loaded if it is known where they belong; else
-        the optimizer stays as it is, and a warning says why.
+        Of a file of the old library the weights and the epoch are loaded. The optimizer stays as it is, and a warning
+        says so.
 
         Args:
             checkpoint: The path or the URI.
@@ -346,33 +346,19 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         with files.local_copy(checkpoint) as path:
             state = checkpoint_file.read(path, name=files.shown(checkpoint))
-        if checkpoint_file.FORMER_OPTIMIZER in state:
-            self._load_former(checkpoint, state)
-        else:
-            rank_states = state.pop(_RANKS, ())
-            if not isinstance(rank_states, list | tuple):
-                raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
-            self._load(state, tuple(rank_states))
+        rank_states = state.pop(_RANKS, ())
+        if not isinstance(rank_states, list | tuple):
+            raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
+        is_former = "optimizers" not in state
+        self._load({**self.state_dict(), **state} if is_former else state, tuple(rank_states))
+        if is_former:
+            logger.warning(
+                "`%s` is a file of the old library: the weights and the epoch were loaded, the optimizer is unchanged",
+                files.shown(checkpoint),
+            )
         self._saves.note_file(files.shown(checkpoint))
 
     restore = load
-
-    def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any]) -> None:
-        check_parts(state, {"models": self._facts.num_models})
-        call = Call(
-            TFRunner.restore_former,
-            lambda worlds: [(shared,) for shared in self._controller.ensure_group().share(state)],
-            changes_state=True,
-            keeps_alike=True,
-        )
-        obstacle = self._controller.run(call)[0]
-        if obstacle:
-            logger.warning(
-                "`%s` is a file of the old library. The weights and the epoch were loaded. The optimizer is "
-                "unchanged, because %s.",
-                files.shown(checkpoint),
-                obstacle,
-            )
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
         check_parts(snapshot.shared_state, self._facts.counts)

@@ -7,6 +7,7 @@ registered.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,21 @@ def test_a_saved_state_is_restored_in_place(trainer: TFTrainer, tmp_path: Path) 
     assert largest_difference(trainer.state_dict(), saved, "optimizers") == 0
     assert trainer.train() == expected
     assert trainer.apply_all_workers(process_id) == pids
+
+
+@pytest.mark.keras_in_turns("keras2")
+def test_of_a_file_of_the_old_library_the_weights_are_loaded_and_the_optimizer_stays(
+    trainer: TFTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = trainer.state_dict()
+    weights = [array + 1 for array in state["models"][0]]
+    (tmp_path / "old").write_bytes(pickle.dumps({"epoch": 7, "weights": weights, "optimizer_weights": [np.ones(3)]}))
+    trainer.restore(tmp_path / "old")
+    after = trainer.state_dict()
+    assert after["epoch"] == 7
+    assert largest_difference(after, {"models": [weights]}) == 0
+    assert largest_difference(after, state, "optimizers") == 0
+    assert "the weights and the epoch were loaded, the optimizer is unchanged" in caplog.text
 
 
 @pytest.mark.keras_in_turns("keras2")

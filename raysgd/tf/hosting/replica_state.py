@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.tf.checkpoints import former_optimizer
-from raysgd.tf.checkpoints.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.objects import registration
@@ -43,12 +41,11 @@ class KerasState(ReplicaState):
         models = self._operator._models
         return {
             "models": [[_array(variable) for variable in registration.weights_of(model)] for model in models],
-            "optimizers": self._values_of_optimizers(),
+            "optimizers": [
+                [_array(variable) for variable in registration.variables_of_optimizer(optimizer)]
+                for optimizer in self._operator._optimizers
+            ],
         }
-
-    def _values_of_optimizers(self) -> list[list[Any]]:
-        optimizers = self._operator._optimizers
-        return [[_array(variable) for variable in registration.variables_of_optimizer(one)] for one in optimizers]
 
     def _more_progress(self) -> dict[str, Any]:
         return {"fit": None if self._fit is None else self._fit.state()}
@@ -106,23 +103,6 @@ class KerasState(ReplicaState):
             for index, (optimizer, values) in enumerate(zip(operator._optimizers, state["optimizers"], strict=True))
         ]
         return targets
-
-    def from_former(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return a file of the old library as a state: weights, epoch, and what is known of the optimizer's variables.
-
-        Returns:
-            The state, and why the optimizer in it is the present one; nothing if it is that of the file.
-        """
-        operator, obstacle = self._operator, ""
-        optimizers = self._values_of_optimizers()
-        if len(optimizers) == 1:
-            try:
-                optimizers = [former_optimizer.arranged(operator._optimizers[0], state[FORMER_OPTIMIZER])]
-            except ValueError as error:
-                obstacle = str(error)
-        else:
-            obstacle = f"the file is of one optimizer, and {len(optimizers)} are registered"
-        return {**state, "operator": operator.state_dict(), "optimizers": optimizers}, obstacle  # it had no operators
 
 
 def _array(variable: Any) -> Any:
