@@ -48,12 +48,8 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def architecture(self) -> list[str]:
-        """Return the registered models without weights, as JSON; a single one with what it can be compiled with."""
-        registered = self.operator._raysgd.registered
-        models, loss = registered.models, registered.loss
-        if len(models) != 1 or len(registered.optimizers) != 1 or loss is None:
-            return [serializing.model_to_json(model) for model in models]
-        return [serializing.model_to_json(models[0], registered.optimizers[0], loss, registered.metrics)]
+        """Return the registered models without weights, as JSON."""
+        return [serializing.model_to_json(model) for model in self.operator._models]
 
     def input_spec(self) -> Any:
         """Return what the train dataset yields."""

@@ -263,10 +263,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         """Return the trained model, or a list of models: a copy in the driver, with weights.
 
         With creators it is what `model_creator` returns, compiled, with the state of the optimizer. With an operator
-        the models are made from their configuration. They are compiled if the operator's are; and so is a single model
-        with a single optimizer and a loss that were registered, with these and the metrics. Where Keras cannot make
-        these from their configuration, for which it may need `custom_objects`, the model comes without, and the log
-        says so.
+        the models are made from their configuration, and compiled if the operator's are.
 
         Args:
             custom_objects: Your own classes and functions that Keras needs to make a model from its configuration.

@@ -50,10 +50,7 @@ def trainers() -> Iterator[list[TFTrainer]]:
 
 
 def assert_equal_on_all_ranks(trainer: TFTrainer) -> None:
-    def weights(operator: Any) -> list[Any]:
-        return [*operator.model.get_weights(), *([operator.beside.numpy()] if hasattr(operator, "beside") else [])]
-
-    first, *others = trainer.apply_all_operators(weights)
+    first, *others = trainer.apply_all_operators(lambda operator: operator.model.get_weights())
     for other in others:
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -64,8 +61,7 @@ def assert_equal_on_all_ranks(trainer: TFTrainer) -> None:
 class Ledger(Line):
     """Writes down which samples it took completed steps on: features are their own numbers, in another order each pass.
 
-    A step that broke off is not in it. Neither are the zeros that a worker practises on before it steps in. What it
-    keeps beside the model is trained too, with gradients that it averages by itself.
+    A step that broke off is not in it. Neither are the zeros that a worker practises on before it steps in.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -82,23 +78,6 @@ class Ledger(Line):
         dataset = numbers.shuffle(total).map(sample).batch(config.get(BATCH_SIZE, 2))
         self.register_data(train_dataset=dataset)
         self.file = Path(config["folder"]) / f"{os.getpid()}.txt"
-        self.beside = tf.Variable(tf.zeros([4]))
-
-    def train_step(self, batch: Any) -> dict[str, Any]:
-        import tensorflow as tf
-
-        metrics = super().train_step(batch)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((tf.linalg.matvec(batch[0], self.beside) - batch[1][:, 0]) ** 2)
-        [gradient] = self.average_gradients([tape.gradient(loss, self.beside)])
-        self.beside.assign_sub(0.1 * gradient)
-        return metrics
-
-    def state_dict(self) -> Any:
-        return self.beside.numpy()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.beside.assign(state_dict)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if self.world_size == 1:

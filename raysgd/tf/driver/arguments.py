@@ -88,7 +88,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
     Raises:
         ValueError: They cannot.
     """
-    if settings.batch_options.split_batches and kind_of(dataset) in ("ray", "shards"):
+    if settings.batch_options.split_batches and kind_of(dataset) == "ray":
         raise ValueError(
             f"`train(dataset=...)` got `{type(dataset).__name__}`, which `split_batches=True` cannot divide by "
             "samples: pass arrays or a `tf.data.Dataset`."

@@ -84,7 +84,6 @@ class TFHosted(hosted.Hosted):
         self.loop = self._loop_of(operator)
         self.state = KerasState(operator, self.feed, self.loop.fit)
         synchronizer.restrict_to(lambda: operator._models)
-        check_batches(operator)
         _make_variables(operator, makes_fit, synchronizer)
         check_loss(operator, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
@@ -236,20 +235,6 @@ class TFHosted(hosted.Hosted):
 
     def as_array(self, value: Any) -> Any:
         return call_data.plain(value)
-
-
-def check_batches(operator: TrainingOperator) -> None:
-    """Refuse datasets whose batches a single model cannot take.
-
-    Raises:
-        InvalidRegistrationError: A dataset has others.
-    """
-    if len(operator._models) != 1:
-        return
-    shapes = registration.input_shapes_of(operator._models[0])
-    for name in ("train_dataset", "validation_dataset"):
-        if getattr(operator, name) is not None:
-            datasets.check_batches_for(name, getattr(operator, name), shapes)
 
 
 def refuse_stateful(models: Iterable[Any]) -> None:
