@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import os
 import threading
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from raysgd.exceptions import WorkersLostError
@@ -99,16 +97,6 @@ class BackgroundWriter:
         with self._changed:
             self._is_closed = True
         self.wait()
-
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # What the block raised matters more than a failed write, which is in the log.
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
-            self.close()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
         """Raises the oldest failure, past those of a class that does not have to be raised yet."""

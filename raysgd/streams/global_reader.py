@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from raysgd.arrays.division import Division, ShardedGlobalBatch
 from raysgd.streams.lane_reader import Place, StreamPass, StreamPosition
 from raysgd.streams.lanes import ENDLESS, DealtRows, LanePosition, LaneSlice, deal, slices
 from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
@@ -21,6 +22,8 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
 """Begins to add up numbers over all ranks; returns what waits for the sums."""
+Shares: TypeAlias = Division | ShardedGlobalBatch
+"""Divides global batches over the workers."""
 _NUM_SHOWN = 2  # because a batch norm refuses a single row
 
 
@@ -133,21 +136,6 @@ class LaneEnds:
         return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
 
 
-class Shares(Protocol):
-    """Divides global batches, as `raysgd.arrays.division.Division` does."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-
-    @property
-    def global_size(self) -> int:
-        """Rows of a full global batch."""
-
-    def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
-        """Return start and end of each batch of a worker, and the rows that all workers take at the same time."""
-
-
 class StreamBatch(NamedTuple):
     """A worker's part of a global batch, or of one of several batches of it.
 
@@ -175,7 +163,6 @@ class StreamBatch(NamedTuple):
 class _GlobalBatch(NamedTuple):
     """One that was dealt and ordered, and is not needed yet."""
 
-    dealt: DealtRows
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
     num_seen: int
@@ -261,7 +248,7 @@ class GlobalReader:
         parts = self._shares.parts(dealt.num_rows, self._rank)
         self._order(BatchOrder([self._wanted(dealt, *part) for part in parts], dealt.counts, places, num_seen))
         after, counts = self._ends.position(), self._ends.counts
-        self._ordered.append(_GlobalBatch(dealt, parts, counts, num_seen, self._is_over, after))
+        self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
         """Tell whether no global batch follows the one that was dealt last, as far as that is known."""

@@ -15,28 +15,13 @@ from raysgd._numbers.seeds import seed_of
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of
-from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderInThread, LoaderProcesses, collated
+from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProcesses, collated
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
 """Makes what divides global batches, of the size of one and the number of workers."""
 _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
-
-
-@dataclass(frozen=True)
-class StreamSignature:
-    """All that must be equal on all ranks for them to read the same stream.
-
-    Attributes:
-        num_shards: How many shards there are.
-        batch_size: Rows in a global batch.
-        digest: Of the names, lengths and versions of the shards.
-    """
-
-    num_shards: int
-    batch_size: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -70,11 +55,15 @@ class StreamData:
         return num_rows - num_rows % self.batch_size
 
     @cached_property
-    def signature(self) -> StreamSignature:
-        """The signature to compare across ranks."""
+    def digest(self) -> str:
+        """The digest of the names, lengths and versions of the shards."""
         text = "\n".join(f"{shard.name}\t{shard.num_rows}\t{shard.version}" for shard in self.shards)
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return StreamSignature(len(self.shards), self.batch_size, digest)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def signature(self) -> str:
+        """What must be equal on all ranks for them to read the same stream."""
+        return f"{len(self.shards)} shards {self.digest} in global batches of {self.batch_size}"
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -85,7 +74,7 @@ class StreamData:
             "num_filters": sum(step.is_filter for step in loader.steps),
             "on_error": "skip" if loader.skips else "raise",
             "num_shards": len(self.shards),
-            "digest": self.signature.digest,
+            "digest": self.digest,
         }
 
     def check_position(self, position: Mapping[str, Any]) -> None:
@@ -247,8 +236,7 @@ class StreamSource:
     @property
     def most_batches(self) -> int:
         """The number of batches that a rank takes for a global step, one after the other."""
-        shares: Any = self._shares
-        return int(shares.num_batches(self.data.batch_size))
+        return self._shares.num_batches(self.data.batch_size)
 
     @property
     def num_shards(self) -> int:
@@ -256,7 +244,7 @@ class StreamSource:
         return getattr(self._shares, "num_shards", 0)
 
     @property
-    def _shares(self) -> Any:
+    def _shares(self) -> Shares:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:
@@ -288,7 +276,7 @@ class StreamSource:
         loader, frameworks = self.data.loader, self._collate
         own, num = loader.collate, min(loader.num_workers, len(watched))
         if not num:
-            return LoaderInThread(BatchMaker(of_pass, watched, own or frameworks))
+            return BatchMaker(of_pass, watched, own or frameworks)
         make: Callable[[list[Any]], Any] = own or frameworks
         join: Callable[[list[Any]], Any] = frameworks.join
         if own is not None:

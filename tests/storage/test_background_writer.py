@@ -212,16 +212,6 @@ def test_a_failure_does_not_keep_the_state_alive(writer: BackgroundWriter) -> No
         writer.close()
 
 
-def test_an_error_in_the_block_is_not_hidden_by_a_failed_write(writer: BackgroundWriter) -> None:
-    def block() -> None:
-        with writer:
-            writer.submit("a", failing(KeyError("lost")))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        block()
-
-
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_state_that_was_lost_is_made_up_for_by_a_later_file(
     in_background: bool, disk: Disk, writer: BackgroundWriter

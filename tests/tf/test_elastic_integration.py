@@ -216,8 +216,6 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     assert kinds(trainer) == ["continued"]
     # Rank 1 dies before its sixth step, and the other one may have finished the fifth or not.
     assert re.search("epoch 1 of `fit`, [45] steps taken", str(trainer.status()))
-    num_steps = NUM_SAMPLES // 4
-    assert trainer.status().data == DataLedger(2, due=num_steps, used=num_steps, unit="batches")
     assert trainer.status().samples_per_s is not None
     after = trainer.apply_all_workers(process_id)
     assert after[0] == pids[0], "the survivor kept its process"

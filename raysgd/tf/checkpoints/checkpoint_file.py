@@ -119,7 +119,7 @@ def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> 
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+        return value  # Python's JSON has NaN and infinity, too
     if isinstance(value, bytes):
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -152,8 +152,6 @@ def _decoded(tree: Any, arrays: dict[str, Any]) -> Any:
     kind, value = tree[_TAG], tree["value"]
     if kind == "array":
         return arrays[value]
-    if kind == "float":
-        return float(value)
     if kind == "bytes":
         return base64.b64decode(value)
     items = [_decoded(item, arrays) for item in value]

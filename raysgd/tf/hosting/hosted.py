@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from raysgd.arrays.ray_batches import ray_batches_of
-from raysgd.engine.shared.types import DataLedger, World
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.messages.epochs import EpochRequest
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
-from raysgd.streams.source import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
 from raysgd.tf.fit import FitStream
@@ -137,7 +136,7 @@ class TFHosted(hosted.Hosted):
             keeps_global_batch=self.settings.keeps_global_batch or operator._raysgd.data.sharding == "global",
         )
 
-    def _signature(self, name: str, dataset: Any) -> str | StreamSignature | None:
+    def _signature(self, name: str, dataset: Any) -> str | None:
         stream = self.operator._raysgd.data.streams.get(name)
         if stream is not None:
             return stream.signature
@@ -407,8 +406,8 @@ class FitLoop(OperatorLoop):
     def break_off(self) -> None:
         self.fit.break_off()
 
-    def ledger(self) -> DataLedger | None:
-        return self.fit.ledger()
+    def ledger(self) -> None:
+        """Return nothing: what Keras draws is counted in steps, and not in samples."""
 
     def progress_text(self) -> str:
         place = self.fit.state()
