@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from raysgd.arrays.division import Division, ShardedGlobalBatch
 from raysgd.streams.lane_reader import Place, StreamPass, StreamPosition
 from raysgd.streams.lanes import ENDLESS, DealtRows, LanePosition, LaneSlice, deal, slices
 from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
@@ -22,8 +21,6 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
 """Begins to add up numbers over all ranks; returns what waits for the sums."""
-Shares: TypeAlias = Division | ShardedGlobalBatch
-"""Divides global batches over the workers."""
 _NUM_SHOWN = 2  # because a batch norm refuses a single row
 
 
@@ -134,6 +131,21 @@ class LaneEnds:
     def _lanes(self) -> list[LanePosition]:
         passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
         return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
+
+
+class Shares(Protocol):
+    """Divides global batches, as `raysgd.arrays.division.Division` does."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+
+    @property
+    def global_size(self) -> int:
+        """Rows of a full global batch."""
+
+    def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
+        """Return start and end of each batch of a worker, and the rows that all workers take at the same time."""
 
 
 class StreamBatch(NamedTuple):

@@ -236,7 +236,8 @@ class StreamSource:
     @property
     def most_batches(self) -> int:
         """The number of batches that a rank takes for a global step, one after the other."""
-        return self._shares.num_batches(self.data.batch_size)
+        shares: Any = self._shares
+        return int(shares.num_batches(self.data.batch_size))
 
     @property
     def num_shards(self) -> int:
@@ -244,7 +245,7 @@ class StreamSource:
         return getattr(self._shares, "num_shards", 0)
 
     @property
-    def _shares(self) -> Shares:
+    def _shares(self) -> Any:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:

@@ -34,7 +34,7 @@ STANDS_ON = {
     "compat": "_files _imports",
     "engine": "_imports _private_names _text exceptions",
     "storage": "_files _imports _text exceptions",
-    "streams": "_arguments _imports _numbers arrays exceptions storage",
+    "streams": "_arguments _imports _numbers exceptions storage",
     "writers": "_files _imports _numbers _text exceptions",
     "air": "_arguments _imports _numbers _private_names _text engine exceptions storage writers",
     "arrays": "_arguments engine utils",
