@@ -397,7 +397,6 @@ TF: list[Row] = [
     *rows("use_gpu", *TEXTS),
     *rows("use_local", *TEXTS),
     *rows("verbose", "yes", b"no"),
-    *rows("backend", "nccl", None, 3),
     *rows("config", "lr=1", [1], 3),
     *rows("initialization_hook", "hook", 3),
     *rows("model_creator", None, 3, "make"),

@@ -70,11 +70,11 @@ class StreamData:
         """What a saved position belongs to, as plain data: what orders rows, and the shards."""
         loader = self.loader
         return {
-            "shuffle": [loader.buffer, loader.seed],
-            "num_filters": sum(step.is_filter for step in loader.steps),
-            "on_error": "skip" if loader.skips else "raise",
-            "num_shards": len(self.shards),
-            "digest": self.digest,
+            "buffer and seed of `shuffle`": [loader.buffer, loader.seed],
+            "number of filters": sum(step.is_filter for step in loader.steps),
+            "`on_error`": "skip" if loader.skips else "raise",
+            "number of shards": len(self.shards),
+            "digest of names, lengths and versions of shards": self.digest,
         }
 
     def check_position(self, position: Mapping[str, Any]) -> None:
@@ -88,13 +88,9 @@ class StreamData:
         then, now = position.get("stream"), self.origin
         if not isinstance(then, Mapping) or then.keys() != now.keys():
             raise _misfit("other data than a stream, or by another version")
-        said = {"shuffle": "`shuffle({0[0]}, seed={0[1]})`", "num_filters": "{} filters", "on_error": "`on_error={!r}`"}
-        for name, words in said.items():
-            if then[name] != now[name]:
-                raise _misfit(f"a stream with {words.format(then[name])}, which has {words.format(now[name])} now")
-        if then["digest"] != now["digest"]:
-            numbers = f"{then['num_shards']} then, {now['num_shards']} now"
-            raise _misfit(f"other shards ({numbers}), or other versions of them")
+        differing = [f"{name} {then[name]!r}, now {value!r}" for name, value in now.items() if then[name] != value]
+        if differing:
+            raise _misfit(f"other data ({'; '.join(differing)})")
         lanes, turn, num_parts = position["lanes"], position["turn"], -(-len(self.shards) // NUM_LANES)
         end = self.loader.num_rows(self.shards) or self.loader.limit
         needs_lanes = bool(position["consumed"]) and not self.open_pass(0, 0).is_known

@@ -27,7 +27,7 @@ _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogg
 
 
 class CreatorOperator(TrainingOperator):
-    """Trains one compiled model; see `TrainingOperator.from_creators`."""
+    """Trains one compiled model; see `make_operator`."""
 
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
@@ -265,9 +265,8 @@ class CreatorOperator(TrainingOperator):
 def make_operator(
     model_creator: Callable[[dict[str, Any]], Any],
     data_creator: Callable[[dict[str, Any]], Any],
-    own: type[TrainingOperator] = TrainingOperator,
 ) -> type[TrainingOperator]:
-    """Return the operator class of two creator functions, with the methods of an own class.
+    """Return the operator class of two creator functions: the first one returns a compiled model, the other datasets.
 
     Raises:
         ValueError: One of them is not callable.
@@ -276,7 +275,7 @@ def make_operator(
         if not callable(creator):
             raise ValueError(f"`{name}={creator!r}`: need a function that takes the config.")
     members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
-    return class_of_creators(own, CreatorOperator, members)
+    return class_of_creators(TrainingOperator, CreatorOperator, members)
 
 
 def _last(values: Any) -> Any:

@@ -11,7 +11,7 @@ change; the library keeps doing the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd._arguments import answer_mistakes
@@ -330,25 +330,6 @@ class TrainingOperator(BaseOperator):
     def validation_dataset(self) -> Any:
         """The registered validation dataset, not divided."""
         return self._raysgd.data.validation_dataset
-
-    @classmethod
-    def from_creators(
-        cls, model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
-    ) -> type[TrainingOperator]:
-        """Make an operator class out of creator functions; see `raysgd.tf.creator_operator`.
-
-        `Own.from_creators(...)` has the methods of `Own` too; its `setup` runs after the creators.
-
-        Args:
-            model_creator: `config` -> compiled Keras model.
-            data_creator: `config` -> train and test dataset, whose batches are those of all workers together.
-
-        Raises:
-            ValueError: One of them is not callable.
-        """
-        from raysgd.tf.creator_operator import make_operator
-
-        return make_operator(model_creator, data_creator, cls)
 
     def warm_up(self) -> None:
         """Take steps on zeros, so that everything that happens for the first time has happened."""

@@ -68,23 +68,20 @@ class Ledger(Line):
         import tensorflow as tf
 
         super().setup(config)
-        total = config.get("total", NUM_SAMPLES)
-        numbers = tf.data.Dataset.range(1, total + 1)
+        numbers = tf.data.Dataset.range(1, NUM_SAMPLES + 1)
 
         def sample(number: Any) -> Any:
-            value = tf.cast(number, tf.float32) / total
+            value = tf.cast(number, tf.float32) / NUM_SAMPLES
             return tf.fill([4], value), tf.reshape(value, [1])
 
-        dataset = numbers.shuffle(total).map(sample).batch(config.get(BATCH_SIZE, 2))
+        dataset = numbers.shuffle(NUM_SAMPLES).map(sample).batch(config.get(BATCH_SIZE, 2))
         self.register_data(train_dataset=dataset)
         self.file = Path(config["folder"]) / f"{os.getpid()}.txt"
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        if self.world_size == 1:
-            time.sleep(self.config.get("alone_s", 0.0))
         result = super().train_batch(batch, batch_info)
         if self._raysgd.num_samples(batch):
-            numbers = np.rint(batch[1].numpy()[:, 0] * self.config.get("total", NUM_SAMPLES)).astype(int).tolist()
+            numbers = np.rint(batch[1].numpy()[:, 0] * NUM_SAMPLES).astype(int).tolist()
             with self.file.open("a") as file:
                 file.write("".join(f"{batch_info['epoch_idx']} {number}\n" for number in numbers if number))
         return result
@@ -139,30 +136,6 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     used = uses(tmp_path)
     assert {index: set(counter.values()) for index, counter in used.items()} == {"0": {1}, "1": {1}, "2": {1}}
     assert all(len(counter) == NUM_SAMPLES for counter in used.values())
-
-
-@pytest.mark.soak
-@pytest.mark.keras_in_turns("keras3")
-def test_an_epoch_that_shrank_grows_back_before_its_end(
-    ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
-) -> None:
-    config = {"folder": str(tmp_path), "alone_s": 0.4, "total": 400}
-    trainer = TFTrainer(
-        training_operator_cls=Ledger,
-        config=config,
-        num_workers=2,
-        seed=1,
-        recovery=Recovery(wait_for_workers=False, resize_interval_s=0.2),
-    )
-    trainers.append(trainer)
-    [pid, _] = trainer.apply_all_workers(process_id)
-    testing.kill_worker(trainer, 1, at="step:0")
-    trainer.train()
-    assert kinds(trainer) == ["continued", "grown"]
-    assert trainer.apply_all_workers(process_id)[0] == pid
-    assert trainer.state_dict()["epoch"] == 1, "the pass was begun twice, but is one"
-    assert_equal_on_all_ranks(trainer)
-    assert {index: set(counter.values()) for index, counter in uses(tmp_path).items()} == {"0": {1}}
 
 
 # ---------------------------------------------------------------------------------------------- creators, with `fit`

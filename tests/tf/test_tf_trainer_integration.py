@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,51 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd import Recovery, testing
+from raysgd import testing
 from raysgd.callbacks import Checkpointing, EarlyStopping
-from raysgd.exceptions import IncompatibleModelError, RanksDifferError, WorkerError
+from raysgd.exceptions import IncompatibleModelError, RanksDifferError
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from tests.helpers.s3_server import S3Server
 from tests.helpers.sent import sent_by_load
 from tests.tf import models
 from tests.tf.lab import Experiment, forget_pytorch, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
 
 pytestmark = pytest.mark.integration
-
-
-class DiesOnce:
-    """A callback that kills its process in the middle of an epoch, the first time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def made(self) -> Any:
-        import tensorflow as tf
-
-        folder = self.folder
-
-        class Callback(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-                if batch == 2 and (folder / "armed").exists():
-                    (folder / "armed").unlink()
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        return Callback()
-
-
-def make_model_that_dies(config: dict[str, Any]) -> Any:
-    model = make_model(config)
-    fit = model.fit
-
-    def fit_and_die(*args: Any, callbacks: Any = None, **options: Any) -> Any:
-        return fit(*args, callbacks=[*(callbacks or []), DiesOnce(Path(config["folder"])).made()], **options)
-
-    object.__setattr__(model, "fit", fit_and_die)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -208,18 +175,6 @@ def test_a_save_in_the_background_is_finished_by_the_next_one(trainer: TFTrainer
 
 
 @pytest.mark.keras_in_turns("keras3")
-def test_a_state_is_saved_to_a_store(trainer: TFTrainer, s3_server: S3Server, tmp_path: Path) -> None:
-    saved = trainer.state_dict()
-    uri = trainer.save(s3_server.uri("tf/state.npz"), blocking=False)
-    trainer.train()
-    trainer.save(tmp_path / "later.npz")  # waits for the one before
-    trainer.load(uri)
-    assert largest_difference(trainer.state_dict(), saved) == 0
-    with pytest.raises(FileNotFoundError, match=r"s3://\*\*\*@bucket/tf/nothing"):
-        trainer.load(s3_server.uri("tf/nothing"))
-
-
-@pytest.mark.keras_in_turns("keras3")
 def test_a_full_disk_leaves_the_file_that_was_there(trainer: TFTrainer, tmp_path: Path) -> None:
     path = trainer.save(tmp_path / "state.npz")
     before = path.read_bytes()
@@ -244,39 +199,6 @@ def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
     first, second = trainer.apply_all_operators(found)
     assert first == (2, ["CSVLogger", "EarlyStopping", "Saves"])
     assert second == (0, ["EarlyStopping"])
-
-
-@pytest.mark.soak
-@pytest.mark.keras_in_turns("keras2")
-def test_a_restart_costs_one_call_at_most(ray_cluster: None, keras: str, tmp_path: Path) -> None:
-    config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
-    options: dict[str, Any] = {"config": config, "recovery": Recovery(in_place=False)}
-    with TFTrainer(make_model_that_dies, make_data, num_replicas=2, seed=1, **options) as trainer:
-        path = trainer.save(tmp_path / "before.npz")
-        expected = trainer.train()
-        trainer.load(path)
-        pids = trainer.apply_all_workers(process_id)
-        (tmp_path / "armed").touch()
-        assert trainer.train() == pytest.approx(expected, rel=1e-5)
-        assert not set(pids) & set(trainer.apply_all_workers(process_id))
-        assert trainer._num_failures == 1
-        before = trainer.state_dict()
-        os.kill(trainer.apply_all_workers(process_id)[1], signal.SIGKILL)
-        assert sorted(trainer.validate()) == ["validation_loss", "validation_mae"]
-        assert largest_difference(trainer.state_dict(), before) == 0
-        assert trainer.num_workers == 2
-
-
-@pytest.mark.keras_in_turns("keras3")
-@pytest.mark.usefixtures("patient")
-def test_what_the_user_does_wrong_is_raised_with_rank_and_class(trainer: TFTrainer) -> None:
-    def fail(operator: Any) -> None:
-        raise ZeroDivisionError("on purpose")
-
-    with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
-        trainer.apply_all_operators(fail)
-    assert isinstance(caught.value, WorkerError)
-    assert {fault.rank for fault in caught.value.faults} == {0, 1}
 
 
 def make_model_with_callbacks(config: dict[str, Any]) -> Any:
