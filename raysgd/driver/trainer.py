@@ -94,8 +94,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     _runs_worker_callbacks = False
     """Whether replicas call callbacks around their steps."""
 
-    def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
-        self._group_settings, self._settings, self._writer = group, settings, writer
+    def __init__(self, group: GroupSettings, settings: ReplicaSettings) -> None:
+        self._group_settings, self._settings, self._writer = group, settings, BackgroundWriter()
         self._place = partial(place_share, group.use_local)
         show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)

@@ -17,7 +17,6 @@ from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import refuse_xla
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.worker.operator import class_of_creators
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
@@ -275,7 +274,7 @@ def make_operator(
         if not callable(creator):
             raise ValueError(f"`{name}={creator!r}`: need a function that takes the config.")
     members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
-    return class_of_creators(TrainingOperator, CreatorOperator, members)
+    return type("CustomCreatorOperator", (CreatorOperator,), members)
 
 
 def _last(values: Any) -> Any:

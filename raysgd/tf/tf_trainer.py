@@ -37,7 +37,6 @@ from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
 from raysgd.messages.weight_sums import check_equal
 from raysgd.storage import files
-from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file, serializing
@@ -181,7 +180,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         arguments.check_config(settings, num_workers)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
-        super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
+        super().__init__(group, settings)
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 

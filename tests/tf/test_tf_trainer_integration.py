@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from raysgd import testing
-from raysgd.callbacks import Checkpointing, EarlyStopping
 from raysgd.exceptions import IncompatibleModelError, RanksDifferError
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file
@@ -488,24 +487,3 @@ def test_what_was_changed_by_hand_in_the_driver_is_in_the_next_state(keras_here:
         for variable in model.weights:
             variable.assign(0 * variable)
         assert not any(np.any(values) for values in alone.state_dict()["models"][0])
-
-
-@pytest.mark.keras_in_turns("keras3")
-def test_callbacks_of_the_driver_work_in_fit_and_a_later_trainer_resumes(keras_here: Any, tmp_path: Path) -> None:
-    histories = []
-    for epochs in (2, 4):
-        saving, stopping = Checkpointing(tmp_path, metric="val_loss"), EarlyStopping("val_loss", patience=9)
-        options: dict[str, Any] = {"config": {"batch_size": 4}, "num_replicas": 1, "use_local": True, "seed": 1}
-        with TFTrainer(make_model, make_data, **options) as trainer:
-            histories.append(trainer.fit(epochs, callbacks=[stopping, saving], resume_from="auto"))
-            assert len(trainer.history) == 2
-            for row in trainer.epochs(9):
-                assert row["epoch"] == epochs + 1
-                break
-            trainer.train()
-            assert len(trainer.history) == 4
-            trainer.load(saving.best)
-    assert histories[1]["val_loss"][:2] == histories[0]["val_loss"]
-    assert histories[1]["epoch"] == [1, 2, 3, 4]
-    assert stopping.best == min(histories[1]["val_loss"])
-    assert Path(saving.newest or "").name == "epoch_0004.ckpt"
