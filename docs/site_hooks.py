@@ -1,11 +1,10 @@
-"""What the site needs beyond its pages: formulae as MathML, links to the sources, plain fences, redirects.
+"""What the site needs beyond its pages: formulae as MathML, links to the sources, plain fences.
 
 It also refuses to be built while a public name has no docstring.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -15,18 +14,11 @@ from latex2mathml.converter import convert
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
-from moved import moved  # noqa: E402
 from public_names import listed, without_docstring  # noqa: E402
 
 LONG = re.compile(r"^```python soak$", re.MULTILINE)
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
-REDIRECT = """<!doctype html>
-<title>Moved</title>
-<meta http-equiv="refresh" content="0; url={first}">
-<script>location.replace({places}[location.hash.slice(1)] || "{first}")</script>
-<a href="{first}">This page has moved.</a>
-"""
 OUTSIDE = re.compile(r"\]\((?:\.\./)+((?!docs/)[^)\s]+)\)")
 
 
@@ -46,21 +38,6 @@ def on_pre_build(config: Any) -> None:
     """
     if bare := without_docstring(listed()):
         raise ValueError(f"public names without a docstring: {', '.join(bare)}")
-
-
-def on_post_build(config: Any) -> None:
-    """Writes a page that leads on in the place of each page that is gone."""
-    pages: dict[str, dict[str, str]] = {}
-    for former, new in moved().items():
-        page, _, heading = former.partition("#")
-        if not (DOCS / page).exists() and not new.startswith("dropped: "):
-            up = "../" * page.count("/") + "../"
-            pages.setdefault(page, {})[heading] = up + new.replace(".md#", "/#")
-    for page, places in pages.items():
-        target = Path(config.site_dir) / page.removesuffix(".md") / "index.html"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        first = next(iter(places.values()))
-        target.write_text(REDIRECT.format(first=first, places=json.dumps(places)), encoding="utf-8")
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

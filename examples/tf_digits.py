@@ -42,7 +42,10 @@ class DigitsOperator(TrainingOperator):
             ),
             optimizers=keras.optimizers.Adam(config["lr"]),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2")],
+            metrics=[
+                keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+                keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2"),
+            ],
         )
         train, validation, _ = load_digits()
         dataset = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[1]))

@@ -68,7 +68,7 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
     return value if isinstance(value, int | float) else float(value)
 
 
-def check_auto_seconds(name: str, value: Any, none_means: str, *, may_be_least: bool = True) -> None:
+def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
     """Refuses what is neither a length of time nor "auto" nor None, where None stands for `none_means`."""
     if isinstance(value, str) and value != "auto":
         raise ValueError(
@@ -76,7 +76,7 @@ def check_auto_seconds(name: str, value: Any, none_means: str, *, may_be_least: 
             f"{did_you_mean(value, ('auto',))}"
         )
     if value is not None and value != "auto":
-        check_seconds(name, value, may_be_least=may_be_least)
+        check_seconds(name, value)
 
 
 def check_seed(value: Any) -> None:

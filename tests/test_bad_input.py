@@ -397,7 +397,6 @@ TF: list[Row] = [
     *rows("use_gpu", *TEXTS),
     *rows("use_local", *TEXTS),
     *rows("verbose", "yes", b"no"),
-    *rows("backend", "nccl", None, 3),
     *rows("config", "lr=1", [1], 3),
     *rows("initialization_hook", "hook", 3),
     *rows("model_creator", None, 3, "make"),
@@ -412,27 +411,6 @@ def test_tf_trainer_refuses_an_argument(row: Row) -> None:
     with pytest.raises((ValueError, TypeError), match=row[0]) as caught:
         TFTrainer(**{**options, **passed(*row)})
     assert row[1] is None or _shown(row[1]) in str(caught.value)
-
-
-TF_METHODS: list[tuple[str, Row]] = [
-    *(("train", row) for row in rows("num_steps", -1, 1.5, "3", True)),
-    *(("train", row) for row in rows("max_retries", -1, 1.5, "3", True)),
-    *(("train", row) for row in rows("info", 3, "x")),
-    *(("train", row) for row in rows("profile", *TEXTS)),
-    *(("validate", row) for row in rows("num_steps", -1, 1.5, "3", True)),
-    *(("validate", row) for row in rows("reduce_results", *TEXTS)),
-    *(("save", row) for row in rows("checkpoint", 3, None, b"x", "", "a\0b")),
-    *(("load", row) for row in rows("checkpoint", 3, None, b"x", "", "a\0b")),
-    *(("load_state_dict", row) for row in rows("state_dict", None, 3, [1])),
-]
-
-
-@pytest.mark.parametrize(("method", "row"), TF_METHODS, ids=[f"{method} {named(row)}" for method, row in TF_METHODS])
-def test_a_method_of_tf_trainer_refuses_an_argument_before_it_asks_a_worker(method: str, row: Row) -> None:
-    name, value = row
-    trainer = object.__new__(TFTrainer)  # there are no workers
-    with pytest.raises((ValueError, TypeError), match=name if method != "load_state_dict" else "need what"):
-        getattr(trainer, method)(**{name: value})
 
 
 # ------------------------------------------------------------------------------------------------ Trainer
@@ -568,5 +546,5 @@ def test_other_values_keep_their_truth(options: dict[str, Any]) -> None:
 
 
 def test_the_table_is_long_enough() -> None:
-    tables = (TORCH, METHODS, REGISTERED, TF, TF_METHODS, FUNCTIONS, RUNS, STRATEGIES)
+    tables = (TORCH, METHODS, REGISTERED, TF, FUNCTIONS, RUNS, STRATEGIES)
     assert sum(len(table) for table in tables) >= 160

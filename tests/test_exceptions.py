@@ -264,29 +264,6 @@ def test_every_exception_pickles_with_its_message(cls: type[BaseException]) -> N
     assert str(copy) == "the message"
 
 
-@pytest.mark.parametrize(
-    ("cls", "bases"),
-    [
-        (exceptions.InvalidCountError, (ValueError, AssertionError)),
-        (exceptions.NotRegisteredError, (RuntimeError, ValueError)),
-        (exceptions.NoDataError, (exceptions.NotRegisteredError,)),
-        (exceptions.InvalidRegistrationError, (TypeError, ValueError, AssertionError)),
-        (exceptions.TrainerShutdownError, (exceptions.RaySGDError, RuntimeError)),
-        (exceptions.ReservationTimeoutError, (exceptions.RaySGDError, TimeoutError)),
-        (exceptions.WorkersLostError, (exceptions.RaySGDError, RuntimeError)),
-        (exceptions.StorageError, (exceptions.RaySGDError, OSError)),
-        (exceptions.UnevenStepsError, (exceptions.RaySGDError, RuntimeError)),
-        (exceptions.RanksDifferError, (exceptions.RaySGDError, RuntimeError)),
-    ],
-)
-def test_old_and_new_code_may_both_catch_what_they_expect(
-    cls: type[BaseException], bases: tuple[type[BaseException], ...]
-) -> None:
-    for base in bases:
-        with pytest.raises(base):
-            raise cls("x")
-
-
 def test_a_failed_run_is_of_one_more_class_if_programs_catch_it_by_that() -> None:
     class CaughtByPrograms(Exception):
         pass

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ast
-import functools
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import raysgd
-from tests.house.test_layers import modules_of
 
 ROOT = Path(raysgd.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "ray", "numpy", "horovod"}
@@ -23,88 +19,10 @@ IMPORT_BUDGET_S = 0.3
 
 # A process for each module, forked from one that has loaded what takes long and is not of the package.
 PRELOADED = ["ray", "torch"]
-IMPORTS_EACH = """
-import importlib, json, os, sys, traceback
-for name in {preloaded}:
-    importlib.import_module(name)
-assert not any(name.startswith("raysgd") for name in sys.modules)
-errors = {{}}
-for module in {modules}:
-    receiver, sender = os.pipe()
-    if os.fork() == 0:
-        with open(sender, "w") as out:
-            try:
-                importlib.import_module(module)
-            except BaseException:
-                out.write(traceback.format_exc())
-        os._exit(0)
-    os.close(sender)
-    with open(receiver) as heard:
-        error = heard.read()
-    assert os.wait()[1] == 0, module
-    errors |= {{module: error}} if error else {{}}
-print(json.dumps(errors))
-"""
 
 
 def run_fresh(source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT.parent)
-
-
-def public_modules() -> list[str]:
-    """Name every module of the package that has no underscore in its dotted name."""
-    names = []
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if not any(part.startswith("_") for part in parts):
-            names.append(".".join(parts))
-    return sorted(names)
-
-
-@functools.cache
-def modules() -> dict[str, Any]:
-    """The modules of the package, with what they import."""
-    return dict(modules_of("raysgd", "operators"))
-
-
-def in_a_circle() -> set[str]:
-    """The modules that import themselves by way of others: only for them it matters which of a circle is the first.
-
-    A package, and a name of it that is not a module, stand for all modules of the package: its names may be lazy.
-    """
-    imports = {
-        name: {found.target for found in all_of_it if not found.in_function} for name, all_of_it in modules().items()
-    }
-    edges = {
-        name: set().union(*map(loaded_by, targets), parents_of(name)) - {name} for name, targets in imports.items()
-    }
-    return {name for name in edges if name in reached_from(name, edges)}
-
-
-def loaded_by(target: str) -> set[str]:
-    """The modules that an import of this may load."""
-    names = modules()
-    ends = [place for place, letter in enumerate(target + ".") if letter == "."]
-    path = [target[:end] for end in ends if target[:end] in names]
-    whole = target if target in names else target.rpartition(".")[0]
-    inside = {name for name in names if name.startswith(whole + ".")} if whole in path else set()
-    return {*path, *inside}
-
-
-def parents_of(name: str) -> set[str]:
-    return {name[:place] for place, letter in enumerate(name) if letter == "."}
-
-
-def reached_from(name: str, edges: dict[str, set[str]]) -> set[str]:
-    reached: set[str] = set()
-    waiting = [*edges[name]]
-    while waiting:
-        found = waiting.pop()
-        if found not in reached:
-            reached.add(found)
-            waiting += edges[found]
-    return reached
 
 
 def least_work_s(module: str) -> float:
@@ -121,16 +39,6 @@ def test_importing_the_package_loads_no_framework() -> None:
 
 def test_importing_the_package_is_quick() -> None:
     assert least_work_s("raysgd") < IMPORT_BUDGET_S
-
-
-@pytest.mark.long
-def test_modules_of_a_circle_of_imports_are_whole_whichever_is_the_first() -> None:
-    """Any other module imports alone wherever it imports at all, as the tests of each show."""
-    first = sorted(in_a_circle() & set(public_modules()))
-    assert first
-    result = run_fresh(IMPORTS_EACH.format(modules=first, preloaded=PRELOADED))
-    result.check_returncode()
-    assert json.loads(result.stdout.splitlines()[-1]) == {}
 
 
 def test_public_names_load_from_where_they_are_defined() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copyreg
-import json.decoder
 import os
 import pickle
 import re
@@ -26,14 +25,6 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose packages can be imported while the test runs."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
-
-
-def test_returns_the_module() -> None:
-    assert require("json", extra="data") is json
-
-
-def test_returns_the_innermost_module_of_a_dotted_name() -> None:
-    assert require("json.decoder", extra="data") is json.decoder
 
 
 def test_a_missing_package_names_the_command_and_who_needs_it() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.streams.iterables import HuggingFaceStream
-from raysgd.tf.checkpoints import former_optimizer
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
@@ -516,29 +514,13 @@ def test_an_optimizer_asks_for_variables_without(name: str) -> None:
 
 
 @without("_create_all_weights")
-def test_former_weights_are_refused_by_a_former_optimizer_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_a_former_optimizer_are_made_in_its_first_step_without(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     optimizer = pytest.importorskip("tf_keras").optimizers.legacy.Adam()
     take_from_classes(optimizer, name, monkeypatch)
     registration.build_optimizer(optimizer, [])
-    with pytest.raises(ValueError, match="not the number of steps and the slots"):
-        former_optimizer.arranged(optimizer, [np.zeros(()), np.zeros(2), np.zeros(2)])
-
-
-SLOTS = {name: kind for kind, names in former_optimizer._SLOTS.items() for name in names if name.startswith("_")}
-
-
-@without(*SLOTS)
-def test_former_weights_are_refused_without(name: str) -> None:
-    keras = pytest.importorskip("keras")
-    options = {"RMSprop": {"momentum": 0.5, "centered": True}, "Adam": {"amsgrad": True}}
-    optimizer = getattr(keras.optimizers, SLOTS[name])(**options.get(SLOTS[name], {}))
-    variables = [keras.Variable([1.0])]
-    optimizer.build(variables)
-    weights = [np.zeros(home.shape) for home in former_optimizer._homes(optimizer) or ()]
-    former_optimizer.arranged(optimizer, weights)
-    delattr(optimizer, name)
-    with pytest.raises(ValueError, match="not the number of steps and the slots"):
-        former_optimizer.arranged(optimizer, weights)
+    assert not registration.variables_of_optimizer(optimizer)
 
 
 @without("_inputs")

@@ -58,14 +58,6 @@ def test_a_trap_may_spring_every_time_until_it_is_taken_back() -> None:
     assert (len(sprung), loop.calls) == (2, [0, 1, 2])
 
 
-def test_two_traps_at_one_place_both_spring() -> None:
-    loop, sprung = Loop(), []
-    for name in ("first", "second"):
-        Trap(lambda name=name: sprung.append(name), "step").before(loop, "step")  # type: ignore[misc]
-    loop.step(0)
-    assert sorted(sprung) == ["first", "second"]
-
-
 def test_a_full_file_takes_what_still_fits(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w+b") as file:
         full = _FullFile(file, 5, OSError(errno.ENOSPC, "full"))

@@ -41,7 +41,6 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
 _ENVIRONMENTS = {
     f"{OWN}_keras3": QUIET,
     f"{OWN}_keras2": {**QUIET, **KERAS_2},
-    f"{OWN}_mwms": {**QUIET, **KERAS_2},
     "by_hand": {**QUIET, **KERAS_2},
     "ray_train": {**QUIET, **KERAS_2, **RAY_TRAIN_FAST_POLL},
 }
@@ -113,7 +112,7 @@ def speed(workload: Workload, seconds: float) -> float:
 # ------------------------------------------------------------------------------------------------------ contenders
 
 
-def run_raysgd(workload: str, num_workers: int, backend: str = "gloo", recovers: bool = False) -> dict[str, float]:
+def run_raysgd(workload: str, num_workers: int, recovers: bool = False) -> dict[str, float]:
     """A trainer; `train` is timed from outside, with all that it does beside `fit`."""
     import ray  # noqa: F401
 
@@ -122,7 +121,7 @@ def run_raysgd(workload: str, num_workers: int, backend: str = "gloo", recovers:
     load = WORKLOADS[workload]
     with ray_cluster(num_workers):
         began = time.monotonic()
-        options = {"config": config_of(load), "num_replicas": num_workers, "backend": backend}
+        options = {"config": config_of(load), "num_replicas": num_workers}
         with TFTrainer(make_model, make_data, **options) as trainer:
             trainer.train(num_steps=1)
             first_step_s = time.monotonic() - began
@@ -206,7 +205,6 @@ def jobs_for(workload: str, num_workers: int, peers: tuple[str, ...], is_first: 
     jobs = {f"{OWN}_keras3": job(f"{OWN}_keras3", OWN, recovers=is_first)}
     if workload != "smoke":
         jobs[f"{OWN}_keras2"] = job(f"{OWN}_keras2", OWN)
-        jobs[f"{OWN}_mwms"] = job(f"{OWN}_mwms", OWN, backend="mwms", recovers=is_first)
     for peer in peers:
         jobs[peer] = job(peer, peer, **({"processes": num_workers} if peer == "by_hand" else {}))
     return jobs

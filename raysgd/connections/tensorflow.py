@@ -1,7 +1,7 @@
-"""Connections of TensorFlow replicas: by sockets of raysgd's own, or by TensorFlow's own strategy.
+"""Connections of TensorFlow replicas, by sockets of raysgd's own.
 
-Both set `TF_CONFIG` in each worker of a group of several, as TensorFlow documents it, so that code which reads its rank
-from there finds it.
+Each worker of a group of several has `TF_CONFIG`, as TensorFlow documents it, so that code which reads its rank from
+there finds it.
 
 Why there is a group beside TensorFlow: ADR 31.
 """
@@ -12,48 +12,35 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from raysgd.connections._origins import is_of, with_causes
+from raysgd.connections._origins import with_causes
 from raysgd.connections.group import EarlyVotes, Group
 from raysgd.connections.mesh.board import others
-from raysgd.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint, listen_at
+from raysgd.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken
 from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
 from raysgd.engine.shared.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
 
-# What TensorFlow says when a peer is gone, or when another program has taken the port that was free. Matched in lower
-# case, in the text of its errors.
-_BROKEN = (
-    "could not start grpc server",
-    "collective ops is aborted",
-    "connection reset",
-    "connection refused",
-    "failed to connect to all addresses",
-    "socket closed",
-    "peer is down",
-    "peer has restarted",
-    "heartbeat",
-    "coordination service",
-    "rpc timeout",
-    "deadline exceeded",
-)
-_FROM_PYTHON = "traceback (most recent call last)"  # such an error is what TensorFlow made of one of the user's
-
 
 @dataclass
-class _LoadingConnection(Connection):
-    """Ranks that load TensorFlow, and are told one another's addresses.
+class TensorFlowConnection(Connection):
+    """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own.
 
     Attributes:
         variables: Environment variables to set in remote workers before TensorFlow is imported.
+        timeout_s: How long to wait for the other ranks.
+        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 1800.0
+    form_timeout_s: float = FORM_TIMEOUT_S
+    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
+    _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
     _num_threads: int | None = field(default=None, repr=False, compare=False)
-    _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def limit_threads(self, num_threads: int) -> None:
         super().limit_threads(num_threads)
@@ -61,32 +48,6 @@ class _LoadingConnection(Connection):
 
     def load(self) -> None:
         load_tensorflow(self.variables, self._num_threads)
-
-    def leave(self) -> None:
-        while self._own_variables:
-            os.environ.pop(self._own_variables.pop(), None)
-
-    def _announce(self, rendezvous: Rendezvous, world: World) -> None:
-        """Sets `TF_CONFIG`."""
-        addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
-        os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
-        self._own_variables.append(_TF_CONFIG)
-
-
-@dataclass
-class TensorFlowConnection(_LoadingConnection):
-    """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own.
-
-    Attributes:
-        timeout_s: How long to wait for the other ranks.
-        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
-    """
-
-    timeout_s: float = 1800.0
-    form_timeout_s: float = FORM_TIMEOUT_S
-    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
-    _is_interrupted: bool = field(default=False, repr=False, compare=False)
-    _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def opens_for_any_rank(self) -> bool:
@@ -115,7 +76,8 @@ class TensorFlowConnection(_LoadingConnection):
         lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
         self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
         deadline.check()  # an interrupt that came before there was anything to cut
-        self._announce(rendezvous, world)
+        addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
+        os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
         gradients, votes = self._lanes
         _JOINED = Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes)
 
@@ -128,58 +90,19 @@ class TensorFlowConnection(_LoadingConnection):
         global _JOINED
         for lane in self._lanes:
             lane.close_sockets()
-        if self._lanes:
+        if _JOINED is not None and self._lanes:
             _JOINED = None
+            os.environ.pop(_TF_CONFIG, None)
         if self._endpoint is not None:
             self._endpoint.close_sockets()
         self._lanes, self._endpoint, self._is_interrupted = [], None, False
-        super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
         return any(isinstance(link, MeshBroken | ConnectFailed) for link in with_causes(error))
 
 
-@dataclass
-class MultiWorkerConnection(_LoadingConnection):
-    """One `MultiWorkerMirroredStrategy` over all workers. A process can join one group in its life."""
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        """Finds a port at which TensorFlow can listen, which does so by itself."""
-        with listen_at(host) as probe:
-            return int(probe.getsockname()[1])
-
-    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Makes the strategy; returns when all ranks did."""
-        global _STRATEGY
-        if not world.is_distributed:
-            return
-        self._announce(rendezvous, world)
-        import tensorflow as tf
-
-        _STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
-
-    def leave(self) -> None:
-        """Takes the variables back. TensorFlow keeps its servers until the process ends."""
-        global _STRATEGY
-        _STRATEGY = None
-        super().leave()
-
-    def is_connection_error(self, error: BaseException) -> bool:
-        import tensorflow as tf
-
-        text = str(error).lower()
-        return (
-            isinstance(error, tf.errors.OpError)
-            and any(phrase in text for phrase in _BROKEN)
-            and _FROM_PYTHON not in text
-            and is_of(error, ["tensorflow", "keras", "tf_keras"])
-        )
-
-
 _JOINED: tuple[Group, EarlyVotes] | None = None
 """What exchanges gradients, metrics and states; and the votes on which ranks have data left, asked meanwhile."""
-
-_STRATEGY: Any = None
 
 
 def group_of(world: World) -> Group:
@@ -194,11 +117,6 @@ def votes() -> EarlyVotes:
     """The votes of the group that this process joined as one of several ranks."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED[1]
-
-
-def strategy() -> Any:
-    """The strategy that this process joined; None without one."""
-    return _STRATEGY
 
 
 def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:

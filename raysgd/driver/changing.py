@@ -35,7 +35,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
         """Begins again with another config, as a new trainer would: new operators, in the same worker processes.
 
-        With Horovod and `MultiWorkerMirroredStrategy` the processes are new, too. What was trained is gone: `save` it
+        With Horovod the processes are new, too. What was trained is gone: `save` it
         before if you need it. Random generators are seeded again only if the trainer has a `seed`.
 
         Args:
@@ -260,7 +260,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
 
     def _renew(self) -> None:
         """Makes new operators, from the present settings."""
-        if self.backend in ("horovod", "mwms"):  # what these set up in a process stays there
+        if self.backend == "horovod":  # what it sets up in a process stays there
             self._controller.restart()
         else:
             self._controller.renew(self._runner_cls.renew, self._replicas.settings)

@@ -89,15 +89,13 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Keeps how far `fit` is, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
-    _goes_on = True
-    """Whether a training call can continue in another group, or from a snapshot inside it."""
     _shows_progress = False
     """Whether something shows how far a training call is."""
     _runs_worker_callbacks = False
     """Whether replicas call callbacks around their steps."""
 
-    def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
-        self._group_settings, self._settings, self._writer = group, settings, writer
+    def __init__(self, group: GroupSettings, settings: ReplicaSettings) -> None:
+        self._group_settings, self._settings, self._writer = group, settings, BackgroundWriter()
         self._place = partial(place_share, group.use_local)
         show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
@@ -315,7 +313,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     @recorded("train")
     def _train(self, request: EpochRequest, max_retries: int, dataset: Any, reduce_results: bool) -> Any:
         check = partial(self._check_answers, "train", asked=request)
-        can_resume = self._goes_on and (dataset is None or self._goes_on_with(dataset))
+        can_resume = dataset is None or self._goes_on_with(dataset)
         with self._shown() if self._shows_progress else nullcontext():
             answers = self._calls.train(request, max_retries, dataset, can_resume, check)
         result = self._merged(answers, reduce_results)

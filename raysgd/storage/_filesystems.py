@@ -96,17 +96,7 @@ def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
     Raises:
         Exception: What the file system raises where it cannot be made.
     """
-    return _native(uri, limit_s) if scheme_of(uri) in _NATIVE and _is_built_in(uri) else _of_fsspec(uri)
-
-
-def _is_built_in(uri: str) -> bool:
-    """Return whether this build of PyArrow has the file system."""
-    kinds = {"gs": "GcsFileSystem", "gcs": "GcsFileSystem", "s3": "S3FileSystem"}
-    try:
-        getattr(require("pyarrow.fs", "storage", _PURPOSE), kinds.get(scheme_of(uri) or "", "FileSystem"))
-    except ImportError:
-        return False
-    return True
+    return _native(uri, limit_s) if scheme_of(uri) in _NATIVE else _of_fsspec(uri)
 
 
 def _native(uri: str, limit_s: float) -> tuple[Any, str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import os
 import threading
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from raysgd.exceptions import WorkersLostError
@@ -28,25 +26,19 @@ class BackgroundWriter:
     finishes its writes. A failed write is logged at once and raised once, by the next call of `submit`,
     `wait` or `close`. When several failed, each of these calls raises one, the oldest first. A state that was lost with
     its worker stops no later write: only `wait` and `close` report it, unless another file was written since.
-
-    Args:
-        write: Writes a state to a path, whole or not at all.
-        shown: What the log calls a path.
     """
 
-    def __init__(self, write: Write, shown: Callable[[str], str] = str) -> None:
-        self._write, self._shown = write, shown
+    def __init__(self) -> None:
         self._jobs: collections.deque[tuple[str, Callable[[], Any], Write]] = collections.deque()
         self._failures: collections.deque[BaseException] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write | None = None) -> None:
+    def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write) -> None:
         """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
 
-        A relative `path` begins in the folder in which the program is now. `write` writes this file; by default it is
-        what writes all others.
+        A relative `path` begins in the folder in which the program is now. `write` writes a file whole or not at all.
 
         Raises:
             ValueError: The writer is closed.
@@ -56,12 +48,12 @@ class BackgroundWriter:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure(passing=WorkersLostError)
-            self._jobs.append((files.absolute(path), produce, write or self._write))
+            self._jobs.append((files.absolute(path), produce, write))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
 
-    def write(self, path: str | os.PathLike[str], state: Any, write: Write | None = None) -> None:
+    def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
         """Writes a file in this thread, after everything that was submitted. Arguments as for `submit`.
 
         Raises:
@@ -70,7 +62,7 @@ class BackgroundWriter:
         self._drain()
         with self._changed:
             self._raise_failure(passing=WorkersLostError)
-        (write or self._write)(os.fspath(path), state)
+        write(os.fspath(path), state)
         self._make_up()
 
     def wait(self) -> None:
@@ -99,16 +91,6 @@ class BackgroundWriter:
         with self._changed:
             self._is_closed = True
         self.wait()
-
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # What the block raised matters more than a failed write, which is in the log.
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
-            self.close()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
         """Raises the oldest failure, past those of a class that does not have to be raised yet."""
@@ -146,10 +128,10 @@ class BackgroundWriter:
         try:
             write(path, produce())
         except BaseException as error:  # a later call raises it
-            logger.error("could not write checkpoint %s: %r", self._shown(path), error)
+            logger.error("could not write checkpoint %s: %r", files.shown(path), error)
             _forget_variables(error)
             return error
-        logger.info("wrote checkpoint %s", self._shown(path))
+        logger.info("wrote checkpoint %s", files.shown(path))
         return None
 
 

@@ -77,7 +77,6 @@ class FileStream(Stream):
     Args:
         paths: A file, a folder whose files with a fitting ending are read, or a pattern for the last part of a path, as
             in `"s3://bucket/data/part-*.parquet"`; or several of these.
-        filesystem: What the paths are in, as for `raysgd.storage.open_folder`.
 
     Raises:
         TypeError: `paths` are no paths.
@@ -86,10 +85,9 @@ class FileStream(Stream):
 
     endings: ClassVar[tuple[str, ...]]
 
-    def __init__(self, paths: Paths, filesystem: Any = None) -> None:
+    def __init__(self, paths: Paths) -> None:
         several = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else paths
         self._paths = [checked_text("paths", path) for path in several]
-        self._filesystem = filesystem
         if not self._paths:
             raise ValueError("`paths=[]`: need at least one file, folder or pattern.")
 
@@ -130,11 +128,11 @@ class FileStream(Stream):
         parent, name = _divided(path)
         is_pattern = any(each in name for each in "*?[")
         if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # such as Spark's `x.parquet/`
-            return [StreamFile(open_folder(parent, self._filesystem, argument="paths"), name)]
+            return [StreamFile(open_folder(parent, argument="paths"), name)]
         if not is_pattern and is_local(path) and os.path.isfile(path):
             known = " or ".join(map(repr, self.endings))
             raise ValueError(f"`paths={path!r}`: a `{type(self).__name__}` reads files that end with {known}.")
-        folder = open_folder(parent if is_pattern else path, self._filesystem, argument="paths")
+        folder = open_folder(parent if is_pattern else path, argument="paths")
         names = [
             each for each in folder.names() if (fnmatchcase(each, name) if is_pattern else each.endswith(self.endings))
         ]
@@ -178,7 +176,7 @@ class JSONLinesStream(_Lines):
         """Return the lines, parsed in a step: a line that cannot be parsed says nothing about the next ones."""
         if type(self) is not JSONLinesStream:  # it may read other rows
             return super()._pipeline()
-        return Pipeline(_Lines(self._paths, self._filesystem), (RowStep(json.loads, is_filter=False, is_seeded=False),))
+        return Pipeline(_Lines(self._paths), (RowStep(json.loads, is_filter=False, is_seeded=False),))
 
 
 class TarStream(FileStream):
@@ -241,14 +239,13 @@ class TableStream(FileStream):
     Args:
         paths: As for `FileStream`.
         columns: Which columns to read; None for all.
-        filesystem: As for `FileStream`.
 
     Raises:
         ModuleNotFoundError: PyArrow is missing.
     """
 
-    def __init__(self, paths: Paths, columns: Sequence[str] | None = None, filesystem: Any = None) -> None:
-        super().__init__(paths, filesystem)
+    def __init__(self, paths: Paths, columns: Sequence[str] | None = None) -> None:
+        super().__init__(paths)
         if isinstance(columns, str):
             raise TypeError(f"`columns={columns!r}`: need a list of names, or None.")
         self._columns = None if columns is None else list(columns)

@@ -175,7 +175,6 @@ class StreamBatch(NamedTuple):
 class _GlobalBatch(NamedTuple):
     """One that was dealt and ordered, and is not needed yet."""
 
-    dealt: DealtRows
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
     num_seen: int
@@ -261,7 +260,7 @@ class GlobalReader:
         parts = self._shares.parts(dealt.num_rows, self._rank)
         self._order(BatchOrder([self._wanted(dealt, *part) for part in parts], dealt.counts, places, num_seen))
         after, counts = self._ends.position(), self._ends.counts
-        self._ordered.append(_GlobalBatch(dealt, parts, counts, num_seen, self._is_over, after))
+        self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
         """Tell whether no global batch follows the one that was dealt last, as far as that is known."""

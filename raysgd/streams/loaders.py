@@ -74,14 +74,19 @@ class MadeBatches(NamedTuple):
 
 
 class BatchMaker:
-    """Reads lanes, and makes batches of their rows. A lane is opened when rows of it are needed.
+    """Reads lanes, and makes batches of their rows when they are needed. A lane is opened when rows of it are needed.
 
     Args:
         of_pass: The pass.
         watched: The lanes to look at for ends. Some rows of their neighbors are read, too: where a share ends inside of
             a lane, two workers read it.
         collate: Makes a batch of a list of rows.
+
+    Attributes:
+        num_ahead: How many global batches to order ahead of the one that is needed.
     """
+
+    num_ahead = 0
 
     def __init__(self, of_pass: StreamPass, watched: range, collate: Callable[[list[Any]], Any]) -> None:
         self.watched = watched
@@ -91,6 +96,18 @@ class BatchMaker:
         self._opened = of_pass.open_shards(near)
         self._readers: dict[int, LaneReader] = {}
         self._passed: dict[int, int] = {}  # rows of the present global batch; negative for a lane that is behind
+        self._orders: deque[BatchOrder] = deque()
+
+    def order(self, order: BatchOrder) -> None:
+        """Order something. What is ordered is made in the same order."""
+        self._orders.append(order)
+
+    def receive(self) -> MadeBatches:
+        """Return what became of the first order that was not answered yet."""
+        return self.make(self._orders.popleft())
+
+    def end_loading(self) -> None:
+        """Do nothing: all that is open closes by itself."""
 
     def make(self, order: BatchOrder) -> MadeBatches:
         """Make the batches of an order."""
@@ -159,31 +176,6 @@ def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
     yield f"`{field}`", f"a `{type(row).__name__}`{of_several}{of_array}"
     for name, value in named:
         yield from _forms(value, f"{field}[{name!r}]")
-
-
-class LoaderInThread:
-    """Makes batches when they are needed, in the thread that needs them.
-
-    Attributes:
-        num_ahead: How many global batches to order ahead of the one that is needed.
-    """
-
-    num_ahead = 0
-
-    def __init__(self, maker: BatchMaker) -> None:
-        self._maker = maker
-        self._orders: deque[BatchOrder] = deque()
-
-    def order(self, order: BatchOrder) -> None:
-        """Order something. What is ordered is made in the same order."""
-        self._orders.append(order)
-
-    def receive(self) -> MadeBatches:
-        """Return what became of the first order that was not answered yet."""
-        return self._maker.make(self._orders.popleft())
-
-    def end_loading(self) -> None:
-        """Do nothing: all that is open closes by itself."""
 
 
 class LoaderProcesses:
@@ -345,4 +337,4 @@ def _built(parts: list[Any], leaf: Callable[[Any], Any]) -> Any:
     return leaf(parts)
 
 
-BatchLoader: TypeAlias = LoaderInThread | LoaderProcesses
+BatchLoader: TypeAlias = BatchMaker | LoaderProcesses

@@ -15,28 +15,13 @@ from raysgd._numbers.seeds import seed_of
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of
-from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderInThread, LoaderProcesses, collated
+from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProcesses, collated
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
 """Makes what divides global batches, of the size of one and the number of workers."""
 _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
-
-
-@dataclass(frozen=True)
-class StreamSignature:
-    """All that must be equal on all ranks for them to read the same stream.
-
-    Attributes:
-        num_shards: How many shards there are.
-        batch_size: Rows in a global batch.
-        digest: Of the names, lengths and versions of the shards.
-    """
-
-    num_shards: int
-    batch_size: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -70,22 +55,26 @@ class StreamData:
         return num_rows - num_rows % self.batch_size
 
     @cached_property
-    def signature(self) -> StreamSignature:
-        """The signature to compare across ranks."""
+    def digest(self) -> str:
+        """The digest of the names, lengths and versions of the shards."""
         text = "\n".join(f"{shard.name}\t{shard.num_rows}\t{shard.version}" for shard in self.shards)
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return StreamSignature(len(self.shards), self.batch_size, digest)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def signature(self) -> str:
+        """What must be equal on all ranks for them to read the same stream."""
+        return f"{len(self.shards)} shards {self.digest} in global batches of {self.batch_size}"
 
     @cached_property
     def origin(self) -> dict[str, Any]:
         """What a saved position belongs to, as plain data: what orders rows, and the shards."""
         loader = self.loader
         return {
-            "shuffle": [loader.buffer, loader.seed],
-            "num_filters": sum(step.is_filter for step in loader.steps),
-            "on_error": "skip" if loader.skips else "raise",
-            "num_shards": len(self.shards),
-            "digest": self.signature.digest,
+            "buffer and seed of `shuffle`": [loader.buffer, loader.seed],
+            "number of filters": sum(step.is_filter for step in loader.steps),
+            "`on_error`": "skip" if loader.skips else "raise",
+            "number of shards": len(self.shards),
+            "digest of names, lengths and versions of shards": self.digest,
         }
 
     def check_position(self, position: Mapping[str, Any]) -> None:
@@ -99,13 +88,9 @@ class StreamData:
         then, now = position.get("stream"), self.origin
         if not isinstance(then, Mapping) or then.keys() != now.keys():
             raise _misfit("other data than a stream, or by another version")
-        said = {"shuffle": "`shuffle({0[0]}, seed={0[1]})`", "num_filters": "{} filters", "on_error": "`on_error={!r}`"}
-        for name, words in said.items():
-            if then[name] != now[name]:
-                raise _misfit(f"a stream with {words.format(then[name])}, which has {words.format(now[name])} now")
-        if then["digest"] != now["digest"]:
-            numbers = f"{then['num_shards']} then, {now['num_shards']} now"
-            raise _misfit(f"other shards ({numbers}), or other versions of them")
+        differing = [f"{name} {then[name]!r}, now {value!r}" for name, value in now.items() if then[name] != value]
+        if differing:
+            raise _misfit(f"other data ({'; '.join(differing)})")
         lanes, turn, num_parts = position["lanes"], position["turn"], -(-len(self.shards) // NUM_LANES)
         end = self.loader.num_rows(self.shards) or self.loader.limit
         needs_lanes = bool(position["consumed"]) and not self.open_pass(0, 0).is_known
@@ -288,7 +273,7 @@ class StreamSource:
         loader, frameworks = self.data.loader, self._collate
         own, num = loader.collate, min(loader.num_workers, len(watched))
         if not num:
-            return LoaderInThread(BatchMaker(of_pass, watched, own or frameworks))
+            return BatchMaker(of_pass, watched, own or frameworks)
         make: Callable[[list[Any]], Any] = own or frameworks
         join: Callable[[list[Any]], Any] = frameworks.join
         if own is not None:

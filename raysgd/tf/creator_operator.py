@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.connections import tensorflow as connections
-from raysgd.exceptions import IncompatibleModelError, NoDataError
+from raysgd.exceptions import NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
 from raysgd.tf.fit import acts_on_steps, merger, one_part, stopper, tracker
 from raysgd.tf.objects import datasets, learning_rates, registration
@@ -17,7 +17,6 @@ from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import refuse_xla
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.worker.operator import class_of_creators
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
@@ -25,12 +24,9 @@ _DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
 # They write to files, or somewhere else, what is the same on every rank.
 _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
 
-# Under a strategy all ranks take part in saving; these know that rank 0 alone is to leave files.
-_KNOW_STRATEGIES = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard"}
-
 
 class CreatorOperator(TrainingOperator):
-    """Trains one compiled model; see `TrainingOperator.from_creators`."""
+    """Trains one compiled model; see `make_operator`."""
 
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
@@ -42,21 +38,13 @@ class CreatorOperator(TrainingOperator):
             return
         self._has_created = True
         train_dataset, test_dataset = self._create_data(config)
-        with self._raysgd.scope():
-            self.model = self._model_creator(config)
+        self.model = self._model_creator(config)
         registration.models_of(self.model)
         registration.require_compiled(self.model, "`model_creator`")
         if self._steps_with_others:
             refuse_xla(self.model)
-        if self._raysgd.context.strategy is not None and not registration.is_legacy(self.model):
-            raise IncompatibleModelError(
-                '`backend="mwms"` needs a model of tf_keras (Keras 2): `fit` of Keras 3 cannot train under a '
-                '`MultiWorkerMirroredStrategy`. Use `backend="sockets"`, which trains models of either Keras; or set '
-                "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported."
-            )
         self.register(models=self.model)
-        if self._raysgd.context.strategy is None:
-            self._keep_optimizers()
+        self._keep_optimizers()
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _keep_optimizers(self) -> None:
@@ -108,10 +96,8 @@ class CreatorOperator(TrainingOperator):
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
         if isinstance(options.get("validation_data"), datasets.PackedDataset):
             options["validation_data"] = options["validation_data"].make()
-        in_strategy = self._raysgd.context.strategy is not None
         # Keras makes an iterator that it does not use, which advances a shuffle, but not one whose passes are counted.
-        data = self.train_dataset if in_strategy else self._raysgd.fit.passes.counted(0)
-        history = self.model.fit(data, **options)
+        history = self.model.fit(self._raysgd.fit.passes.counted(0), **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
@@ -228,7 +214,7 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def _steps_with_others(self) -> bool:
-        """True if there are other ranks, now or later, and no strategy that knows about them."""
+        """True if there are other ranks, now or later, or steps are counted."""
         return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:
@@ -272,16 +258,14 @@ class CreatorOperator(TrainingOperator):
         callbacks = list(given) if isinstance(given, list | tuple) else [given]
         if self.world_rank == 0:
             return callbacks
-        dropped = _ONLY_ON_FIRST - (_KNOW_STRATEGIES if self._raysgd.context.strategy is not None else set())
-        return [callback for callback in callbacks if dropped.isdisjoint(registration.class_names(callback))]
+        return [callback for callback in callbacks if _ONLY_ON_FIRST.isdisjoint(registration.class_names(callback))]
 
 
 def make_operator(
     model_creator: Callable[[dict[str, Any]], Any],
     data_creator: Callable[[dict[str, Any]], Any],
-    own: type[TrainingOperator] = TrainingOperator,
 ) -> type[TrainingOperator]:
-    """Return the operator class of two creator functions, with the methods of an own class.
+    """Return the operator class of two creator functions: the first one returns a compiled model, the other datasets.
 
     Raises:
         ValueError: One of them is not callable.
@@ -290,7 +274,7 @@ def make_operator(
         if not callable(creator):
             raise ValueError(f"`{name}={creator!r}`: need a function that takes the config.")
     members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
-    return class_of_creators(own, CreatorOperator, members)
+    return type("CustomCreatorOperator", (CreatorOperator,), members)
 
 
 def _last(values: Any) -> Any:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from raysgd.engine.shared.types import DataLedger
 from raysgd.tf.data.batch_streams import Passes
 from raysgd.tf.objects import registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
@@ -75,9 +74,6 @@ class FitStream:
         self._num_steps_before = 0
         self._num_exchanges_before: int | None = None  # before the epoch that is running; None between epochs
         self._num_passes_elsewhere: int | None = None
-        self._num_due: int | None = None  # steps of the epoch that is running
-        self._num_steps_seen: int | None = None  # steps of an epoch over data that do not say how many there are
-        self._last_ledger: DataLedger | None = None
 
     @property
     def num_steps_completed(self) -> int:
@@ -105,14 +101,6 @@ class FitStream:
     @property
     def _num_steps_here(self) -> int:
         return self._num_exchanges // self._exchanges.num_per_step
-
-    def ledger(self) -> DataLedger | None:
-        """Return the global batches of the epoch of Keras, running or last. May be called from a second thread."""
-        if self._num_exchanges_before is None or self.place is None:
-            return self._last_ledger
-        place, due = self._present_place(), self._num_due
-        in_flight = self.steps_per_execution if due is None else min(self.steps_per_execution, due - place.num_steps)
-        return DataLedger(place.epoch, due, place.num_steps, in_flight, unit="batches")
 
     def state(self) -> dict[str, Any]:
         """Return what another rank, or another process later, needs to go on."""
@@ -177,23 +165,18 @@ class FitStream:
         self.passes.go_to(self.place.num_passes)
         return self.passes.counted(self.place.num_batches)
 
-    def begin_epoch(self, epoch: int, steps_per_epoch: int | None = None) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Note that Keras begins an epoch."""
         assert self.place is not None
         if not self.place.num_batches:
             self.place = replace(self.place, num_passes=self.passes.num_begun)
         self.place = replace(self.place, epoch=epoch)
-        known = self.num_steps_of_epoch(steps_per_epoch)
-        self._num_due = self._num_steps_seen if known is None else known
         self._num_exchanges_before = self._exchanges.num_completed
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
         """Note that Keras is done with it."""
         place = self._present_place()
-        if self._num_due is None:  # the end of the data has told
-            self._num_due = self._num_steps_seen = place.num_steps
-        self._last_ledger = DataLedger(place.epoch, self._num_due, place.num_steps, unit="batches")
         self._close()
         length = int(self.passes.dataset.cardinality())
         is_kept = steps_per_epoch is not None and place.num_steps >= steps_per_epoch
@@ -233,7 +216,7 @@ def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: C
         agree()
 
     return registration.keras_of(model).callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs=None: stream.begin_epoch(epoch, steps_per_epoch), on_epoch_end=end_epoch
+        on_epoch_begin=lambda epoch, logs=None: stream.begin_epoch(epoch), on_epoch_end=end_epoch
     )
 
 

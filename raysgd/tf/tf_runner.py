@@ -5,7 +5,6 @@ Internal: what the class of this name in the old library could do is done by `TF
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,19 +31,6 @@ class TFRunner(ClassRunner):
         """The live operator."""
         return self._hosted.operator
 
-    def restore_former(self, state: Mapping[str, Any]) -> str:
-        """Take over a file of the old library: the weights, the epoch, and what is known of the optimizer's variables.
-
-        Returns:
-            Why the optimizer was left as it is; nothing if it was not.
-
-        Raises:
-            ValueError: The weights do not fit the model that is registered; nothing was changed.
-        """
-        whole, obstacle = self._hosted.state.from_former(state)
-        self.restore(whole, None)
-        return obstacle
-
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Run the operator's `validate` once; `evaluate` of Keras finds data of a call in the place of the others."""
         if request.shard_key is None:
@@ -62,12 +48,8 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def architecture(self) -> list[str]:
-        """Return the registered models without weights, as JSON; a single one with what it can be compiled with."""
-        registered = self.operator._raysgd.registered
-        models, loss = registered.models, registered.loss
-        if len(models) != 1 or len(registered.optimizers) != 1 or loss is None:
-            return [serializing.model_to_json(model) for model in models]
-        return [serializing.model_to_json(models[0], registered.optimizers[0], loss, registered.metrics)]
+        """Return the registered models without weights, as JSON."""
+        return [serializing.model_to_json(model) for model in self.operator._models]
 
     def input_spec(self) -> Any:
         """Return what the train dataset yields."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from raysgd import _arguments as checks
 from raysgd.arrays.data_kinds import CallData
 from raysgd.compat.names import former_names
-from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
+from raysgd.connections.tensorflow import TensorFlowConnection, keras_of_driver
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
 from raysgd.driver.changing import ChangingTrainer
@@ -37,7 +37,6 @@ from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
 from raysgd.messages.weight_sums import check_equal
 from raysgd.storage import files
-from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file, serializing
@@ -88,8 +87,6 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             apply to a worker in the driver.
         initialization_hook: Called without arguments in each worker process before anything else.
-        backend: "sockets": each worker has its own model, and gradients are averaged. "mwms": one
-            `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
         timeout_s: Seconds that workers may wait for each other.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
         detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
@@ -137,7 +134,6 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         *,
         training_operator_cls: type[OperatorT] | None = None,
         num_workers: int | None = None,
-        backend: Literal["sockets", "mwms", "gloo"] = "sockets",
         resources_per_worker: Mapping[str, float] | None = None,
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
@@ -167,10 +163,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             num_workers=num_workers,
         )
         self._trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
-        backend = arguments.check_backend(backend, self._trains_with_fit)
         group = GroupSettings(
             num_workers=num_workers,
-            backend=backend,
+            backend="sockets",
             timeout_s=timeout_s,
             num_cpus_per_worker=num_cpus_per_worker,
             placement=Placement(resources_per_worker, accelerator_type, placement_strategy, runtime_env),
@@ -180,14 +175,12 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             min_workers=min_workers,
             spare_workers=spare_workers,
         )
-        arguments.check_spares(group)
-        arguments.check_snapshots_inside(recovery.snapshot_every_n_steps, backend)
+        group.refuse_spares((), "workers outside the driver, `Recovery(in_place=True)`")
         arguments.check_undo(recovery.undo)
-        arguments.check_config(settings, num_workers, backend)
+        arguments.check_config(settings, num_workers)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
-        self._goes_on = backend == "sockets"
-        super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
+        super().__init__(group, settings)
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
@@ -208,20 +201,14 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
         return replace(settings, config=config)
 
-    @property
-    def _keeps_survivors(self) -> bool:
-        return self.backend == "sockets"
+    _keeps_survivors = True
 
     @property
     def _reservation_timeout_s(self) -> float:
         return arguments.reservation_timeout_s()
 
     def _make_connection(self) -> Connection:
-        variables = _variables_for_workers()
-        if self.backend == "mwms" and self.max_replicas > 1:
-            return MultiWorkerConnection(variables)
-        form_timeout_s = self.recovery.form_timeout_s
-        return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=form_timeout_s)
+        return TensorFlowConnection(_variables_for_workers(), self.timeout_s, self.recovery.form_timeout_s)
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)
@@ -275,10 +262,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         """Return the trained model, or a list of models: a copy in the driver, with weights.
 
         With creators it is what `model_creator` returns, compiled, with the state of the optimizer. With an operator
-        the models are made from their configuration. They are compiled if the operator's are; and so is a single model
-        with a single optimizer and a loss that were registered, with these and the metrics. Where Keras cannot make
-        these from their configuration, for which it may need `custom_objects`, the model comes without, and the log
-        says so.
+        the models are made from their configuration, and compiled if the operator's are.
 
         Args:
             custom_objects: Your own classes and functions that Keras needs to make a model from its configuration.
@@ -304,13 +288,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and len(slots) == len(state["models"]):
             registration.build_optimizer(optimizer, model.trainable_variables)
-            variables = registration.variables_of_optimizer(optimizer)
-            if len(variables) != len(slots[index]):  # under a strategy tf_keras keeps more of them
-                logger.warning(
-                    "the optimizer of the model here has other variables than in the workers, so it stays unchanged"
-                )
-                return
-            for variable, value in zip(variables, slots[index], strict=True):
+            for variable, value in zip(registration.variables_of_optimizer(optimizer), slots[index], strict=True):
                 variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,8 +327,8 @@ class TFTrainer(ChangingTrainer[OperatorT]):
     def load(self, checkpoint: str | PathLike[str]) -> None:
         """Load a file that `save` wrote, or that the old library wrote, into all workers.
 
-        Of a file of the old library the variables of the optimizer are loaded if it is known where they belong; else
-        the optimizer stays as it is, and a warning says why.
+        Of a file of the old library the weights and the epoch are loaded. The optimizer stays as it is, and a warning
+        says so.
 
         Args:
             checkpoint: The path or the URI.
@@ -364,33 +342,19 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         with files.local_copy(checkpoint) as path:
             state = checkpoint_file.read(path, name=files.shown(checkpoint))
-        if checkpoint_file.FORMER_OPTIMIZER in state:
-            self._load_former(checkpoint, state)
-        else:
-            rank_states = state.pop(_RANKS, ())
-            if not isinstance(rank_states, list | tuple):
-                raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
-            self._load(state, tuple(rank_states))
+        rank_states = state.pop(_RANKS, ())
+        if not isinstance(rank_states, list | tuple):
+            raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
+        is_former = "optimizers" not in state
+        self._load({**self.state_dict(), **state} if is_former else state, tuple(rank_states))
+        if is_former:
+            logger.warning(
+                "`%s` is a file of the old library: the weights and the epoch were loaded, the optimizer is unchanged",
+                files.shown(checkpoint),
+            )
         self._saves.note_file(files.shown(checkpoint))
 
     restore = load
-
-    def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any]) -> None:
-        check_parts(state, {"models": self._facts.num_models})
-        call = Call(
-            TFRunner.restore_former,
-            lambda worlds: [(shared,) for shared in self._controller.ensure_group().share(state)],
-            changes_state=True,
-            keeps_alike=True,
-        )
-        obstacle = self._controller.run(call)[0]
-        if obstacle:
-            logger.warning(
-                "`%s` is a file of the old library. The weights and the epoch were loaded. The optimizer is "
-                "unchanged, because %s.",
-                files.shown(checkpoint),
-                obstacle,
-            )
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
         check_parts(snapshot.shared_state, self._facts.counts)

@@ -11,7 +11,7 @@ change; the library keeps doing the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd._arguments import answer_mistakes
@@ -208,7 +208,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch: `val_loss`, weight, and `val_accuracy` where the largest output is a class."""
+        """Evaluate one batch: return `val_loss` and its weight. Register a Keras metric for anything else."""
         internals = self._raysgd
         if internals.test_function is None:
             internals.test_function = internals.compiled(self.test_step)
@@ -221,8 +221,7 @@ class TrainingOperator(BaseOperator):
         features, target, sample_weight = unpack(batch)
         output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
         self.update_metrics(target, output, sample_weight)
-        share = _accuracy(output, target)
-        return {"val_loss": loss, **({} if share is None else {"val_accuracy": share}), **_as_metric(weight)}
+        return {"val_loss": loss, **_as_metric(weight)}
 
     @answer_mistakes(
         "`self.model, self.optimizer, self.loss = self.register(models=model, optimizers=optimizer, loss=loss)`; "
@@ -314,10 +313,6 @@ class TrainingOperator(BaseOperator):
                 check_dataset(f"{name}_dataset", dataset)
         self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders, streams)
 
-    def average_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the mean of all workers' gradients by samples, for optimizers that are not registered."""
-        return self._raysgd.context.synchronizer.average(gradients)
-
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
         """Make a loss that is the mean over, say, so many tokens ready for its gradient; all workers have to call it.
 
@@ -335,25 +330,6 @@ class TrainingOperator(BaseOperator):
     def validation_dataset(self) -> Any:
         """The registered validation dataset, not divided."""
         return self._raysgd.data.validation_dataset
-
-    @classmethod
-    def from_creators(
-        cls, model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
-    ) -> type[TrainingOperator]:
-        """Make an operator class out of creator functions; see `raysgd.tf.creator_operator`.
-
-        `Own.from_creators(...)` has the methods of `Own` too; its `setup` runs after the creators.
-
-        Args:
-            model_creator: `config` -> compiled Keras model.
-            data_creator: `config` -> train and test dataset, whose batches are those of all workers together.
-
-        Raises:
-            ValueError: One of them is not callable.
-        """
-        from raysgd.tf.creator_operator import make_operator
-
-        return make_operator(model_creator, data_creator, cls)
 
     def warm_up(self) -> None:
         """Take steps on zeros, so that everything that happens for the first time has happened."""
@@ -395,22 +371,3 @@ def _scaled(optimizer: Any, loss: Any) -> Any:
 def _unscaled(optimizer: Any, gradients: Sequence[Any]) -> Any:
     unscale = getattr(optimizer, "get_unscaled_gradients", None)
     return gradients if unscale is None else unscale(gradients)
-
-
-def _accuracy(output: Any, target: Any) -> Any:
-    """Return the share of samples whose largest output is the target, a class or one-hot; None if there is none."""
-    import tensorflow as tf
-
-    if not tf.is_tensor(output) or target is None or output.shape.rank is None or output.shape.rank < 2:
-        return None
-    target = tf.convert_to_tensor(target)
-    if (output.shape[-1] or 0) < 2 or target.shape.rank is None:
-        return None
-    predicted = tf.argmax(output, axis=-1)
-    if target.shape.rank == output.shape.rank and target.shape[-1] == output.shape[-1]:
-        actual = tf.argmax(target, axis=-1)
-    elif target.dtype.is_integer and target.shape.rank in (output.shape.rank - 1, output.shape.rank):
-        actual = tf.reshape(tf.cast(target, tf.int64), tf.shape(predicted))
-    else:
-        return None
-    return tf.reduce_mean(tf.cast(tf.equal(predicted, actual), tf.float32))

@@ -35,11 +35,10 @@ from raysgd.messages.prediction_data import BatchRequest, Found
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
 from raysgd.storage import files
-from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.torch import constants
-from raysgd.torch.checkpoints import checkpoint_file, divided_state
+from raysgd.torch.checkpoints import divided_state
 from raysgd.torch.data import call_data
 from raysgd.torch.driver import arguments, epoch_checks, partial_loading, saving
 from raysgd.torch.driver.partial_loading import LoadReport
@@ -244,7 +243,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
-        super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
+        super().__init__(group, settings)
         self._shows_progress = use_tqdm
         arguments.warn_of_unused_gpus(asked)
 

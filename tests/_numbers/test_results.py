@@ -50,18 +50,9 @@ class Counter:
         return self.count
 
 
-def test_samples_are_added_up() -> None:
-    assert merge([plain(num_samples=3), plain(num_samples=4)])["num_samples"] == 7
-
-
 def test_a_worker_that_did_not_count_makes_the_total_unknown() -> None:
     assert math.isnan(merge([plain(num_samples=3), plain(loss=1.0)])["num_samples"])
     assert "num_samples" not in merge([plain(loss=1.0), plain(loss=2.0)])
-
-
-def test_unequal_shares_count_by_their_samples() -> None:
-    merged = merge([averaged(3, loss=(3.0, 3)), averaged(1, loss=(5.0, 1))])
-    assert merged["loss"] == 2.0
 
 
 def test_n_workers_report_what_one_process_would() -> None:
@@ -106,12 +97,6 @@ def test_a_metric_that_is_called_like_a_last_value_counts_by_its_samples() -> No
 def test_a_metric_beside_one_whose_last_value_it_might_be_counts_by_its_samples() -> None:
     merged = merge([averaged(3, token=(3.0, 3), last_token=(3.0, 3)), averaged(1, token=(1.0, 1), last_token=(5.0, 1))])
     assert merged["last_token"] == 2.0
-
-
-def test_an_epoch_stays_the_integer_that_it_is() -> None:
-    epoch = merge([plain(epoch=2), plain(epoch=2)])["epoch"]
-    assert epoch == 2
-    assert isinstance(epoch, int)
 
 
 def test_nan_on_one_worker_stays_nan() -> None:

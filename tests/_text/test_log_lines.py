@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raysgd._text import log_lines
-from raysgd._text.log_lines import DefaultHandler, LogBuffer, LogRelay, Once, WorkerLogLine, listed, named
+from raysgd._text.log_lines import DefaultHandler, LogBuffer, LogRelay, Once, WorkerLogLine, listed
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -151,16 +151,6 @@ def test_memory_for_what_was_told_is_bounded(caplog: pytest.LogCaptureFixture) -
     assert len(relay._told) == 1
 
 
-def test_each_key_has_a_first_time_of_its_own() -> None:
-    once = Once()
-    assert [once.is_first(key) for key in ("a", "a", "b", ("a", 1), "b")] == [True, False, True, True, False]
-
-
-def test_two_objects_know_nothing_of_each_other() -> None:
-    assert Once().is_first("a")
-    assert Once().is_first("a")
-
-
 def test_of_several_threads_one_is_the_first() -> None:
     once = Once()
     with ThreadPoolExecutor(8) as pool:
@@ -179,7 +169,3 @@ def test_of_several_threads_one_is_the_first() -> None:
 )
 def test_many_ranks_in_a_row_are_a_range(ranks: Collection[int], expected: str) -> None:
     assert listed(ranks) == expected
-
-
-def test_one_rank_is_no_ranks() -> None:
-    assert [named([7]), named([7, 8]), named(range(1000))] == ["rank 7", "ranks 7, 8", "ranks 0-999"]

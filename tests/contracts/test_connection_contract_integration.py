@@ -22,7 +22,7 @@ from raysgd.connections._gloo import OpenSocket, open_sockets, opened_since
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.mesh.meeting import ConnectFailed
 from raysgd.connections.mesh.mesh import MeshBroken
-from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection
+from raysgd.connections.tensorflow import TensorFlowConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared.connection import Connection
@@ -617,38 +617,6 @@ def test_who_waits_in_gloo_for_a_rank_that_has_failed_in_the_mesh_is_freed_by_an
 
 def interrupt_connection(replica: Any) -> None:
     replica.connection.interrupt()
-
-
-# -------------------------------------------------------------------------------------------- tensorflow's strategy
-
-
-def read_a_dataset_that_fails() -> None:
-    import tensorflow as tf
-
-    def samples() -> Iterator[int]:
-        raise_own("database: connection refused")
-        yield 1
-
-    list(tf.data.Dataset.from_generator(samples, output_signature=tf.TensorSpec((), tf.int64)))
-
-
-def raise_an_error_of_tensorflow() -> None:
-    import tensorflow as tf
-
-    raise tf.errors.UnavailableError(None, None, "the feature store: connection refused")
-
-
-def errors_of_tensorflow(replica: Any) -> list[tuple[bool, bool, bool]]:
-    """Of mistakes: whether TensorFlow raises them, with the user's words, and as a lost connection."""
-    import tensorflow as tf
-
-    errors = [caught(mistake) for mistake in (read_a_dataset_that_fails, raise_an_error_of_tensorflow)]
-    is_lost = MultiWorkerConnection().is_connection_error
-    return [(isinstance(each, tf.errors.OpError), "connection refused" in str(each), is_lost(each)) for each in errors]
-
-
-def test_tensorflows_strategy_tells_errors_of_its_collectives_from_those_that_pass_through_tensorflow(rig: Rig) -> None:
-    assert rig.on_each(1, errors_of_tensorflow) == [[(True, True, False)] * 2]
 
 
 # -------------------------------------------------------------------------------------------- horovod

@@ -145,7 +145,6 @@ def test_the_data_are_told_by_whoever_answers() -> None:
     [
         (LEDGER, "epoch 3: 60 of 100 samples used"),
         (DataLedger(0, None, 60), "epoch 1: 60 samples used"),
-        (DataLedger(1, 8, 5, unit="batches"), "epoch 2: 5 of 8 batches used"),
     ],
 )
 def test_a_ledger_says_what_is_known(ledger: DataLedger, text: str) -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.house.claims import ROOT, Claim, claims, outcome_of, table_of
+from tests.house.claims import ROOT, Claim, claims, outcome_of
 
 README = ROOT / "README.md"
 ROWS = claims()
@@ -116,12 +116,6 @@ def report(**endings: str) -> list[ElementTree.Element]:
 )
 def test_a_claim_holds_if_all_that_ran_of_its_test_passed(endings: dict[str, str], outcome: str) -> None:
     assert outcome_of("tests/docs/test_docs.py::test_a", report(**endings)) == outcome
-
-
-def test_the_table_has_a_line_for_each_claim_and_counts_them() -> None:
-    lines = table_of(ROWS[:3], ["holds", "not here", "holds"]).splitlines()
-    assert [line[:9].rstrip() for line in lines[:3]] == ["holds", "not here", "holds"]
-    assert lines[-1] == "2 holds, 0 does not, 1 not here"
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:

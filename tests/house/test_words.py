@@ -176,12 +176,6 @@ def test_a_module_uses_plain_words(path: Path) -> None:
     assert to_replace(words_of_module(path.read_text(encoding="utf-8"), path)) == []
 
 
-def test_goals_are_told_from_progress_bars() -> None:
-    text = "A bar of tqdm. | speed | bar | met |\n0.14 (bar: 0.3). The bars are 0.9. The bar is written. They meet."
-    found = [each.word for each in found_in(text, ROOT, patterns=GOAL_PATTERNS)]
-    assert found == ["bar", "met", "bar", "The bars are 0"]
-
-
 def test_words_are_found_across_lines_and_by_their_line() -> None:
     source = '"""First.\n\nHere nothing\n    but this.\n"""\nx = 1  # set anew\nclass Party: ...\ny = "`nobody`"\n'
     found = words_of_module(source, ROOT / "raysgd" / "module.py")
@@ -193,14 +187,6 @@ def test_code_of_a_page_is_not_looked_at(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n```text\nnobody\n```\n\n`anew` and likewise.\n", encoding="utf-8")
     assert [(each.line, each.word) for each in words_of_page(page)] == [(7, "likewise")]
-
-
-def test_translated_words_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "It thereby has a thread\nof its own.\nWhat is told by a rank on its own, or `anew`.\n", encoding="utf-8"
-    )
-    assert [each.word for each in words_of_page(page, TRANSLATED_PATTERNS)] == ["thereby", "of its own", "is told by"]
 
 
 def test_decisions_that_the_code_names_exist() -> None:

@@ -128,12 +128,6 @@ def test_a_large_file_is_given_up_before_all_of_it_is_sent(
     assert drawn <= 10
 
 
-def test_keys_are_never_shown(s3_server: S3Server) -> None:
-    folder = open_folder(s3_server.uri("x"))
-    assert KEYS[1] in folder.uri
-    assert KEYS[1] not in str(folder) + repr(folder)
-
-
 def test_memory_is_of_this_process_alone() -> None:
     assert open_folder("memory://x/y").is_in_memory
     assert not open_folder("/x").is_in_memory

@@ -12,21 +12,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from raysgd.storage._transfers import fetch, on_threads, pieces, send, send_and_rename
-
-LARGE = bytes(range(256)) * 80_000  # 20 MB: more than one piece
-
-
-def test_a_file_is_sent_piece_by_piece() -> None:
-    with tempfile.TemporaryFile() as file:
-        file.write(LARGE)
-        assert [len(piece) for piece in pieces(file)] == [2**23, 2**23, len(LARGE) - 2**24]
-
-
-def test_an_empty_file_is_sent_too(tmp_path: Path) -> None:
-    with tempfile.TemporaryFile() as file:
-        send(fs.LocalFileSystem(), lambda: pieces(file), str(tmp_path / "empty"))
-    assert (tmp_path / "empty").read_bytes() == b""
+from raysgd.storage._transfers import fetch, on_threads, send, send_and_rename
 
 
 def test_a_file_is_sent_to_its_end_also_after_ctrl_c(tmp_path: Path) -> None:
@@ -96,7 +82,3 @@ def test_after_a_failure_no_more_is_begun(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(OSError, match="0"):
         on_threads(work, [str(number) for number in range(100)])
     assert len(begun) <= 9, "by eight threads, and by the one that failed once more before that was noticed"
-
-
-def test_nothing_to_do_takes_no_thread() -> None:
-    on_threads(pytest.fail, [])

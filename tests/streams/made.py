@@ -14,7 +14,7 @@ from raysgd.arrays.division import Division
 from raysgd.streams.global_reader import GlobalReader, Numbers, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition
 from raysgd.streams.lanes import lanes_of
-from raysgd.streams.loaders import BatchMaker, LoaderInThread
+from raysgd.streams.loaders import BatchMaker
 from raysgd.streams.stream import Pipeline, Shard, Stream, check_shards
 
 START = StreamPosition()
@@ -91,7 +91,7 @@ def reader(
     pad: bool = True,
 ) -> GlobalReader:
     watched = lanes_of(rank, shares.world_size, of_pass.num_lanes)
-    loading = LoaderInThread(BatchMaker(of_pass, watched, list))
+    loading = BatchMaker(of_pass, watched, list)
     loading.num_ahead = num_ahead
     return GlobalReader(of_pass, shares, rank, begin, watched, lambda: loading, start_sum, pad)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -246,12 +245,6 @@ def test_rows_that_make_no_batch_are_named_with_the_field_in_which_they_differ(n
     broken = MadeStream([4]).batch(4, collate=lambda rows: rows[9])
     with pytest.raises(StreamError, match=r"\(shard 'shard-0', row 0, to shard 'shard-0', row 3\): IndexError"):
         list(source_of(data_of(broken)).open(0, 0))
-
-
-def test_more_workers_than_lanes_are_refused() -> None:
-    of_pass = replace(pass_of(MadeStream([100]).batch(8)), num_lanes=3)
-    with pytest.raises(ValueError, match="4 workers for a stream with 3 lanes"):
-        reader(of_pass, division(8, 4), 0)
 
 
 def test_a_batch_of_a_worker_has_a_limit_as_for_loaders() -> None:

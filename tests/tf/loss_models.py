@@ -175,7 +175,3 @@ class Tokens(TrainingOperator):
             tf.math.divide_no_nan(tf.reduce_sum(errors * counts), weight),
             weight * self.config.get("sign", 1),
         )
-
-    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        metrics = super().validate_batch(batch, batch_info)
-        return {name: value for name, value in metrics.items() if name != "val_accuracy"}  # which counts padding, too

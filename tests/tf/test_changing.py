@@ -162,15 +162,6 @@ class TestUpdatingTheConfig:
             trainer.update_config(lr=7.0)
         assert (rate(trainer), trainer.config["lr"], trainer.get_local_operator().config["lr"]) == (0.05, 0.05, 0.05)
 
-    def test_without_a_hook_the_operator_finds_the_value_and_no_optimizer_follows(self, make_local: Make) -> None:
-        trainer = make_local()
-        trainer.update_config(lr=0.05)
-        assert (rate(trainer), trainer.get_local_operator().config["lr"]) == (0.04, 0.05)
-
-    def test_names_that_the_config_lacks_are_refused_with_a_guess(self, make_local: Make) -> None:
-        with pytest.raises(ValueError, match=r"has no `nota`\. Did you mean `note`\?"):
-            make_local().update_config(nota="second")
-
 
 @pytest.mark.keras_in_turns("keras2")
 class TestFindingARate:
@@ -225,10 +216,6 @@ class TestAPopulation:
             assert rate(worse.trainer) == 0.01
             assert is_same_but_for_rates(worse.trainer, better.trainer)
             assert worse.trainer.train()["epoch"] == 2
-
-    def test_only_trainers_of_one_kind_share_a_state(self, make_local: Make) -> None:
-        with pytest.raises(TypeError, match="got a `dict`: need a trainer of the same kind, a `TFTrainer`"):
-            make_local().take_state_of({})
 
 
 def is_same_but_for_rates(one: TFTrainer, other: TFTrainer) -> bool:

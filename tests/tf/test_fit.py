@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.connections.group import Group
-from raysgd.engine.shared.types import DataLedger, World
+from raysgd.engine.shared.types import World
 from raysgd.tf.data.batch_streams import Passes
 from raysgd.tf.fit import FitPlace, FitStream, one_part
 from raysgd.tf.parallel.averaging import ExchangeRecord
@@ -68,34 +68,6 @@ def test_a_state_between_two_steps_of_one_execution_is_no_whole_one() -> None:
         keras.step()
         whole.append(keras.stream.is_whole)
     assert whole == [False, True, False, True]
-
-
-def test_the_ledger_is_that_of_the_epoch_of_keras() -> None:
-    keras = Keras()
-    assert keras.stream.ledger() is None
-    keras.fit()
-    keras.epoch(0, num_steps=10)
-    done = DataLedger(0, due=10, used=10, unit="batches")
-    assert keras.stream.ledger() == done
-    keras.stream.begin_epoch(1)
-    keras.batches = iter(keras.stream.data())
-    for _ in range(4):
-        keras.step()
-    assert keras.stream.ledger() == DataLedger(1, due=10, used=4, in_flight=1, unit="batches")
-    for _ in range(6):
-        keras.step()
-    assert keras.stream.ledger() == DataLedger(1, due=10, used=10, unit="batches")
-    keras.stream.end_epoch({}, None)
-    keras.stream.end()
-    assert keras.stream.ledger() == DataLedger(1, due=10, used=10, unit="batches"), "also when `fit` is over"
-
-
-def test_with_steps_per_epoch_so_many_batches_are_due() -> None:
-    keras = Keras(steps_per_epoch=3)
-    keras.fit()
-    keras.stream.begin_epoch(0, 3)
-    keras.step()
-    assert keras.stream.ledger() == DataLedger(0, due=3, used=1, in_flight=1, unit="batches")
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

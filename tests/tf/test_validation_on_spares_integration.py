@@ -41,24 +41,3 @@ def test_a_spare_of_a_single_worker_validates_the_weights_of_the_last_call_and_t
         testing.kill_worker(trainer, 0)
         trainer.train()
         assert trainer.apply_all_workers(os.getpid) == [spare.info.pid]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("what", [{"training_operator_cls": Line}, CREATORS], ids=["operator", "creators"])
-def test_a_spare_validates_until_it_is_needed(what: dict[str, Any], ray_cluster: None, keras_here: Any) -> None:
-    options: dict[str, Any] = {"num_workers": 2, "seed": 1, "timeout_s": 240, "initialization_hook": forget_pytorch}
-    with TFTrainer(**what, config={"batch_size": 4}, spare_workers=1, num_cpus_per_worker=0.5, **options) as trainer:
-        trainer.train()
-        inline = pytest.approx(without_batches(trainer.validate()), rel=1e-6, nan_ok=True)
-        assert without_batches(trainer.validate(blocking=False).result(300)) == inline
-        testing.kill_worker(trainer, 1, at="step:1")
-        handle = trainer.validate(blocking=False)
-        trainer.train()
-        assert [event.kind for event in trainer.history.events] == ["started", "continued"]
-        assert trainer.num_workers == 2
-        assert without_batches(handle.result(300)) == inline
-
-
-def without_batches(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on how many workers share the batches."""
-    return {name: value for name, value in metrics.items() if name != "batch_count" and not name.startswith("last_")}

@@ -248,7 +248,6 @@ class DataLedger:
         due: How many samples steps will use, or have used, in this pass; None where only its end will tell.
         used: How many have been used, each once, by all workers together.
         in_flight: How many are in a step that is not done; if it breaks off, they are repeated.
-        unit: What is counted: "samples", or "batches" where a framework draws them by itself.
         left_out: Rows of a stream that could not be read, and were left out.
     """
 
@@ -256,7 +255,6 @@ class DataLedger:
     due: int | None
     used: int
     in_flight: int = 0
-    unit: str = "samples"
     left_out: int = 0
 
     def used_since(self, before: DataLedger) -> int:
@@ -270,7 +268,7 @@ class DataLedger:
     def __str__(self) -> str:
         used = f"{self.used}" if self.due is None else f"{self.used} of {self.due}"
         left_out = f", {self.left_out} left out" if self.left_out else ""
-        return f"epoch {self.pass_index + 1}: {used} {self.unit} used{left_out}"
+        return f"epoch {self.pass_index + 1}: {used} samples used{left_out}"
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,10 @@ FORMAT_VERSION = 1
 REQUIRED_KEYS = ("epoch", "models", "optimizers")
 """The keys that make a dict a training state."""
 
-FORMER_OPTIMIZER = "former_optimizer"
-"""In the state of a file of the former library, instead of `optimizers`: its optimizer weights, in their own order."""
-
 _INDEX = "state.json"
 _ZIP_START = b"PK\x03\x04"
 _TAG = "raysgd"
-_LEGACY_KEYS = ("epoch", "weights", "optimizer_weights")
+_LEGACY_KEYS = ("epoch", "weights")
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -80,7 +77,7 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
     """Read a checkpoint, make sure that it is undamaged, and return the state that was written.
 
     Files of the former library, which are pickles of a dict of arrays, are read too, without running code. Their state
-    has `FORMER_OPTIMIZER` in place of `optimizers`.
+    has no `optimizers`: what they hold of these is in the order of an optimizer that is no longer there.
 
     Args:
         path: The file.
@@ -122,7 +119,7 @@ def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> 
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+        return value  # Python's JSON has NaN and infinity, too
     if isinstance(value, bytes):
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -155,8 +152,6 @@ def _decoded(tree: Any, arrays: dict[str, Any]) -> Any:
     kind, value = tree[_TAG], tree["value"]
     if kind == "array":
         return arrays[value]
-    if kind == "float":
-        return float(value)
     if kind == "bytes":
         return base64.b64decode(value)
     items = [_decoded(item, arrays) for item in value]
@@ -202,12 +197,7 @@ def _read_legacy(file: IO[bytes], name: str) -> dict[str, Any]:
         state = read_pickle(file.read())
     checked_state(state, name, _LEGACY_KEYS)
     with refusals_of(name):
-        weights = {key: _former_arrays(state[key]) for key in ("weights", "optimizer_weights")}
-    return {"epoch": state["epoch"], "models": [weights["weights"]], FORMER_OPTIMIZER: weights["optimizer_weights"]}
-
-
-def _former_arrays(values: Any) -> list[Any]:
-    require(isinstance(values, list | tuple), "its weights are no list")
-    arrays = [each.value if isinstance(each, FormerValue) else each for each in values]
-    require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are no list of arrays")
-    return arrays
+        require(isinstance(state["weights"], list | tuple), "its weights are no list")
+        arrays = [each.value if isinstance(each, FormerValue) else each for each in state["weights"]]
+        require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are no list of arrays")
+    return {"epoch": state["epoch"], "models": [arrays]}

@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from raysgd.arrays import data_kinds, trees
 from raysgd.arrays.arrays import Arrays, as_arrays
 from raysgd.arrays.containers import ArrayContainer
@@ -57,15 +55,16 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
         return
     raise TypeError(
         f"`{name}=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
-        "dataset of Ray Data, a stream, a function `(config, batch_size)` that returns a `tf.data.Dataset`, or an "
-        "object with `set_num_shards(n)` and `get_shard(i)`."
+        "dataset of Ray Data, a stream, or a function `(config, batch_size)` that returns a `tf.data.Dataset`."
     )
 
 
 def kind_of(dataset: Any) -> Kind | None:
     """Return the kind of data for a call; None for what none can use."""
+    if _is_dataset(dataset) or isinstance(dataset, Stream):
+        return "batches"
     kind = data_kinds.kind_of(dataset)
-    return "batches" if kind is None and (_is_dataset(dataset) or isinstance(dataset, Stream)) else kind
+    return None if kind == "shards" else kind  # whose batches are lists of tensors of PyTorch
 
 
 def _is_dataset(dataset: Any) -> bool:
@@ -129,8 +128,6 @@ def batches_of(share: CallData, is_distributed: bool) -> Any:
     """
     if share.kind == "ray":
         return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
-    if share.kind == "shards":
-        return RepeatedBatches(lambda: map(_in_arrays, share.data))
     if share.kind == "rows":
         return share.data()
     dataset = share.data() if share.kind == "creator" else datasets.unpacked(share.data)
@@ -143,18 +140,6 @@ def batches_of(share: CallData, is_distributed: bool) -> Any:
             "`raysgd.data.Arrays(data, shuffle=True)`, or register the dataset in `setup`."
         )
     return dataset
-
-
-def _in_arrays(batch: Any) -> Any:
-    """Make one array for each place of lists of tuples of numbers or arrays."""
-    if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
-        return tuple(_joined([np.asarray(part) for part in parts]) for parts in zip(*batch, strict=True))
-    return tuple(batch) if isinstance(batch, list) else batch
-
-
-def _joined(parts: list[Any]) -> Any:
-    join: Callable[..., Any] = np.stack if parts[0].ndim == 0 else np.concatenate
-    return join(parts)
 
 
 KINDS = (

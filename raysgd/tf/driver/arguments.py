@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from raysgd._arguments import check_num_workers, check_operator_class
 from raysgd._imports import require_installed
 from raysgd.arrays.data_kinds import kind_of
 from raysgd.messages.batching import check_global_size, split_batch_size
-from raysgd.messages.settings import GroupSettings
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
@@ -68,15 +67,14 @@ _INSTEAD = {
 """Options of Keras that do not apply to what is trained on here, and what to do instead."""
 
 
-def check_config(settings: TFSettings, num_workers: int, backend: str) -> None:
+def check_config(settings: TFSettings, num_workers: int) -> None:
     """Refuse what Keras, or several workers, cannot be given."""
     config, options = settings.config, settings.batch_options
-    options.refuse_with(
-        [(backend == "mwms", '`backend="mwms"`', 'its strategy divides the data. Use `backend="sockets"`, or omit it')]
-    )
     _check_options_for_keras(config)
-    _check_callbacks(config, num_workers, backend)
-    _check_validation_data(config, num_workers, backend)
+    if num_workers > 1:
+        _check_callbacks(config, num_workers)
+        data = (config.get("fit_config") or {}).get("validation_data")
+        datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
     if BATCH_SIZE in config:
         if options.split_batches:
             check_global_size(config[BATCH_SIZE])
@@ -90,7 +88,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
     Raises:
         ValueError: They cannot.
     """
-    if settings.batch_options.split_batches and kind_of(dataset) in ("ray", "shards"):
+    if settings.batch_options.split_batches and kind_of(dataset) == "ray":
         raise ValueError(
             f"`train(dataset=...)` got `{type(dataset).__name__}`, which `split_batches=True` cannot divide by "
             "samples: pass arrays or a `tf.data.Dataset`."
@@ -107,54 +105,15 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
             raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
 
 
-def _check_validation_data(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
-    """Refuse what `fit` is to validate on, if it cannot be divided over several workers."""
-    if num_workers > 1 and backend == "sockets":
-        data = (config.get("fit_config") or {}).get("validation_data")
-        datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
-
-
-def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
     """Refuse callbacks of Keras that several workers cannot have."""
     given = (config.get("fit_config") or {}).get("callbacks") or ()
     callbacks = given if isinstance(given, list | tuple) else [given]
-    is_there = any("BackupAndRestore" in registration.class_names(callback) for callback in callbacks)
-    if is_there and num_workers > 1 and backend == "sockets":
+    if any("BackupAndRestore" in registration.class_names(callback) for callback in callbacks):
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
             "it would restore weights and epoch on rank 0 only. Leave it out: after the failure of a worker the "
             "call continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
-        )
-
-
-def check_backend(backend: Any, trains_with_fit: bool) -> Literal["sockets", "mwms"]:
-    """Refuse an unknown backend, and one that the operator cannot use; return its name."""
-    if backend == "gloo":  # as "sockets" was called first, after the backend of PyTorch that does the same
-        return "sockets"
-    if backend not in ("sockets", "mwms"):
-        raise ValueError(f'`backend={backend!r}`: allowed are "sockets" and "mwms".')
-    if backend == "mwms" and not trains_with_fit:
-        raise ValueError(
-            '`backend="mwms"` trains compiled models of creator functions, with `fit`. For `training_operator_cls` use '
-            '`backend="sockets"`.'
-        )
-    return "mwms" if backend == "mwms" else "sockets"
-
-
-def check_spares(group: GroupSettings) -> None:
-    """Refuses spares where they cannot take the place of a lost worker."""
-    group.refuse_spares(
-        [(group.backend == "mwms", '`backend="mwms"`')],
-        'workers outside the driver, `Recovery(in_place=True)`, and `backend="sockets"`',
-    )
-
-
-def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:
-    """Refuse snapshots that no group could go on from."""
-    if snapshot_every_n_steps is not None and backend == "mwms":
-        raise ValueError(
-            f'`snapshot_every_n_steps={snapshot_every_n_steps}` with `backend="mwms"` cannot work: a `fit` under a '
-            'strategy can only start over. Use `backend="sockets"`, or shorter calls: `train(num_steps=...)`.'
         )
 
 

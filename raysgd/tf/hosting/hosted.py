@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from raysgd.arrays.ray_batches import ray_batches_of
-from raysgd.connections import tensorflow as connections
-from raysgd.engine.shared.types import DataLedger, World
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.messages.epochs import EpochRequest
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
-from raysgd.streams.source import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
 from raysgd.tf.fit import FitStream
@@ -56,19 +54,15 @@ class TFHosted(hosted.Hosted):
 
     settings: TFSettings
     operator: TrainingOperator
+    reconnection_obstacle = None
     loop: OperatorLoop
     state: KerasState
     feed: TFFeed
 
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
-        self._strategy = connections.strategy()
         counts_steps = settings.recovery.snapshot_every_n_steps is not None
-        self.synchronizer = (
-            Synchronizer(world, self._num_workers, counts_steps)
-            if self._strategy is None
-            else Synchronizer(World(0, 1))
-        )
+        self.synchronizer = Synchronizer(world, self._num_workers, counts_steps)
         # With a batch size of all workers together a step is the same for any number of them.
         num_global = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
@@ -87,10 +81,9 @@ class TFHosted(hosted.Hosted):
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
         self.loop = self._loop_of(operator)
-        self.state = KerasState(operator, self.feed, self.loop.fit, is_global=self._strategy is not None)
+        self.state = KerasState(operator, self.feed, self.loop.fit)
         synchronizer.restrict_to(lambda: operator._models)
-        check_batches(operator)
-        _make_variables(operator, makes_fit, self._strategy is None, synchronizer)
+        _make_variables(operator, makes_fit, synchronizer)
         check_loss(operator, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
         global_metrics.share_first(synchronizer.group, weights)
@@ -103,13 +96,8 @@ class TFHosted(hosted.Hosted):
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
         """Run the user's `setup`, or creator functions, alike on all ranks."""
         settings = self.settings
-        if self._strategy is not None and not makes_fit:
-            raise IncompatibleModelError(
-                '`backend="mwms"` trains compiled models of creator functions, with `fit`. For an operator class use '
-                '`backend="sockets"`.'
-            )
         seed_alike(settings.seed)
-        context = OperatorContext(settings, self.world, self.synchronizer, self._strategy)
+        context = OperatorContext(settings, self.world, self.synchronizer)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
         try:
             self.operator = operator = settings.training_operator_cls(config=config, context=context)
@@ -148,17 +136,11 @@ class TFHosted(hosted.Hosted):
             keeps_global_batch=self.settings.keeps_global_batch or operator._raysgd.data.sharding == "global",
         )
 
-    def _signature(self, name: str, dataset: Any) -> str | StreamSignature | None:
+    def _signature(self, name: str, dataset: Any) -> str | None:
         stream = self.operator._raysgd.data.streams.get(name)
         if stream is not None:
             return stream.signature
         return datasets.signature_of(dataset) if dataset is not None and datasets.is_divided(dataset) else None
-
-    @property
-    def reconnection_obstacle(self) -> str | None:
-        if self._strategy is not None:
-            return "a process can be in one `MultiWorkerMirroredStrategy` only"
-        return None
 
     @property
     def epoch_obstacle(self) -> str | None:
@@ -254,20 +236,6 @@ class TFHosted(hosted.Hosted):
         return call_data.plain(value)
 
 
-def check_batches(operator: TrainingOperator) -> None:
-    """Refuse datasets whose batches a single model cannot take.
-
-    Raises:
-        InvalidRegistrationError: A dataset has others.
-    """
-    if len(operator._models) != 1:
-        return
-    shapes = registration.input_shapes_of(operator._models[0])
-    for name in ("train_dataset", "validation_dataset"):
-        if getattr(operator, name) is not None:
-            datasets.check_batches_for(name, getattr(operator, name), shapes)
-
-
 def refuse_stateful(models: Iterable[Any]) -> None:
     """Refuse recurrent layers that carry a state from batch to batch.
 
@@ -283,27 +251,25 @@ def refuse_stateful(models: Iterable[Any]) -> None:
             )
 
 
-def _make_variables(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchronizer: Synchronizer) -> None:
+def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
     """Make all variables where that is possible.
 
     Args:
         operator: Has registered models and optimizers.
         uses_fit: Whether the model is compiled, and knows its optimizers.
-        may_trace: Whether its `train_step` may be traced to find out what each optimizer changes.
         synchronizer: Watches the model then.
     """
     dataset = operator.train_dataset
-    with operator._raysgd.scope():
-        for model in operator._models:
-            if dataset is not None:
-                _works_ahead("build a model", registration.build_model, model, dataset.element_spec)
-        if uses_fit and may_trace and _has_traced_train_step(operator, synchronizer):
-            return
-        if not uses_fit and len(operator._models) != len(operator._optimizers):
-            return
-        for model, optimizer in zip(operator._models, operator._optimizers, strict=not uses_fit):
-            if model.built and model.trainable_variables:
-                registration.build_optimizer(optimizer, model.trainable_variables)
+    for model in operator._models:
+        if dataset is not None:
+            _works_ahead("build a model", registration.build_model, model, dataset.element_spec)
+    if uses_fit and _has_traced_train_step(operator, synchronizer):
+        return
+    if not uses_fit and len(operator._models) != len(operator._optimizers):
+        return
+    for model, optimizer in zip(operator._models, operator._optimizers, strict=not uses_fit):
+        if model.built and model.trainable_variables:
+            registration.build_optimizer(optimizer, model.trainable_variables)
 
 
 def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
@@ -440,8 +406,8 @@ class FitLoop(OperatorLoop):
     def break_off(self) -> None:
         self.fit.break_off()
 
-    def ledger(self) -> DataLedger | None:
-        return self.fit.ledger()
+    def ledger(self) -> None:
+        """Return nothing: what Keras draws is counted in steps, and not in samples."""
 
     def progress_text(self) -> str:
         place = self.fit.state()

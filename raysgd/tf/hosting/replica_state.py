@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.tf.checkpoints import former_optimizer
-from raysgd.tf.checkpoints.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.objects import registration
@@ -29,13 +27,11 @@ class KerasState(ReplicaState):
         operator: Has what is registered, and its own state.
         feed: Has the position in the data.
         fit: The place of a `fit` of Keras; None where the operator draws batches.
-        is_global: Whether it takes all ranks to read a variable.
     """
 
-    def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None, is_global: bool) -> None:
+    def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None) -> None:
         super().__init__(operator, feed)
         self._fit = fit
-        self._is_global = is_global
 
     def read(self) -> dict[str, Any]:
         state = super().read()
@@ -45,12 +41,11 @@ class KerasState(ReplicaState):
         models = self._operator._models
         return {
             "models": [[_array(variable) for variable in registration.weights_of(model)] for model in models],
-            "optimizers": self._values_of_optimizers(),
+            "optimizers": [
+                [_array(variable) for variable in registration.variables_of_optimizer(optimizer)]
+                for optimizer in self._operator._optimizers
+            ],
         }
-
-    def _values_of_optimizers(self) -> list[list[Any]]:
-        optimizers = self._operator._optimizers
-        return [[_array(variable) for variable in registration.variables_of_optimizer(one)] for one in optimizers]
 
     def _more_progress(self) -> dict[str, Any]:
         return {"fit": None if self._fit is None else self._fit.state()}
@@ -60,11 +55,11 @@ class KerasState(ReplicaState):
             self._fit.resume(resume["fit"])
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        if rank and not self._is_global:
+        if rank:
             return None
         state = self.read()
         arrays = [array for part in ("models", "optimizers") for arrays in state[part] for array in arrays]
-        return None if rank else StateCopy(state, sum(array.nbytes for array in arrays))
+        return StateCopy(state, sum(array.nbytes for array in arrays))
 
     def own(self) -> list[Any]:
         return [_array(variable) for variable in self._seeds()]
@@ -91,13 +86,11 @@ class KerasState(ReplicaState):
             check_state(of_fit)
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
-        operator = self._operator
-        with operator._raysgd.scope():
-            for variables, values, _ in self._targets(state):
-                for variable, value in zip(variables, values, strict=True):
-                    variable.assign(value)
-            for model in operator._models:
-                registration.take_weights_in(model)
+        for variables, values, _ in self._targets(state):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+        for model in self._operator._models:
+            registration.take_weights_in(model)
 
     def _targets(self, state: Mapping[str, Any]) -> list[tuple[list[Any], Sequence[Any], str]]:
         operator = self._operator
@@ -110,23 +103,6 @@ class KerasState(ReplicaState):
             for index, (optimizer, values) in enumerate(zip(operator._optimizers, state["optimizers"], strict=True))
         ]
         return targets
-
-    def from_former(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return a file of the old library as a state: weights, epoch, and what is known of the optimizer's variables.
-
-        Returns:
-            The state, and why the optimizer in it is the present one; nothing if it is that of the file.
-        """
-        operator, obstacle = self._operator, ""
-        optimizers = self._values_of_optimizers()
-        if len(optimizers) == 1:
-            try:
-                optimizers = [former_optimizer.arranged(operator._optimizers[0], state[FORMER_OPTIMIZER])]
-            except ValueError as error:
-                obstacle = str(error)
-        else:
-            obstacle = f"the file is of one optimizer, and {len(optimizers)} are registered"
-        return {**state, "operator": operator.state_dict(), "optimizers": optimizers}, obstacle  # it had no operators
 
 
 def _array(variable: Any) -> Any:

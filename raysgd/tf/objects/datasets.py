@@ -290,34 +290,6 @@ def check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def check_batches_for(name: str, dataset: Any, input_shapes: Sequence[Any]) -> None:
-    """Refuse a dataset of single samples, as far as the model says what it takes.
-
-    Raises:
-        ValueError: All inputs are as the model takes them, but without the dimension of the batch.
-    """
-    import tensorflow as tf
-
-    spec = dataset.element_spec
-    given = tf.nest.flatten(spec[0] if isinstance(spec, tuple) and spec else spec)
-    if len(given) != len(input_shapes) or not given or _is_batched_somewhere(dataset):
-        return
-    if all(_lacks_batch(one.shape, shape) for one, shape in zip(given, input_shapes, strict=True)):
-        raise ValueError(
-            f"`{name}` yields inputs of shape {[tuple(one.shape) for one in given]}, and the model takes batches of "
-            f"them, {[tuple(shape) for shape in input_shapes]}: call `.batch(batch_size)` on it."
-        )
-
-
-def _lacks_batch(given: Any, taken: Sequence[Any]) -> bool:
-    """Return whether sizes are known to be those of a sample: that of a batch is seldom fixed."""
-    return given.is_fully_defined() and given.rank == len(taken) - 1 and given.is_compatible_with(tuple(taken)[1:])
-
-
-def _is_batched_somewhere(dataset: Any) -> bool:
-    return "Batch" in type(dataset).__name__ or any(_is_batched_somewhere(part) for part in _inputs_of(dataset))
-
-
 def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
     """Return the dataset of the batches of all workers together: those it has, or each of so many of them."""
     if sharding == "global" or num_batches == 1:

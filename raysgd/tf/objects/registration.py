@@ -163,12 +163,6 @@ def variables_of_optimizer(optimizer: Any) -> list[Any]:
     return list(variables() if callable(variables) else variables)
 
 
-def input_shapes_of(model: Any) -> list[Any]:
-    """Return the shapes of a model's inputs, with the dimension of the batch; empty where it does not know them yet."""
-    inputs = getattr(model, "inputs", None) if getattr(model, "built", False) else None
-    return [tuple(one.shape) for one in inputs or ()]
-
-
 def build_model(model: Any, element_spec: Any) -> None:
     """Make the variables of a model that knows its input only when it sees one, by showing it zeros."""
     if model.built and model.weights:

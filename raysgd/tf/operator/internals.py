@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,6 @@ class OperatorContext:
     settings: TFSettings
     world: World
     synchronizer: Synchronizer = field(default_factory=lambda: Synchronizer(World(rank=0, size=1)))
-    strategy: Any = None
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,6 @@ class TFInternals(Internals):
     def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
         values, weight = super().parted(metrics, method)
         return {name: _number(value) for name, value in values.items()}, weight
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Return where models have to be made."""
-        strategy = self.context.strategy
-        scope: AbstractContextManager[Any] = nullcontext() if strategy is None else strategy.scope()
-        return scope
 
 
 def _number(value: Any) -> Any:

@@ -61,8 +61,7 @@ class Synchronizer:
         self.losses = losses if is_one_of_many else None
         self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
         self._new_averager = partial(GradientAverager, self.exchanges, traced, losses.num_samples_of)
-        self._averager = self._new_averager()  # for what is not watched: one, as ranks retrace at different times
-        self._averagers = [self._averager]
+        self._averagers: list[GradientAverager] = []
         self._metrics = GlobalMetrics(lambda: self.group, traced)
 
     @property
@@ -243,10 +242,6 @@ class Synchronizer:
 
         return step
 
-    def average(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
-        return self._averager.average(gradients, _refuse_to_repeat) if self.watches else list(gradients)
-
     def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
         """Do without samples what this rank did with its last batch, or would do in a step on this one."""
         import tensorflow as tf
@@ -293,21 +288,9 @@ def refuse_xla(model: Any) -> None:
     config = getattr(asked, "config", None) or {}
     if config.get("jit_compile") is True:
         raise IncompatibleModelError(
-            '`jit_compile=True` does not work with `backend="sockets"`: code that XLA compiled cannot exchange '
-            'gradients. Compile the model with `jit_compile=False`, or use `backend="mwms"` with tf_keras.'
+            "`jit_compile=True` does not work with several workers: code that XLA compiled cannot exchange gradients. "
+            "Compile the model with `jit_compile=False`."
         )
-
-
-def _refuse_to_repeat() -> None:
-    """Refuse a step without samples whose optimizer the library does not know.
-
-    Raises:
-        RuntimeError: Always.
-    """
-    raise RuntimeError(
-        "This worker has no sample in a step whose optimizer is not registered, so it cannot take the step. Register "
-        "the optimizer instead of calling `self.average_gradients`, or batch with `drop_remainder=True`."
-    )
 
 
 def _name_of_apply(optimizer: Any) -> str:

@@ -50,29 +50,6 @@ def stream_of(source: Any) -> tuple[TFBatchStream, Passes]:
     return TFBatchStream(source, TFStep(), passes), passes
 
 
-def test_calls_go_on_where_the_last_one_stopped() -> None:
-    stream, passes = stream_of(Numbers())
-    found = [(list(stream.take(number)), passes.epoch) for number in (None, 5, 3, 5, None)]
-    assert found == [
-        (list(range(10)), 1),
-        ([0, 1, 2, 3, 4], 2),
-        ([5, 6, 7], 2),
-        ([8, 9, 0, 1, 2], 3),
-        ([3, 4, 5, 6, 7, 8, 9], 3),
-    ]
-
-
-def test_a_call_that_ends_with_the_pass_leaves_nothing_for_an_empty_one() -> None:
-    stream, _ = stream_of(Numbers())
-    assert [len(list(stream.take(10))) for _ in range(3)] == [10, 10, 10]
-    assert not stream.is_mid_pass
-
-
-def test_an_empty_source_ends_the_call() -> None:
-    stream, _ = stream_of(Numbers(0))
-    assert list(stream.take(None)) == list(stream.take(3)) == []
-
-
 def test_a_pass_begun_elsewhere_is_resumed() -> None:
     stream, passes = stream_of(Numbers())
     stream.resume(3, 7)
@@ -91,15 +68,6 @@ def test_a_step_that_broke_off_comes_again_elsewhere() -> None:
     assert (stream.num_steps_completed, stream.is_mid_pass) == (3, True)
     assert list(stream.take(2)) == [3, 4]
     assert (stream.num_steps_completed, passes.epoch) == (5, 1)
-
-
-def test_the_last_step_of_a_pass_that_broke_off_comes_again_too() -> None:
-    stream, passes = stream_of(Numbers(2))
-    batches = stream.take(None)
-    next(batches), next(batches)
-    stream.break_off()
-    assert list(stream.take(None)) == [1]
-    assert (passes.epoch, stream.is_mid_pass) == (1, False)
 
 
 def test_what_is_called_at_a_boundary_may_end_the_iteration_between_two_steps() -> None:

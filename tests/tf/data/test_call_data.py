@@ -23,19 +23,6 @@ def batched(config: Any = None, batch_size: Any = 4) -> Any:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size)
 
 
-class Shards:
-    """The same rows as lists of pairs."""
-
-    def set_num_shards(self, number: int) -> None:
-        assert number == 1
-
-    def get_shard(self, index: int) -> Any:
-        return [
-            [(X[row : row + 1], Y[row : row + 1]) for row in range(start, min(start + 4, 21))]
-            for start in range(0, 21, 4)
-        ]
-
-
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[TFTrainer]:
     with TFTrainer(training_operator_cls=Line, use_local=True, seed=1, config={"batch_size": 4}) as made:
@@ -47,7 +34,7 @@ def test_a_call_with_data_of_its_own_is_as_one_with_registered_data(trainer: TFT
     arrays = Arrays((X, Y), batch_size=4), Arrays(FRAME, feature_columns=list("abcd"), label_column=["y"])
     state = trainer.state_dict()
     expected = [trainer.train(), trainer.validate(dataset=batched())]
-    for data in ((X, Y), *arrays, batched(), batched, Shards()):
+    for data in ((X, Y), *arrays, batched(), batched):
         trainer.load_state_dict(state)
         found = [trainer.train(dataset=data), trainer.validate(dataset=data)]
         assert found[0]["num_samples"] == found[1]["num_samples"] == 21

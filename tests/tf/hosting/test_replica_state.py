@@ -17,9 +17,27 @@ from tests.tf.models import Line
 REQUEST = EpochRequest(2, {}, False, seed=0)
 
 
+class Noting(Line):
+    """Has a state of its own, which it changes in place."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.seen: list[int] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(batch_info["batch_idx"])
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self) -> Any:
+        return self.seen
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.seen[:] = state_dict
+
+
 @pytest.fixture
 def runner(keras_here: Any) -> TFRunner:
-    runner = TFRunner(TFSettings(Line, {"layers": "batch_norm"}, seed=0), World(0, 1))
+    runner = TFRunner(TFSettings(Noting, {"layers": "batch_norm"}, seed=0), World(0, 1))
     runner.setup()
     return runner
 
@@ -46,6 +64,7 @@ def test_a_state_is_taken_over_as_it_was(runner: TFRunner) -> None:
     runner.restore(before, capture.rank_state)
     after = runner.state()
     assert after[RESUME] == before[RESUME]
+    assert after["operator"] == before["operator"] == list(range(REQUEST.num_steps or 0))
     for one, other in zip(before["models"][0], after["models"][0], strict=True):
         assert np.array_equal(one, other)
 

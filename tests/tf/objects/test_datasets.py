@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -141,32 +140,6 @@ def test_data_of_keras_by_index_are_refused_with_a_line_that_makes_a_dataset_of_
     made = eval(call.replace("...", signature), {"tf": tf, "data": data})
     datasets.check_dataset("train", made)
     assert [x.numpy()[0, 0] for x, _ in made] == [0, 1, 2]
-
-
-def fixed() -> Any:
-    return tf.data.Dataset.from_tensors(np.ones((4, 1)))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "input_shapes", "is_refused"),
-    [
-        (fixed, [(None, 4, 1)], True),
-        (lambda: tf.data.Dataset.from_tensors(((np.ones(3), np.ones(2)), np.ones(1))), [(None, 3), (None, 2)], True),
-        (lambda: fixed().map(lambda x: (x, x)), [(None, 4, 1)], True),
-        (fixed, [(None, 1)], False),  # four samples, always
-        (lambda: fixed().batch(2), [(None, 4, 1)], False),
-        (lambda: tf.data.Dataset.range(4).batch(1, drop_remainder=True), [(None, 1)], False),  # Keras adds a dimension
-        (lambda: tf.data.Dataset.range(4).batch(2), [(None, 1)], False),
-        (fixed, [], False),
-        (fixed, [(None, 4, 1), (None, 4, 1)], False),
-    ],
-)
-def test_samples_that_are_no_batches_are_refused_as_far_as_the_model_says_what_it_takes(
-    dataset: Any, input_shapes: list[Any], is_refused: bool
-) -> None:
-    expected = pytest.raises(ValueError, match=r"`it` yields inputs of shape .*: call `\.batch\(batch_size\)`")
-    with expected if is_refused else nullcontext():
-        datasets.check_batches_for("it", dataset(), input_shapes)
 
 
 def test_a_shuffle_is_found_anywhere_in_the_dataset() -> None:

@@ -173,18 +173,6 @@ def test_what_says_nothing_about_its_samples_is_refused_at_the_first_trace(
         model.fit(make_data({})[0], verbose=0)
 
 
-def test_a_step_without_samples_is_refused_where_its_optimizer_is_not_registered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(keras_sync, "group_of", lambda world: TwoAlike())
-    synchronizer = Synchronizer(World(0, 2))
-    synchronizer.step.begin_batch(2, 4, (0.0, 0.0))
-    synchronizer.average([tf.constant([1.0])])
-    synchronizer.step.begin_batch(0, 1, (0.0, 0.0))
-    with pytest.raises(RuntimeError, match=r"Register the optimizer .* or batch with `drop_remainder=True`"):
-        synchronizer.take_part(print, None)
-
-
 def test_losses_of_a_replica_that_stays_alone_are_its_own() -> None:
     assert Synchronizer(World(0, 1), counts_steps=True).losses is None
     assert Synchronizer(World(0, 1), num_workers=2).losses is not None, "others will join it"
