@@ -33,7 +33,16 @@ def of_workers(batch_size: int, world_size: int) -> Division:
 
 def of_a_step(plan: PassPlan, step: int) -> list[list[Share]]:
     """The batches of each rank."""
-    return [plan.shares_of_step(step, rank) for rank in range(plan.division.world_size)]
+    return [steps_of(plan, rank)[step] for rank in range(plan.division.world_size)]
+
+
+def steps_of(plan: PassPlan, rank: int) -> list[list[Share]]:
+    """The batches of a rank in each step."""
+    steps: list[list[Share]] = []
+    for share in plan.shares(rank):
+        steps += [[]] * share.is_first
+        steps[-1] = [*steps[-1], share]
+    return steps
 
 
 def shares_of(plan: PassPlan, step: int) -> list[Share]:
@@ -123,7 +132,7 @@ def test_with_padding_every_rank_has_a_batch_in_every_step() -> None:
 
 def test_padding_is_never_larger_than_a_batch() -> None:
     plan = make_plan(3, batch_size=1, world_size=4)
-    assert plan.shares_of_step(0, rank=3) == [Share(0, 1, 0, 0.0, 3)]
+    assert list(plan.shares(rank=3)) == [Share(0, 1, 0, 0.0, 3)]
 
 
 def test_a_dropped_tail_counts_as_consumed_once_the_last_step_is_done() -> None:
@@ -149,12 +158,6 @@ def test_an_empty_pass_has_no_steps_and_no_batches() -> None:
 def test_impossible_plans_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(**{"num_samples": 8, **changes})
-
-
-@pytest.mark.parametrize(("step", "rank"), [(-1, 0), (2, 0), (0, -1), (0, 2)])
-def test_a_share_outside_the_plan_is_refused(step: int, rank: int) -> None:
-    with pytest.raises(ValueError, match="must be from 0 to 1"):
-        make_plan(8).shares_of_step(step, rank)
 
 
 def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -> None:
@@ -306,8 +309,6 @@ def test_any_sequence_of_groups_sees_global_batches_of_given_sizes() -> None:
                 )
                 seen.append(sizes[len(seen)])
             for rank in range(world_size):
-                steps = [plan.shares_of_step(step, rank) for step in range(plan.num_steps)]
-                assert list(plan.shares(rank)) == [share for step in steps for share in step]
                 assert plan.num_batches(rank) == len(list(plan.shares(rank)))
             consumed = plan.consumed_after(num_steps)
         assert seen == sizes
@@ -320,10 +321,3 @@ def test_the_samples_of_a_global_batch_are_those_of_all_ranks() -> None:
         for step in range(plan.num_steps):
             for together in zip(*of_a_step(plan, step), strict=True):
                 assert {share.num_global for share in together} == {sum(share.num_samples for share in together)}
-
-
-def test_the_shares_of_a_rank_one_after_the_other_are_those_one_at_a_time() -> None:
-    for plan in random_plans(400, seed=10):
-        for rank in range(plan.division.world_size):
-            steps = [plan.shares_of_step(step, rank) for step in range(plan.num_steps)]
-            assert list(plan.shares(rank)) == [share for step in steps for share in step], plan

@@ -357,11 +357,10 @@ def test_weighted_gradients_of_the_ranks_average_to_that_of_one_process() -> Non
         sharded = shard(DataLoader(dataset, batch_size=batch_size), rank=rank, world_size=world_size)
         plan = sharded.sampler.begin_pass(0, seed=0)
         result = []
-        for step, (features, target) in enumerate(sharded.loader):
+        for share, (features, target) in zip(plan.shares(rank), sharded.loader, strict=True):
             weights = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
             torch.nn.functional.mse_loss(features @ weights, target).backward()
             assert weights.grad is not None
-            [share] = plan.shares_of_step(step, rank)
             result.append(share.weight * weights.grad)
         return result
 

@@ -162,12 +162,3 @@ def test_a_state_from_a_machine_with_a_gpu_is_restored_without_one() -> None:
     expected = draw()
     rng.restore({**state, "torch_cuda": None} if torch.cuda.is_available() else {**state, "torch_cuda": b"0" * 16})
     assert draw() == expected
-
-
-def test_generators_are_put_back_to_where_they_were_noted() -> None:
-    put_back = rng.put_back_later()
-    expected = draw()
-    put_back()
-    assert draw() == expected
-    put_back()
-    assert draw() == expected
