@@ -19,7 +19,7 @@ SHOWN_BY = {
     "with loaders that": [
         "torch/data/test_feed.py::test_nobody_knows_the_position_in_data_that_are_not_divided",
         "torch/data/test_feed.py::test_a_call_over_batches_that_the_driver_deals_cannot_go_on_in_them",
-        "torch/test_data_of_call_integration.py::test_batches_of_a_batch_sampler_are_divided",
+        "torch/test_data_of_call_integration.py::test_each_batch_of_a_batch_sampler_is_a_global",
         "torch/test_data_of_call_integration.py::test_an_order_that_the_user_draws_is_gone_on_with_if_a_new_worker",
         "torch/test_torch_trainer.py::test_the_driver_is_told_what_a_step_depends_on",
     ],

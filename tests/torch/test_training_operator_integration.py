@@ -436,14 +436,14 @@ def test_a_sampler_that_divides_by_itself_without_saying_so_is_an_error(two: Tor
         seen_with(two, loader)
 
 
-def test_batches_of_the_users_own_stay_as_they_are_and_each_worker_takes_some(two: TorchTrainer) -> None:
+def test_batches_of_a_batch_sampler_are_left_alone_without_global_batches(two: TorchTrainer) -> None:
     class Pairs(BatchSampler):
         pass
 
     def loader(operator: Any, data: Any) -> Any:
         return DataLoader(data, batch_sampler=Pairs(SequentialSampler(data), 4, drop_last=False))
 
-    assert seen_with(two, loader) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert seen_with(two, loader) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
 
 
 def test_shuffled_passes_differ_and_are_divided_alike(two: TorchTrainer) -> None:

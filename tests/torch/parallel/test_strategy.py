@@ -40,13 +40,6 @@ def test_wrappers_of_pytorch_are_taken_off_and_a_model_that_holds_a_module_is_no
     assert unwrap(model) is model
 
 
-def test_a_step_without_samples_is_padding() -> None:
-    step = NoParallel().step
-    assert not step.is_padding, "unknown is not none"
-    step.begin_batch(0.0, 0, 4)
-    assert step.is_padding
-
-
 def weighed(parallel: NoParallel, model: torch.nn.Module, weight: float, factor: float = 1.0) -> list[float] | None:
     """The gradient of one step on inputs of 1, of a batch with this weight."""
     none: Any = None  # there are no bounds
