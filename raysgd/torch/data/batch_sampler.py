@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -253,7 +252,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
         rank: This worker's place in the group.
         world_size: Size of the group.
         rule: How global batches of one size are divided; None where the size of a rank's batch is given.
-        is_of_batches: Whether what the order gives are batches, of which a rank's are put in one.
         plan: The pass begun last, or None before the first and after `reshape`.
 
     Raises:
@@ -283,9 +281,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         rank: int,
         world_size: int,
         rule: GlobalBatchRule | None = None,
-        is_of_batches: bool = False,
     ) -> None:
-        self._is_of_batches = is_of_batches
         self.order = order
         self.rule = rule
         self.drop_last = drop_last
@@ -340,13 +336,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over this rank's batches in the rest of the pass; with no pass begun, in one by hand."""
-        batches = self._batches()
-        if not self._is_of_batches:
-            return batches
-        rule: Iterator[Any] = batches
-        return (list(chain.from_iterable(several)) for several in rule)
-
-    def _batches(self) -> Iterator[list[int]]:
         if self.plan is not None and self.num_shards:
             assert self._drawn_for is not None, "a pass was begun"
             return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])

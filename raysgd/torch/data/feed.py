@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from raysgd.arrays.data_kinds import RepeatedBatches, every_nth
+from raysgd.arrays.data_kinds import RepeatedBatches
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.engine.shared.types import DataLedger
 from raysgd.exceptions import NoDataError
@@ -85,8 +85,7 @@ class TorchFeed(feed.Feed):
         if self.data_of_call[name].is_whole:
             data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
         if isinstance(data, ShardedLoader):
-            dealt = every_nth(loader, ranks.rank, ranks.world_size)
-            return self._divided_source(data, call_data.seed_of(loader, request.seed), dealt, training)
+            return DividedLoaderSource(data, call_data.seed_of(loader, request.seed))
         return self._plain_source(data, training)
 
     def _make(self, name: str) -> Any:
@@ -116,18 +115,13 @@ class TorchFeed(feed.Feed):
         if data is None:
             return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
         if isinstance(data, ShardedLoader):
-            return self._divided_source(data, request.seed, data.given, training)
+            return DividedLoaderSource(data, request.seed)
         if isinstance(data, StreamData):
             return self._stream_source(data, request.seed)
         return self._plain_source(data.loader, training)
 
     def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
         return StreamSource(data, self._ranks, seed, TensorCollate(), DrawnItem, NO_BATCH)
-
-    def _divided_source(self, data: ShardedLoader, seed: int, plain: Any, training: bool) -> LoaderSource:
-        """Return the source of divided batches; `plain` where a batch sampler of the user draws for each by itself."""
-        is_apart = training and self._ranks.world_size > 1 and not self._ranks.is_global
-        return PlainSource(plain) if is_apart and data.signature is None else DividedLoaderSource(data, seed)
 
     def _plain_source(self, loader: Any, training: bool) -> PlainSource:
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
@@ -170,9 +164,6 @@ class TorchFeed(feed.Feed):
         data = self._data_of(name)
         if isinstance(data, UndividedLoader):
             return f"the {name} loader is not divided by the library ({data.reason})"
-        is_apart = name == "train" and isinstance(data, ShardedLoader) and self.train_stream is not None
-        if is_apart and not has_divided_source(self.train_stream):
-            return "each worker draws its own batches with the batch sampler of the train loader"
         return None
 
     def ledger(self) -> DataLedger | None:
