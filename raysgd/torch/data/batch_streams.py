@@ -109,9 +109,10 @@ class DividedLoaderSource:
             kind = DistNetworkError if is_resumed else ValueError  # a restart makes all samplers again
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
-                "samples, which the sampler has to draw alike on every worker: from generators of torch, numpy or "
-                "`random`, or from what `set_epoch` told it, and from nothing that it counts by itself or that "
-                "depends on the rank. If it divides the data itself, pass `add_dist_sampler=False`."
+                "samples, which the sampler has to draw alike on every worker: from the global generators of torch, "
+                "numpy and `random`, its own `generator` of torch, or what `set_epoch` told it, and from nothing that "
+                "it counts by itself or that depends on the rank. If it divides the data itself, pass "
+                "`add_dist_sampler=False`."
             )
         if before not in (None, own):
             logger.warning(

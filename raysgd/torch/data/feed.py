@@ -24,7 +24,7 @@ from raysgd.torch.data.batch_streams import (
     TorchBatchStream,
 )
 from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
@@ -85,7 +85,7 @@ class TorchFeed(feed.Feed):
         if self.data_of_call[name].is_whole:
             data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
         if isinstance(data, ShardedLoader):
-            return DividedLoaderSource(data, call_data.seed_of(loader, request.seed))
+            return DividedLoaderSource(data, seed_of(loader, request.seed))
         return self._plain_source(data, training)
 
     def _make(self, name: str) -> Any:
@@ -103,9 +103,8 @@ class TorchFeed(feed.Feed):
     def _open_validation(self, request: EpochRequest) -> TorchBatchStream:
         is_of_call = request.shard_key is not None
         find = self._source_of_call if is_of_call else self._source
-        source, step = find("validation", request, training=False), BatchStep()
-        step.awaits = self._parallel.await_others
-        stream = TorchBatchStream(source, step, lambda: 0)
+        source = find("validation", request, training=False)
+        stream = TorchBatchStream(source, BatchStep(), lambda: 0)
         is_dealt = is_of_call or self.ray_loader("validation") is not None
         stream.has_one_pass = is_dealt and isinstance(source, PlainSource)
         return stream

@@ -127,7 +127,7 @@ def shard_loader(
     return ShardedLoader(
         loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,
-        seed_hint=_seed_hint(loader, own_sampler),
+        seed_hint=seed_of(loader, torch.initial_seed()),
         num_samples=order.num_samples,
         signature=signature,
     )
@@ -187,11 +187,13 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
     return DataLoader(dataset, batch_sampler=sampler, **options)
 
 
-def _seed_hint(loader: DataLoader[Any], sampler: Any) -> int:
-    for generator in (loader.generator, getattr(sampler, "generator", None)):
-        if isinstance(generator, torch.Generator):
-            return generator.initial_seed()
-    return torch.initial_seed()
+def seed_of(loader: Any, seed: int) -> int:
+    """Return what the order of the samples comes from: the generator of the user's loader, or else `seed`."""
+    sampler = getattr(loader, "sampler", None)
+    holders = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    generators = (getattr(holder, "generator", None) for holder in holders)
+    own = next((each for each in generators if isinstance(each, torch.Generator)), None)
+    return seed if own is None else own.initial_seed()
 
 
 _KEPT_OPTIONS = (

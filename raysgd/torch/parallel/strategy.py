@@ -214,9 +214,6 @@ class NoParallel:
         """The context for evaluation, where ranks may have different numbers of batches."""
         yield
 
-    def await_others(self) -> None:
-        """Waits for the others in evaluation, when this rank has no batch left."""
-
     def state_of(self, part: Any) -> dict[str, Any]:
         """The whole state of a model or an optimizer; where parts are sharded all ranks have to ask, for rank 0."""
         state: dict[str, Any] = part.state_dict()
