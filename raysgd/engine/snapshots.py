@@ -74,7 +74,6 @@ class NewestSnapshot:
         token: What that is called in the worker.
         rank_states: As in `Snapshot`.
         progress: As in `Snapshot`.
-        needs_worker: Whether a worker has to live until it has landed.
     """
 
     landed: Snapshot | None = None
@@ -82,7 +81,6 @@ class NewestSnapshot:
     token: int | None = None
     rank_states: tuple[Any, ...] = ()
     progress: tuple[Any, ...] | None = None
-    needs_worker: bool = True
 
     def result(self, timeout_s: float | None = None) -> Snapshot:
         """The snapshot, once it is in the driver.
@@ -367,8 +365,6 @@ class Snapshots:
 
     def drop_incoming(self) -> None:
         """Notes that the replicas are gone: what they were sending will not come, and new ones count tokens from 1."""
-        if self._coming is not None and not self._coming.needs_worker:
-            self.poll(timeout_s=None)
         if self._coming is not None:
             self._lose_coming()
         self.landed_token = None
@@ -379,20 +375,6 @@ class Snapshots:
         self.must_follow, self._num_gaps_coming = False, self._num_gaps
         self._land(snapshot, self.landed_token, len(self._calls))
 
-    def expect(self, transfer: Transfer, rank_states: tuple[Any, ...], call: Call) -> None:
-        """Takes over a state that the driver had before the workers did, and that it is still storing.
-
-        Args:
-            transfer: Brings it; no worker has to live for that.
-            rank_states: What each rank has for itself.
-            call: What brought the state to the workers; is run again after a failure if the transfer fails.
-        """
-        self.completed(call)
-        coming = NewestSnapshot(None, transfer, self.landed_token, rank_states, needs_worker=False)
-        self._await(coming, len(self._calls))
-        self._num_gaps_coming = self._num_gaps
-        self.must_follow = self._is_stale = self._is_stale_for_ranks = False
-
     def forget_calls(self) -> None:
         """Leaves `landed` as the state to go on from: the calls since are not to be run again."""
         self._calls.clear()
@@ -400,8 +382,6 @@ class Snapshots:
 
     def clear(self) -> None:
         """Drops everything, once nothing in the driver works on it any more."""
-        if self._coming is not None and not self._coming.needs_worker:
-            self.poll(timeout_s=None)
         self.landed, self._coming = None, None
         self._calls.clear()
         self._call_s.clear()

@@ -5,12 +5,9 @@ Why sending has its own thread: ADR 131.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -86,29 +83,6 @@ def run_into(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def storing(store: Callable[[Any], SharedValue], make: Callable[[], AbstractContextManager[Any]]) -> Transfer:
-    """Return a value that a thread of the driver puts into the store, beside whatever comes next.
-
-    Args:
-        store: Puts a value into the store; `WorkerGroup.store`.
-        make: Makes the value, in that thread.
-    """
-    stored: Future[Any] = Future()
-
-    def put() -> Any:
-        with make() as value:
-            return store(value).value
-
-    def result(timeout_s: float | None) -> Any:
-        try:
-            return stored.result(timeout_s)
-        except FutureTimeoutError:  # in Python 3.10 not the class that everyone else means
-            raise TimeoutError from None
-
-    threading.Thread(target=run_into, args=(stored, put), name="raysgd-storing", daemon=True).start()
-    return Transfer(result)
 
 
 @dataclass(frozen=True)

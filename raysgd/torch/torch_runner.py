@@ -10,10 +10,8 @@ import torch
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.checkpoints import divided_folder
-from raysgd.torch.checkpoints.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
 from raysgd.torch.hosting.hosted import TorchHosted
-from raysgd.torch.hosting.replica_state import as_in_file
 from raysgd.torch.objects.moving import packed
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.strategy import unwrap
@@ -33,16 +31,6 @@ class TorchRunner(ClassRunner):
     def operator(self) -> TrainingOperator:
         """The live operator."""
         return self._hosted.operator
-
-    def restore_file(self, identity: FileIdentity, weights_only: bool, own_state: Any) -> None:
-        """Takes over a checkpoint out of a file that the driver keeps open; nothing is changed if it does not fit.
-
-        Raises:
-            OtherFileError: This process does not find that file.
-            KeyError, ValueError: As in `restore`.
-        """
-        with mapped_again(identity, weights_only=weights_only) as state:
-            self.restore(as_in_file(state), own_state)
 
     def write_part(self, folder: str) -> WrittenPart:
         """Writes what this rank has of divided models and optimizers into a folder; all ranks have to ask."""

@@ -197,37 +197,6 @@ def test_leaving_a_group_gives_up_what_is_on_its_way() -> None:
     assert not keeper.is_current
 
 
-def test_what_the_driver_is_storing_is_waited_for_when_a_group_is_left() -> None:
-    keeper, transfer = keeper_with_landed_state(), Transfer(0, "loaded")
-    keeper.completed("call")
-    keeper.expect(transfer, ("own 0",), "load")
-    assert keeper.is_current
-    assert keeper.is_coming
-    keeper.drop_incoming()
-    assert transfer.waits == [None]
-    assert keeper.landed == Snapshot("loaded", ("own 0",))
-    assert keeper.calls_since == ()
-    assert keeper.landed_token is None
-
-
-def test_a_load_that_could_not_be_stored_is_run_again_like_any_call() -> None:
-    keeper = keeper_with_landed_state()
-    keeper.completed("call")
-    keeper.expect(Transfer(0, OSError("the store is full")), ("own 0",), "load")
-    keeper.drop_incoming()
-    assert keeper.landed == Snapshot("start", ("own 0",))
-    assert keeper.calls_since == ("call", "load")
-    assert not keeper.is_current
-
-
-def test_forgetting_waits_for_what_the_driver_is_storing() -> None:
-    keeper, transfer = keeper_with_landed_state(), Transfer(0, "loaded")
-    keeper.expect(transfer, ("own 0",), "load")
-    keeper.clear()
-    assert transfer.waits == [None]
-    assert not keeper.has_any
-
-
 def test_forgetting_lets_go_of_everything() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from raysgd.engine.transfers import (
     LostPartError,
     SharedValue,
     StoredPart,
-    storing,
     together,
     transfer,
 )
@@ -39,29 +35,6 @@ class Slow:
 
 def in_driver(value: Any) -> Any:
     return transfer(LocalCall(lambda: value))
-
-
-def test_a_value_that_is_being_stored_comes_as_it_lies_in_the_store() -> None:
-    is_wanted = threading.Event()
-
-    @contextmanager
-    def make() -> Iterator[str]:
-        assert is_wanted.wait(60)
-        yield "a"
-
-    stored = storing(lambda value: SharedValue(f"stored {value}", None), make)
-    with pytest.raises(TimeoutError):
-        stored.result(0.0)
-    is_wanted.set()
-    assert stored.result(60) == "stored a"
-
-
-def test_what_cannot_be_stored_says_why() -> None:
-    def store(value: Any) -> SharedValue:
-        raise OSError("no room in the store")
-
-    with pytest.raises(OSError, match="no room"):
-        storing(store, lambda: nullcontext("a")).result(60)
 
 
 def test_parts_are_there_when_all_are() -> None:

@@ -285,15 +285,6 @@ def _as_if_repeatable(real: Any) -> Any:
     return is_due_after
 
 
-def _expects_without_the_call(real: Any) -> Any:
-    def expect(self: Snapshots, transfer: Any, rank_states: Any, call: Any) -> None:
-        real(self, transfer, rank_states, call)
-        del self._calls[-1], self._call_s[-1]
-        self._num_covered -= 1
-
-    return expect
-
-
 def _leaves_the_driver(real: Any) -> Any:
     def leaving_nodes_in_use(self: Lifecycle) -> frozenset[str]:
         if self.group is None or self.group.is_driver_only:
@@ -550,13 +541,6 @@ MUTATIONS = (
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
     Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (60,)),
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
-    Mutation(
-        "a load whose state could not be stored is not repeated",
-        Snapshots,
-        "expect",
-        _expects_without_the_call,
-        (16,),
-    ),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
     Mutation("a state of which there is no copy is lost unnoticed", Recovery, "_refuse_if_lost", nothing, (132,)),
@@ -594,7 +578,7 @@ MUTATIONS = (
         "a validation whose spare is gone is not run again", ElasticController, "run_on_spare", _is_run_once, (11,)
     ),
     Mutation("a batch that broke off is not undone", StepLoop, "return_to_boundary", nothing, (92,)),
-    Mutation("a batch counts as undone that was not copied", Undo, "can_put_back", always(True), (363,)),
+    Mutation("a batch counts as undone that was not copied", Undo, "can_put_back", always(True), (501,)),
     Mutation("weights are not put back", _Copies, "put_back", nothing, (92,)),
     Mutation("what optimizers know is not put back", Undo, "_look_into", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import traceback
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from raysgd.driver.calls import EpochCalls
 from raysgd.driver.keeping import load_into_all
 from raysgd.engine.shared.call import Call
-from raysgd.engine.snapshots import NewestSnapshot, Snapshot, own_states
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.simulator.invariants import WatchedBudget
-from tests.simulator.kernel import Future, Kernel, Stopped
+from tests.simulator.kernel import Stopped
 from tests.simulator.replica import State, Walked, load, look, note, validate, walk, walk_on
 from tests.simulator.schedule import LOSSES, Op
 
@@ -26,27 +25,6 @@ CHANGING = ("train", "steps", "note", "apply")
 SHUTDOWN_S = 15.0
 VALIDATING_S = 2000.0  # longer than it takes to find out that there is no room for workers, several times
 LISTENING_S = 60.0  # longer than any grace: a thread that listens to workers that were ended notices by then
-
-
-class Storing:
-    """A state that the driver puts into the store beside whatever comes next. Now and then there is no room for it."""
-
-    reference = None
-
-    def __init__(self, kernel: Kernel, state: State, rng: random.Random) -> None:
-        self._kernel, self._stored = kernel, Future()
-        error = OSError("no room in the store") if rng.random() < 0.2 else None
-        kernel.after(rng.uniform(0.0, 3.0), lambda: self._stored.set(state, error))
-
-    def result(self, timeout_s: float | None) -> Any:
-        """The state; raises `TimeoutError` while it is not there."""
-        if timeout_s != 0.0:
-            self._kernel.block(lambda: self._stored.is_done, timeout_s)
-        if not self._stored.is_done:
-            raise TimeoutError("still being stored")
-        if self._stored.error is not None:
-            raise self._stored.error
-        return self._stored.value
 
 
 AT_ONCE = "by the workers that train"
@@ -289,27 +267,14 @@ class Program:
         return state
 
     def _load_file(self, state: State, rank_states: tuple[Any, ...], way: int) -> None:
-        if way == 2 and len(rank_states) == self._controller.num_workers:
-            self._load_where_it_lies(state, rank_states)
-        else:
-            group = self._controller.ensure_group()
-            load_into_all(
-                self._controller,
-                load,
-                group.store(state) if way else state,
-                rank_states,
-                is_complete=bool(way) and len(rank_states) == self._controller.num_workers,
-            )
-
-    def _load_where_it_lies(self, state: State, rank_states: tuple[Any, ...]) -> None:
-        """As `raysgd.torch.driver.saving` does with files: the driver gets the state after the workers."""
-        call = Call(
-            load, lambda worlds: [(state, own) for own in own_states(rank_states, len(worlds))], keeps_alike=True
+        group = self._controller.ensure_group()
+        load_into_all(
+            self._controller,
+            load,
+            group.store(state) if way else state,
+            rank_states,
+            is_complete=bool(way) and len(rank_states) == self._controller.num_workers,
         )
-        with self._controller.turns.take_turn():
-            self._controller.run(call)
-            storing = Storing(self._simulation.kernel, state, self._simulation.rng)
-            self._controller.snapshots.expect(storing, rank_states, call)
 
     def _validate(self, op: Op, budget: WatchedBudget) -> None:
         """Begins a validation on a spare. What comes of it is judged when it is known."""

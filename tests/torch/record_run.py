@@ -1,5 +1,7 @@
 """The record run: thousands of kills in one training, in parts, each held to the same training without any.
 
+Those who are just starting are killed, too.
+
     python -m tests.torch.record_run FOLDER --kills 2000 --nodes 50 --every 5 --part 100
 
 Does the next part and prints where the record is, as a line of JSON. A part goes on from the file of the part before,
@@ -38,7 +40,8 @@ from tests.torch.nodes import add_node, cluster_of
 
 NUM_SAMPLES = 600
 JOINT_BATCH = 12  # each number of workers up to four divides it
-SHARE_OF_PAIRS = 0.1
+SHARE_OF_PAIRS, SHARE_OF_ANY = 0.1, 0.2
+WORKER = "RaySGDWorker"
 NUM_WORKERS = 4
 STEP_S = 0.02
 MANY = 10**6  # retries: how many are spent is not the question here
@@ -166,7 +169,7 @@ class Schedule(threading.Thread):
             while len(self.killed) < self.num_kills or self.num_nodes_lost < self.num_nodes:
                 time.sleep(max(0.0, due - time.monotonic()))
                 due = max(due, time.monotonic()) + self.every_s
-                with suppress(RuntimeError, LookupError, ValueError):  # just being replaced, or fewer than just now
+                with suppress(RuntimeError, LookupError, ValueError, psutil.Error):  # just being replaced
                     self._strike()
         except BaseException as error:
             self.failure = repr(error)
@@ -182,6 +185,8 @@ class Schedule(threading.Thread):
         pids, before = self._pids(), set(self.killed)
         if self._wants_node and self.trainer.num_workers > 1 and not self._num_nodes_missing:
             self._lose_node()
+        elif self._chance.random() < SHARE_OF_ANY:
+            self._kill_any()
         elif self._chance.random() < SHARE_OF_PAIRS and self.trainer.num_workers > 2:
             self._kill(2)
             self.num_pairs += len(self.killed - before) == 2
@@ -199,6 +204,13 @@ class Schedule(threading.Thread):
         alive = {pids[rank] for rank in ranks if is_alive(pids[rank])}
         testing.kill_worker(self.trainer, ranks)
         self.killed |= {pid for pid in alive if not is_alive(pid)}
+
+    def _kill_any(self) -> None:
+        """Kills a worker from the moment on in which its process is given its actor."""
+        found = [each for each in psutil.Process().children(recursive=True) if WORKER in " ".join(each.cmdline())]
+        chosen = self._chance.choice(found)
+        chosen.kill()
+        self.killed.add(chosen.pid)
 
     def _lose_node(self) -> None:
         rank = self._chance.randrange(self.trainer.num_workers)

@@ -116,16 +116,6 @@ class WithBuckets(Ledger):
         super().optimizer_step()
 
 
-def test_batches_of_a_batch_sampler_are_divided(ray_cluster: None) -> None:
-    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": False}, "split_batches": False}
-    with TorchTrainer(training_operator_cls=WithBuckets, num_workers=3, **options) as trainer:
-        testing.kill_worker(trainer, 0, at="step:3")
-        result = trainer.train()
-        assert kinds(trainer) == ["continued"]
-        assert result["num_samples"] == NUM_SAMPLES
-        assert uses(trainer) == {1}
-
-
 @pytest.mark.parametrize(
     "more",
     [{}, pytest.param({"micro_batch_size": 1}, marks=pytest.mark.soak)],
@@ -155,11 +145,8 @@ def test_each_batch_of_a_batch_sampler_is_a_global_batch_that_stays(
     torch.testing.assert_close(several, one, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("split_batches", [True, False])
-def test_a_batch_sampler_that_draws_other_batches_on_each_rank_is_refused(
-    ray_cluster: None, split_batches: bool
-) -> None:
-    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": True}, "split_batches": split_batches}
+def test_a_batch_sampler_that_draws_other_batches_on_each_rank_is_refused(ray_cluster: None) -> None:
+    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": True}}
     with (
         TorchTrainer(training_operator_cls=WithBuckets, num_workers=2, **options) as trainer,
         pytest.raises(ValueError, match="sampler Buckets drew different orders"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.strategy import unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset, equal
@@ -72,42 +70,6 @@ def two(ray_cluster: None) -> Iterator[TorchTrainer]:
         scheduler_step_freq="manual",
     ) as trainer:
         yield trainer
-
-
-class Apart(LinearOperator):
-    """Each rank in a group of its own, with user code that may run the backward pass."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        groups = [dist.new_group([rank]) for rank in range(self.world_size)]
-        self.group = groups[self.world_rank]
-        model = torch.nn.BatchNorm1d(1)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
-            criterion=torch.nn.MSELoss(),
-            ddp_args={"process_group": self.group},
-        )
-        self.register_data(train_loader=DataLoader(dataset(8), batch_size=4))
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.optimizer.zero_grad()
-        (self.model(torch.tensor([[0.0], [1.0]])).sum() * (self.world_rank + 1)).backward()
-        return {"train_loss": 0.0}
-
-
-def test_gradients_of_a_model_with_a_process_group_of_its_own_are_those_of_that_group(two: TorchTrainer) -> None:
-    def tried(operator: Any) -> Any:
-        context = operator._raysgd.context
-        apart = Apart({}, replace(context, parallel=DDP()))
-        model = apart.model
-        apart._raysgd.parallel.arm([model], may_run_backward=True)
-        apart.train_batch(None, {})
-        model.module.running_mean.fill_(apart.world_rank)
-        with apart._raysgd.parallel.evaluating([model]):
-            buffer = model.module.running_mean.item()
-        return model.module.bias.grad.item(), buffer
-
-    assert two.apply_all_operators(tried) == [(2.0, 0.0), (4.0, 1.0)]
 
 
 # ------------------------------------------------------------------------------------------------ of creators
@@ -474,14 +436,14 @@ def test_a_sampler_that_divides_by_itself_without_saying_so_is_an_error(two: Tor
         seen_with(two, loader)
 
 
-def test_batches_of_the_users_own_stay_as_they_are_and_each_worker_takes_some(two: TorchTrainer) -> None:
+def test_batches_of_a_batch_sampler_are_left_alone_without_global_batches(two: TorchTrainer) -> None:
     class Pairs(BatchSampler):
         pass
 
     def loader(operator: Any, data: Any) -> Any:
         return DataLoader(data, batch_sampler=Pairs(SequentialSampler(data), 4, drop_last=False))
 
-    assert seen_with(two, loader) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert seen_with(two, loader) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
 
 
 def test_shuffled_passes_differ_and_are_divided_alike(two: TorchTrainer) -> None:

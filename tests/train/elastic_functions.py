@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,6 @@ from raysgd.engine.shared.types import World
 from raysgd.streams.stream import Pipeline
 from raysgd.train import torch as helpers
 from raysgd.train._torch.loaders import of_stream, over_global_batches
-from tests.helpers.trail import BETWEEN, IN_EXCHANGE, Trail, kill_noting
 from tests.streams.made import MadeStream
 from tests.train.lab import claim
 
@@ -64,7 +64,7 @@ def sample_stream(is_known: bool = True) -> Pipeline:
 def die_once(folder: Path, name: str) -> None:
     """Ends this process in the hard way, unless one died under this name before."""
     if claim(folder / name):
-        kill_noting(folder, os.getpid(), name)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_after(seconds: float, folder: Path, name: str) -> None:
@@ -81,7 +81,6 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
     Each death has a rank, a place and its number, and a name.
     """
     folder, began_as = Path(config["folder"]), train.world_rank()
-    trail = Trail(folder)
     deaths = [death for death in config["deaths"] if death["rank"] == began_as]
 
     def at(place: str, number: int) -> None:
@@ -117,7 +116,7 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
     if flaw == "function" and is_new:
         raise RuntimeError("this one cannot step in")
     number, failed = 0, 0
-    for epoch in epochs_of(loader, first, config, trail):
+    for epoch in epochs_of(loader, first, config):
         loader.sampler.set_epoch(epoch)
         for indices, inputs, targets in loader:
             if leaves_out("batch", number):
@@ -135,7 +134,6 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
             loss = torch.nn.functional.mse_loss(output, targets) + counts.mean()
             model.zero_grad()
             at("backward", number)
-            trail.at(IN_EXCHANGE)
             loss.backward()
             if config.get("exchanges"):
                 torch.distributed.all_reduce(torch.ones(1))
@@ -146,12 +144,9 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
             if not leaves_out("step", number):
                 optimizer.step()
             at("stepped", number)
-            trail.at(BETWEEN)
             if not helpers.step_committed():
                 failed += 1
-                trail.fail(failed)
                 continue
-            trail.step(failed, epoch)
             number += 1
             scheduler.step()
         epoch = loader.epoch - 1 if config.get("admits") else epoch
@@ -200,13 +195,13 @@ def is_to_step_in() -> bool:
     return membership is not None and membership.is_new
 
 
-def epochs_of(loader: Any, first: int, config: dict[str, Any], trail: Trail) -> Iterator[int]:
+def epochs_of(loader: Any, first: int, config: dict[str, Any]) -> Iterator[int]:
     """The epochs: as the function counts them, or the loader, where others are to step in."""
     if not config.get("admits"):
         yield from range(first, config["num_epochs"])
         return
     loader.epoch = first
-    while loader.epoch < config.get("num_epochs", trail.last_pass):
+    while loader.epoch < config["num_epochs"]:
         yield loader.epoch
 
 

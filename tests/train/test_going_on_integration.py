@@ -14,7 +14,6 @@ import pytest
 from raysgd.exceptions import RanksDifferError
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train.torch import TorchConfig, TorchTrainer
-from tests.helpers.trail import losses_in
 from tests.train.elastic_functions import sample_stream, train_counting, train_unprepared, undisturbed
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -76,9 +75,7 @@ def run(
     ],
     ids=["in the exchange and inside a report", "between steps", "before the exchange and at the end of a pass"],
 )
-def test_survivors_go_on_where_they_are_and_each_sample_counts_once(
-    tmp_path: Path, deaths: tuple[Death, ...], record_property: Any
-) -> None:
+def test_survivors_go_on_where_they_are_and_each_sample_counts_once(tmp_path: Path, deaths: tuple[Death, ...]) -> None:
     returned, reports, kinds = run(tmp_path, config_of(tmp_path, *deaths, decays=True))
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
     assert kinds == ["started", "continued", "continued"]
@@ -86,8 +83,6 @@ def test_survivors_go_on_where_they_are_and_each_sample_counts_once(
     assert (answer["first"], answer["failed"], answer["steps"]) == (0, 2, 4 * NUM_EPOCHS)
     assert answer["tracked"] == 4 * NUM_EPOCHS, "what a forward pass changes is undone in a batch that failed"
     check_weights(tmp_path, decays=True)
-    for loss in losses_in(tmp_path):
-        record_property(f"s to the next step after {loss.place}", loss.seconds)
 
 
 def test_a_batch_that_steps_two_optimizers_is_undone_and_repeated(tmp_path: Path) -> None:

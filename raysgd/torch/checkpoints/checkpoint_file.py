@@ -13,8 +13,7 @@ later write into the folder deletes.
 
 The checksum is compared before torch sees the file; 200 MiB take about 10 ms. Then there are two ways to read it.
 `read` copies it into new memory. `mapped` gives out tensors that lie in the file, for as long as it
-takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. Other processes
-of the machine can be told which file it is, and map the same one, which they know is intact. All this relies on
+takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. This relies on
 no one writing into the file meanwhile. raysgd itself never does: it replaces files. A write by another program is
 detected afterwards; a program that cuts the file short may crash this process.
 """
@@ -29,7 +28,6 @@ import re
 import threading
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -151,48 +149,10 @@ def mapped(path: str | os.PathLike[str], *, weights_only: bool = True, name: str
 
 
 @contextlib.contextmanager
-def mapped_again(identity: FileIdentity, *, weights_only: bool = True) -> Iterator[dict[str, Any]]:
-    """Map a file that another process of this machine has open, checked, and keeps an eye on. Keep no tensor of it.
-
-    Raises:
-        OtherFileError: By its name this process finds another file, or none.
-    """
-    with contextlib.ExitStack() as held:
-        try:
-            file = held.enter_context(open(identity.path, "rb", buffering=0))
-        except OSError as error:
-            raise OtherFileError(f"`{identity.path}` cannot be opened here: {error}") from error
-        if FileIdentity.of(file, identity.path) != identity:
-            raise OtherFileError(f"`{identity.path}` is another file here, or was replaced since it was checked.")
-        yield OpenedFile(file, identity, identity.path, weights_only).read_state(maps=True)
-
-
-class OtherFileError(OSError):
-    """A file is not the one that was meant."""
-
-
-@dataclass(frozen=True)
-class FileIdentity:
-    """The file that is meant, and its condition, whatever takes its name."""
-
-    path: str
-    device: int
-    inode: int
-    num_bytes: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, file: IO[bytes], path: str) -> FileIdentity:
-        """Returns the identity of an open file."""
-        facts = os.fstat(file.fileno())
-        return cls(path, facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-
-
-@contextlib.contextmanager
 def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = None) -> Iterator[OpenedFile]:
     """Check the file, and give out its state."""
     with open(path, "rb", buffering=0) as file:
-        opened = OpenedFile(file, FileIdentity.of(file, os.path.realpath(path)), name or path, weights_only)
+        opened = OpenedFile(file, path, name or path, weights_only)
         opened.check()
         opened.read_state(maps and opened.can_be_mapped())
         yield opened
@@ -204,25 +164,27 @@ class OpenedFile:
 
     Args:
         file: The file, at its beginning.
-        identity: Which one it is.
+        path: Where it was opened.
         name: What errors call it.
         weights_only: Whether to refuse what could run code.
 
     Attributes:
-        identity: The same.
         state: What it holds, once that was read.
-        is_mapped: Whether the tensors of `state` lie in it.
 
     Raises:
         CheckpointCorruptedError: It is of no known kind, or its end is missing.
     """
 
     state: dict[str, Any]
-    is_mapped: bool
 
-    def __init__(self, file: IO[bytes], identity: FileIdentity, name: str, weights_only: bool) -> None:
-        self._file, self.identity, self._name, self._weights_only = file, identity, name, weights_only
-        self._seal, self._is_archive = _seal_of(file, identity.num_bytes, name)
+    def __init__(self, file: IO[bytes], path: str, name: str, weights_only: bool) -> None:
+        self._file, self._path, self._name, self._weights_only = file, path, name, weights_only
+        self._num_bytes, self._modified_ns = self._condition()
+        self._seal, self._is_archive = _seal_of(file, self._num_bytes, name)
+
+    def _condition(self) -> tuple[int, int]:
+        facts = os.fstat(self._file.fileno())
+        return facts.st_size, facts.st_mtime_ns
 
     def check(self) -> None:
         """Compare the checksum.
@@ -232,7 +194,7 @@ class OpenedFile:
         """
         if self._seal is None:
             return
-        checksum = checksum_of(self._file, self.identity.num_bytes - len(self._seal) - _LENGTH_BYTES)
+        checksum = checksum_of(self._file, self._num_bytes - len(self._seal) - _LENGTH_BYTES)
         checksum.update(bytes(_LENGTH_BYTES))
         if seal_of(checksum.hexdigest()) != self._seal:
             raise corrupted(self._name, "its checksum does not match its content")
@@ -243,15 +205,15 @@ class OpenedFile:
         Raises:
             CheckpointCorruptedError: It was written to.
         """
-        if FileIdentity.of(self._file, self.identity.path) != self.identity:
-            raise corrupted(self.identity.path, "it was written to while it was read")
+        if self._condition() != (self._num_bytes, self._modified_ns):
+            raise corrupted(self._path, "it was written to while it was read")
 
     def can_be_mapped(self) -> bool:
         """Return whether it has a checksum, and lies where files can be mapped into memory."""
         return self._seal is not None and _can_be_mapped(self._file)
 
-    def read_state(self, maps: bool) -> dict[str, Any]:
-        """Return what the file holds, if it is a training state; with `maps`, tensors stay where they are.
+    def read_state(self, maps: bool) -> None:
+        """Read what the file holds, if it is a training state; with `maps`, tensors stay where they are.
 
         Raises:
             CheckpointCorruptedError, UnsafeCheckpointError, ValueError: As in `read`.
@@ -259,16 +221,15 @@ class OpenedFile:
         loaded = self._strictly(maps) if self._weights_only else self._trusted(maps)
         version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
         check_format(self._name, version, FORMAT_VERSION)
-        self.state, self.is_mapped = checked_state(loaded, self._name, REQUIRED_KEYS), maps
-        return self.state
+        self.state = checked_state(loaded, self._name, REQUIRED_KEYS)
 
     def _strictly(self, maps: bool) -> Any:
         with refusals_of(self._name, _IF_TRUSTED):
             if self._is_archive:
-                _check_archive(self._place, self.identity.num_bytes)
+                _check_archive(self._place, self._num_bytes)
             with contextlib.nullcontext() if self._seal is not None else _former_functions():
                 loaded = _load_strictly(self._place, maps)
-            return unpacked(loaded, self.identity.num_bytes)
+            return unpacked(loaded, self._num_bytes)
 
     def _trusted(self, maps: bool) -> Any:
         """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
@@ -280,13 +241,13 @@ class OpenedFile:
                 raise
             raise corrupted(self._name, f"torch cannot read it ({in_short(error)})") from error
         with refusals_of(self._name):
-            return unpacked(loaded, self.identity.num_bytes)
+            return unpacked(loaded, self._num_bytes)
 
     @property
     def _place(self) -> str:
         """A name that stays that of the open file: another file may take its own at any moment."""
         by_descriptor = f"/dev/fd/{self._file.fileno()}"
-        return by_descriptor if os.path.exists(by_descriptor) else self.identity.path
+        return by_descriptor if os.path.exists(by_descriptor) else self._path
 
 
 def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:

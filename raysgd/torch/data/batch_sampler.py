@@ -19,10 +19,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -94,35 +94,24 @@ class PassPlan:
         check_range("global_size", self.division.global_size, minimum=1)
 
     @cached_property
+    def _starts(self) -> Sequence[int]:
+        """Where the global steps that are still to come begin."""
+        if self.bounds is not None:
+            return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]][:-1]
+        size = self.division.global_size
+        return range(self.consumed, self.num_samples - (size - 1) * self.drop_last, size)
+
+    @property
     def num_steps(self) -> int:
         """Global steps still to come in this pass."""
-        if self._rest is not None:
-            return len(self._rest) - 1
-        full, rest = divmod(self.num_samples - self.consumed, self.division.global_size)
-        return full if rest == 0 or self.drop_last else full + 1
-
-    @cached_property
-    def _rest(self) -> Sequence[int] | None:
-        """The bounds that are still to come, from the position on."""
-        if self.bounds is None:
-            return None
-        return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]]
+        return len(self._starts)
 
     def _span(self, step: int) -> tuple[int, int]:
-        """Return where a global step begins and ends, counted from `consumed`."""
-        if self._rest is not None:
-            return self._rest[step], self._rest[step + 1]
-        start = self.consumed + step * self.division.global_size
+        """Return where a global step begins and ends in the order of the pass."""
+        start, coming = self._starts[step], step + 1
+        if coming < len(self._starts):
+            return start, self._starts[coming]
         return start, min(start + self.division.global_size, self.num_samples)
-
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        """Return the same for one global step after the other."""
-        if self._rest is not None:
-            yield from pairwise(self._rest)
-            return
-        size = self.division.global_size
-        for start in range(self.consumed, self.consumed + self.num_steps * size, size):
-            yield start, min(start + size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
         """Return the position in the pass after `steps` more global steps; after the last one the pass is over.
@@ -131,9 +120,7 @@ class PassPlan:
             ValueError: `steps` is negative or more than are left.
         """
         check_range("steps", steps, minimum=0, maximum=self.num_steps)
-        if steps == self.num_steps:
-            return self.num_samples
-        return self._span(steps)[0]
+        return self.num_samples if steps == self.num_steps else self._starts[steps]
 
     @property
     def has_single_samples(self) -> bool:
@@ -148,12 +135,14 @@ class PassPlan:
         parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank))
         return any(part.start == part.stop for part in parts)
 
-    @property
-    def _sizes(self) -> set[int]:
-        """The sizes of global batches in the rest."""
-        num = self.num_steps
-        spans = map(self._span, sorted({0, num - 1}) if num else ()) if self._rest is None else pairwise(self._rest)
-        return {stop - start for start, stop in spans}
+    @cached_property
+    def _sizes(self) -> Counter[int]:
+        """How many global batches of each size are in the rest."""
+        sizes, first = Counter[int](), 0
+        if self.bounds is None and self.num_steps > 1:  # all but the last have one size
+            first = sizes[self.division.global_size] = self.num_steps - 1
+        sizes.update(stop - start for start, stop in map(self._span, range(first, self.num_steps)))
+        return sizes
 
     def shares(self, rank: int) -> Iterator[Share]:
         """Return the batches of `rank`, one after the other, also those without a sample.
@@ -163,24 +152,20 @@ class PassPlan:
         """
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         size, shares = -1, list[Share]()
-        for start, stop in self._spans():
+        for start, stop in map(self._span, range(self.num_steps)):
             if stop - start != size:
                 size = stop - start
                 shares = self._shares_of_batch(rank, size)
             for share in shares:
                 yield Share(start + share.start, start + share.stop, *share[2:])
 
-    def shares_of_step(self, step: int, rank: int) -> list[Share]:
-        """Return the batches that `rank` takes in global step `step`, counted from `consumed`.
-
-        Raises:
-            ValueError: There is no such step or no such rank.
-        """
-        check_range("step", step, minimum=0, maximum=self.num_steps - 1)
+    def num_batches(self, rank: int) -> int:
+        """Return how many batches `rank` sees in the rest of the pass."""
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
-        start, stop = self._span(step)
-        rest = PassPlan(stop, start, self.division, False, self.pad)
-        return list(rest.shares(rank))
+        return sum(
+            num_steps * sum(share.stop > share.start for share in self._shares_of_batch(rank, size))
+            for size, num_steps in self._sizes.items()
+        )
 
     def _shares_of_batch(self, rank: int, size: int) -> list[Share]:
         """Return what a rank takes of a global batch, with positions counted from its first sample."""
@@ -195,19 +180,6 @@ class PassPlan:
         # Real samples, so that the forward pass is an ordinary one; two, because batch norms refuse a single one.
         num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
         return Share(0, num_shown, 0, 0.0, together, *place)
-
-    def num_batches(self, rank: int) -> int:
-        """Return how many batches `rank` sees in the rest of the pass."""
-        if self._rest is not None:
-            return sum(map(_is_batch, self.shares(rank)))
-        full = (self.num_samples - self.consumed) // self.division.global_size
-        steps = [(full, 0)] if full else []
-        steps += [(1, full)] if full < self.num_steps else []
-        return sum(count * sum(map(_is_batch, self.shares_of_step(step, rank))) for count, step in steps)
-
-
-def _is_batch(share: Share) -> bool:
-    return share.stop > share.start
 
 
 def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
@@ -280,7 +252,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
         rank: This worker's place in the group.
         world_size: Size of the group.
         rule: How global batches of one size are divided; None where the size of a rank's batch is given.
-        is_of_batches: Whether what the order gives are batches, of which a rank's are put in one.
         plan: The pass begun last, or None before the first and after `reshape`.
 
     Raises:
@@ -310,9 +281,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         rank: int,
         world_size: int,
         rule: GlobalBatchRule | None = None,
-        is_of_batches: bool = False,
     ) -> None:
-        self._is_of_batches = is_of_batches
         self.order = order
         self.rule = rule
         self.drop_last = drop_last
@@ -367,13 +336,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over this rank's batches in the rest of the pass; with no pass begun, in one by hand."""
-        batches = self._batches()
-        if not self._is_of_batches:
-            return batches
-        rule: Iterator[Any] = batches
-        return (list(chain.from_iterable(several)) for several in rule)
-
-    def _batches(self) -> Iterator[list[int]]:
         if self.plan is not None and self.num_shards:
             assert self._drawn_for is not None, "a pass was begun"
             return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])

@@ -82,10 +82,7 @@ class DividedLoaderSource:
         self._sharded = sharded
         self._ranks: Ranks | None = None
         self._order_before: int | None = None
-        self._is_of_batches = sharded.signature is None
-        self.has_own_collator = self._may_differ = (
-            self._is_of_batches or sharded.loader.collate_fn is not default_collate
-        )
+        self.has_own_collator = self._may_differ = sharded.loader.collate_fn is not default_collate
         self._has_warned = False
         sharded.loader.generator = self._generator = torch.Generator()
         self._check_order: Callable[[bool], None] | None = None
@@ -112,9 +109,10 @@ class DividedLoaderSource:
             kind = DistNetworkError if is_resumed else ValueError  # a restart makes all samplers again
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
-                "samples, which the sampler has to draw alike on every worker: from generators of torch, numpy or "
-                "`random`, or from what `set_epoch` told it, and from nothing that it counts by itself or that "
-                "depends on the rank. If it divides the data itself, pass `add_dist_sampler=False`."
+                "samples, which the sampler has to draw alike on every worker: from the global generators of torch, "
+                "numpy and `random`, its own `generator` of torch, or what `set_epoch` told it, and from nothing that "
+                "it counts by itself or that depends on the rank. If it divides the data itself, pass "
+                "`add_dist_sampler=False`."
             )
         if before not in (None, own):
             logger.warning(
@@ -197,10 +195,9 @@ class DividedLoaderSource:
         num_drawn = item.num_samples
         if not num_drawn:
             return item
-        num_samples = samples_of(item.batch, None if self._is_of_batches else num_drawn)
+        num_samples = samples_of(item.batch, num_drawn)
         sampler, self._may_differ = self._sharded.sampler, self._may_differ or num_samples != num_drawn
-        is_told = self._has_warned or self._is_of_batches
-        if self._may_differ and sampler.pad and not is_told:  # in evaluation only metrics count
+        if self._may_differ and sampler.pad and not self._has_warned:  # in evaluation only metrics count
             self._has_warned = True
             what = "gradients and metrics" if counts_in_gradients else "metrics, and not gradients,"
             logger.warning(

@@ -160,13 +160,6 @@ def collate_fn_of(loaders: Iterable[Any]) -> Any:
     return next((loader.collate_fn for loader in found), None)
 
 
-def seed_of(loader: Any, seed: int) -> int:
-    """Return what the order of the samples comes from: the generator of the user's loader, or else `seed`."""
-    generators = [getattr(holder, "generator", None) for holder in (loader, getattr(loader, "sampler", None))]
-    own = next((each for each in generators if isinstance(each, torch.Generator)), None)
-    return seed if own is None else own.initial_seed()
-
-
 def divided(
     loader: Any, rank: int, world_size: int, training: bool, rule: GlobalBatchRule | None = None
 ) -> ShardedLoader | Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from raysgd.arrays.data_kinds import RepeatedBatches, every_nth
+from raysgd.arrays.data_kinds import RepeatedBatches
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.engine.shared.types import DataLedger
 from raysgd.exceptions import NoDataError
@@ -24,7 +24,7 @@ from raysgd.torch.data.batch_streams import (
     TorchBatchStream,
 )
 from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
@@ -85,8 +85,7 @@ class TorchFeed(feed.Feed):
         if self.data_of_call[name].is_whole:
             data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
         if isinstance(data, ShardedLoader):
-            dealt = every_nth(loader, ranks.rank, ranks.world_size)
-            return self._divided_source(data, call_data.seed_of(loader, request.seed), dealt, training)
+            return DividedLoaderSource(data, seed_of(loader, request.seed))
         return self._plain_source(data, training)
 
     def _make(self, name: str) -> Any:
@@ -104,9 +103,8 @@ class TorchFeed(feed.Feed):
     def _open_validation(self, request: EpochRequest) -> TorchBatchStream:
         is_of_call = request.shard_key is not None
         find = self._source_of_call if is_of_call else self._source
-        source, step = find("validation", request, training=False), BatchStep()
-        step.awaits = self._parallel.await_others
-        stream = TorchBatchStream(source, step, lambda: 0)
+        source = find("validation", request, training=False)
+        stream = TorchBatchStream(source, BatchStep(), lambda: 0)
         is_dealt = is_of_call or self.ray_loader("validation") is not None
         stream.has_one_pass = is_dealt and isinstance(source, PlainSource)
         return stream
@@ -116,18 +114,13 @@ class TorchFeed(feed.Feed):
         if data is None:
             return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
         if isinstance(data, ShardedLoader):
-            return self._divided_source(data, request.seed, data.given, training)
+            return DividedLoaderSource(data, request.seed)
         if isinstance(data, StreamData):
             return self._stream_source(data, request.seed)
         return self._plain_source(data.loader, training)
 
     def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
         return StreamSource(data, self._ranks, seed, TensorCollate(), DrawnItem, NO_BATCH)
-
-    def _divided_source(self, data: ShardedLoader, seed: int, plain: Any, training: bool) -> LoaderSource:
-        """Return the source of divided batches; `plain` where a batch sampler of the user draws for each by itself."""
-        is_apart = training and self._ranks.world_size > 1 and not self._ranks.is_global
-        return PlainSource(plain) if is_apart and data.signature is None else DividedLoaderSource(data, seed)
 
     def _plain_source(self, loader: Any, training: bool) -> PlainSource:
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
@@ -170,9 +163,6 @@ class TorchFeed(feed.Feed):
         data = self._data_of(name)
         if isinstance(data, UndividedLoader):
             return f"the {name} loader is not divided by the library ({data.reason})"
-        is_apart = name == "train" and isinstance(data, ShardedLoader) and self.train_stream is not None
-        if is_apart and not has_divided_source(self.train_stream):
-            return "each worker draws its own batches with the batch sampler of the train loader"
         return None
 
     def ledger(self) -> DataLedger | None:

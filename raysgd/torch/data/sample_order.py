@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
@@ -25,9 +24,10 @@ from typing import Any, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from raysgd._numbers.seeds import seed_of
+from raysgd.torch.objects import rng
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 
@@ -189,11 +189,10 @@ class ShuffledOrder:
 class SamplerOrder:
     """The order that a user's own sampler draws.
 
-    The sampler is drawn once per pass, with every source of randomness it may use seeded from (seed, pass
-    index): the global ones of torch, `random` and numpy, and generators that the sampler keeps in its
-    attributes. They get their state back afterwards. A sampler with `set_epoch` is told the pass index first.
-    Randomness of any other kind (the clock, the operating system) would give each rank another order and is
-    not supported.
+    The sampler is drawn once per pass, with the generators of torch, `random` and numpy, and the sampler's own
+    `generator` of torch, seeded from (seed, pass index). They get their state back afterwards. A sampler with
+    `set_epoch` is told the pass index first. Randomness of any other kind may give each rank another order, which the
+    ranks find out.
     """
 
     sampler: Any
@@ -217,8 +216,9 @@ class SamplerOrder:
             ValueError: The sampler draws more than its length, perhaps without end.
         """
         limit = len(self.sampler)
-        generators = [*_global_generators(), *_held_generators(self.sampler)]
-        with _seeded(seed_of(seed, pass_index), generators):
+        holders = (self.sampler, getattr(self.sampler, "sampler", None))
+        own = next(filter(None, (getattr(each, "generator", None) for each in holders)), None)
+        with _seeded(seed_of(seed, pass_index), own):
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(pass_index)
             drawn = list(islice(self.sampler, limit + 1))
@@ -294,56 +294,14 @@ def _compact(drawn: list[Any]) -> Sequence[Any]:
 
 
 @contextmanager
-def _seeded(seed: int, generators: Sequence[Any]) -> Iterator[None]:
-    """Seed all generators for the time of the block.
-
-    They are restored last to first, so that one which is listed twice comes out right.
-    """
-    with ExitStack() as restore:
-        for generator in generators:
-            restore.callback(_reseed(generator, seed))
+def _seeded(seed: int, own: Any) -> Iterator[None]:
+    """Seed the global generators, and one of torch that a sampler has, for the time of the block."""
+    drawn, own = rng.capture(), own if isinstance(own, torch.Generator) else torch.Generator()
+    state = own.get_state()
+    try:
+        rng.seed_alike(seed)
+        own.manual_seed(seed)
         yield
-
-
-def _reseed(generator: Any, seed: int) -> Callable[[], object]:
-    """Seed a generator of torch, numpy or `random`; return the function that puts its old state back."""
-    if isinstance(generator, torch.Generator):
-        torch_state = generator.get_state()
-        generator.manual_seed(seed)
-        return lambda: generator.set_state(torch_state)
-    if hasattr(generator, "getstate"):  # the module `random` and its Random
-        python_state = generator.getstate()
-        generator.seed(seed)
-        return lambda: generator.setstate(python_state)
-    if hasattr(generator, "get_state"):  # the module `numpy.random` and its RandomState: 32 bits
-        numpy_state = generator.get_state()
-        generator.seed(seed % 2**32)
-        return lambda: generator.set_state(numpy_state)
-    bits = generator.bit_generator  # numpy.random.Generator
-    bits_state = bits.state
-    bits.state = type(bits)(seed).state
-    return lambda: setattr(bits, "state", bits_state)
-
-
-def _global_generators() -> list[Any]:
-    """Return the process-wide generators that exist so far; CUDA's only if someone has started CUDA."""
-    of_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, random, *of_cuda, np.random]
-
-
-def _held_generators(sampler: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
-    """Return the generators kept by a sampler, and by the samplers that it wraps."""
-    found: list[Any] = []
-    seen = seen | {id(sampler)}
-    for value in (getattr(sampler, "generator", None), *getattr(sampler, "__dict__", {}).values()):
-        if _is_generator(value):
-            found.append(value)
-        elif isinstance(value, Sampler) and id(value) not in seen:
-            found.extend(_held_generators(value, seen))
-    return found
-
-
-def _is_generator(value: object) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return not isinstance(value, random.SystemRandom)  # the operating system's: has no state to set
-    return isinstance(value, (np.random.Generator, np.random.RandomState))
+    finally:
+        own.set_state(state)
+        rng.restore(drawn)

@@ -35,27 +35,23 @@ class ShardedLoader:
     """A user's loader, rebuilt so that each rank loads its share.
 
     Attributes:
-        given: The user's loader.
         loader: Same dataset and options as the user's, with `sampler` as its `batch_sampler`.
         sampler: Where to begin passes and change the group.
         seed_hint: The seed the user gave, as far as this worker can tell. One rank's must be chosen for all.
         num_samples: Samples in a pass over all ranks.
-        signature: What must be equal on all ranks for them to divide the same data; None where each rank takes whole
-            batches of a user's batch sampler. Then a sample is one of these.
+        signature: What must be equal on all ranks for them to divide the same data.
     """
 
-    given: DataLoader[Any]
     loader: DataLoader[Any]
     sampler: ElasticBatchSampler
     seed_hint: int
     num_samples: int
-    signature: str | None
+    signature: str
 
     @property
     def batch_size(self) -> int | None:
         """That of the sampler; None where a user's batch sampler decides the sizes."""
-        is_of_batches = self.signature is None or isinstance(self.sampler.order, BatchesOrder)
-        return None if is_of_batches else self.sampler.batch_size
+        return None if isinstance(self.sampler.order, BatchesOrder) else self.sampler.batch_size
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,8 @@ def shard_loader(
 
     The loader's own order is respected: what is sequential in one process is sequential over many workers,
     what is shuffled is shuffled again in each pass, a user's sampler draws the global order. `batch_size` is
-    that of one worker, as written; with `rule` it is that of all workers together. Of a user's batch sampler,
-    each worker takes whole batches; with `rule` each batch is a global one.
+    that of one worker, as written; with `rule` it is that of all workers together, and each batch of a user's batch
+    sampler is a global one.
 
     All loading options are kept, but for `in_order=False`: batches that overtake each other would be counted
     for the wrong step, so they arrive in order here (a warning says so).
@@ -121,35 +117,24 @@ def shard_loader(
         return obstacle
     batches, own_sampler = loader.batch_sampler, _own_sampler(loader)
     is_of_batches = own_sampler is batches
-    reason = _obstacle_of_batches(rule, training) if is_of_batches else None
-    if reason is not None:
-        return UndividedLoader(loader, reason, warn=True)
-    takes_whole, order = is_of_batches and rule is None, order_of(own_sampler)
-    if is_of_batches and rule is not None:
-        order = BatchesOrder(own_sampler)
+    if is_of_batches and (rule is None or rule.num_shards):
+        return UndividedLoader(loader, "custom `batch_sampler`, which `split_batches=True` alone divides", warn=True)
+    order = BatchesOrder(own_sampler) if is_of_batches else order_of(own_sampler)
     size, drop_last = (1, False) if is_of_batches else (batches.batch_size, batches.drop_last)
     size *= 1 if rule is None else rule.multiple
-    sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, rule, is_of_batches=takes_whole)
+    sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, rule)
     signature = f"{order.num_samples} samples, {order.name}, batch_size={sampler.batch_size}, {drop_last=}"
     return ShardedLoader(
-        given=loader,
         loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,
-        seed_hint=_seed_hint(loader, own_sampler),
+        seed_hint=seed_of(loader, torch.initial_seed()),
         num_samples=order.num_samples,
-        signature=None if takes_whole else signature,
+        signature=signature,
     )
 
 
 def _obstacle(loader: Any) -> UndividedLoader | None:
     return next((UndividedLoader(loader, reason, warn) for applies, reason, warn in _RULES if applies(loader)), None)
-
-
-def _obstacle_of_batches(rule: GlobalBatchRule | None, training: bool) -> str | None:
-    """Return why batches of a user's batch sampler are not divided; None where they are."""
-    if rule is None:
-        return None if training else "custom `batch_sampler`"
-    return "custom `batch_sampler`, of which logical shards are not made" if rule.num_shards else None
 
 
 def _has_own_iteration(loader: DataLoader[Any]) -> bool:
@@ -202,11 +187,13 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
     return DataLoader(dataset, batch_sampler=sampler, **options)
 
 
-def _seed_hint(loader: DataLoader[Any], sampler: Any) -> int:
-    for generator in (loader.generator, getattr(sampler, "generator", None)):
-        if isinstance(generator, torch.Generator):
-            return generator.initial_seed()
-    return torch.initial_seed()
+def seed_of(loader: Any, seed: int) -> int:
+    """Return what the order of the samples comes from: the generator of the user's loader, or else `seed`."""
+    sampler = getattr(loader, "sampler", None)
+    holders = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    generators = (getattr(holder, "generator", None) for holder in holders)
+    own = next((each for each in generators if isinstance(each, torch.Generator)), None)
+    return seed if own is None else own.initial_seed()
 
 
 _KEPT_OPTIONS = (

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from raysgd import _arguments as checks
-from raysgd._state.state_codec import EncodedState, lend
+from raysgd._state.state_codec import lend
 from raysgd.driver.keeping import FileSaves, load_into_all, load_snapshot_into_all
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import DividedValue, storing
+from raysgd.engine.transfers import DividedValue
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
-from raysgd.torch.checkpoints.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
 from raysgd.torch.driver.partial_loading import LoadReport
@@ -31,9 +28,6 @@ from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.worker.state.replica_state import RESUME
 from raysgd.worker.state.state_checks import check_parts, check_progress
-
-logger = logging.getLogger(__name__)
-
 
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
 """A state to load: what concerns all ranks; what each rank had for itself; whether it leaves nothing out."""
@@ -85,41 +79,6 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
-def _load_where_it_lies(
-    controller: ElasticController, file: OpenedFile, content: Content, weights_only: bool, held: ExitStack
-) -> bool:
-    """Let the workers map the file themselves. Only afterwards the driver stores what a recovery starts from.
-
-    Args:
-        controller: Has the workers.
-        file: The file, checked.
-        content: What it holds.
-        weights_only: How it may be read.
-        held: Keeps it open; taken over where the driver needs it longer than this call.
-
-    Returns:
-        Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
-    """
-    group, (shared, rank_states, is_complete) = controller.ensure_group(), content
-    if group.is_driver_only or not (file.is_mapped and is_complete and group.is_on_one_node):
-        return False
-    call = Call(
-        TorchRunner.restore_file,
-        lambda worlds: [(file.identity, weights_only, own) for own in own_states(rank_states, len(worlds))],
-        keeps_alike=True,
-    )
-    with controller.turns.take_turn():  # a call of another thread in between would count as covered
-        try:
-            controller.run(call)
-        except OtherFileError as error:
-            logger.debug("the workers get the state from the driver: %s", error)
-            return False
-        file.check_unchanged()
-        stored = storing(controller.ensure_group().store, partial(_lent, shared, held.pop_all()))
-        controller.snapshots.expect(stored, rank_states, call)
-    return True
-
-
 def _load(controller: ElasticController, content: Content) -> None:
     """Load into all workers; nothing of `content` is kept."""
     whole, rank_states, is_complete = content
@@ -128,13 +87,6 @@ def _load(controller: ElasticController, content: Content) -> None:
         return
     stored = controller.ensure_group().store(lend(whole))
     load_into_all(controller, TorchRunner.restore, stored, rank_states, is_complete)
-
-
-@contextmanager
-def _lent(state: dict[str, Any], held: ExitStack) -> Iterator[EncodedState]:
-    """`state`, to be copied as long as its file is held."""
-    with held:
-        yield lend(state)
 
 
 def _checked_rank_states(states: Any) -> tuple[Any, ...]:
@@ -238,8 +190,6 @@ def load(
             load_state(controller, state)
         else:
             file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            content = _checked(controller, file.state, is_file=True)
-            if not _load_where_it_lies(controller, file, content, weights_only, held):
-                _load(controller, content)
+            _load(controller, _checked(controller, file.state, is_file=True))
     saves.note_file(name)
     return report

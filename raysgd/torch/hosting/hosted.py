@@ -273,9 +273,7 @@ class TorchHosted(hosted.Hosted):
             gradients.begin_call()
         # What would not be trained as it was wrapped is refused ahead of a pass.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
-        noting = internals.loss_calls.on(
-            internals.criterion, gradients.note_labels, only_labels=True, is_called_here=self.loop.calls_criterion
-        )
+        noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
         try:
             if self.loop.undo is not None:
                 can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)

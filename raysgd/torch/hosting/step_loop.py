@@ -28,7 +28,6 @@ from raysgd.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
-_RUNGS_TO_LOSS = ("train_epoch", "train_batch", "forward")
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
@@ -61,7 +60,6 @@ class StepLoop(Loop):
         self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
         self._watches = undo is not None or self._keeps_gradients  # what each batch does
         self._may_run_backward = any(overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))
-        self._has_stock_rungs = not any(overrides(operator, name) for name in _RUNGS_TO_LOSS)
         self._has_own_gradients = False  # that were not exchanged, and wait
         self._has_exchanged = self._has_taken_steps = False  # in the batches of this call
         self._is_in_batch = False
@@ -72,11 +70,6 @@ class StepLoop(Loop):
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
             optimizer.register_step_pre_hook(self._note_step)
-
-    @property
-    def calls_criterion(self) -> bool:
-        """True if the criterion is called by the library, and by no one else."""
-        return self._has_stock_rungs and vars(self._operator).keys().isdisjoint(_RUNGS_TO_LOSS)
 
     def is_lost(self, error: BaseException) -> bool:
         return self._parallel.exchanges.has_broken or is_connection_error(error)

@@ -98,23 +98,15 @@ class LossCalls:
         self._hooked: Any = None
 
     @contextmanager
-    def on(
-        self,
-        criterion: Any,
-        listener: Callable[[LossCall], None],
-        only_labels: bool = False,
-        is_called_here: bool = False,
-    ) -> Iterator[None]:
+    def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
         """Let a listener hear of all calls inside the block.
 
         Args:
             criterion: What is called.
             listener: Called with each call.
             only_labels: Whether it hears only of those that may leave labels out.
-            is_called_here: Whether only `call` calls it, so that a loss of PyTorch needs no hook.
         """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
-        takes_hooks = takes_hooks and not (is_called_here and _known(criterion) is not None)
         for part in criterion.modules() if takes_hooks else ():
             loss = _known(part)
             if loss is not None and (loss.counts_labels or not only_labels):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -110,45 +110,24 @@ def restore(state: Any) -> None:
     Raises:
         ValueError: As in `check`; no generator has changed.
     """
-    for name, own in _checked(state).items():
+    writers = (torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state)
+    for write, own in zip(writers, _checked(state), strict=True):
         if own is not None:
-            _, write = _GENERATORS[name]
             write(own)
 
 
-def put_back_later() -> Callable[[], None]:
-    """Note the states of the global generators; return what gives them these states again."""
-    names = [name for name in _GENERATORS if name != "torch_cuda" or torch.cuda.is_initialized()]
-    states = [(_GENERATORS[name][1], _GENERATORS[name][0]()) for name in names]
-
-    def put_back() -> None:
-        for write, state in states:
-            write(state)
-
-    return put_back
-
-
-_GENERATORS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch": (torch.get_rng_state, torch.set_rng_state),
-    "torch_cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state),
-    "python": (random.getstate, random.setstate),
-    "numpy": (np.random.get_state, np.random.set_state),
-}
-"""The functions that read and write the state of each generator."""
-
-
-def _checked(state: Any) -> dict[str, Any]:
-    """The states as their generators take them, by the name of the generator; None for one that is not covered."""
+def _checked(state: Any) -> list[Any]:
+    """Return the states as their generators take them: torch's, CUDA's, Python's, numpy's; None where not covered."""
     missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:
         raise ValueError(f"`restore(state)`: `state` lacks {missing}. Pass what `capture()` returned.")
     try:
-        return {
-            "torch": _checked_torch(state["torch"]),
-            "torch_cuda": _checked_cuda(state["torch_cuda"]),
-            "python": _checked_python(state["python_version"], state["python_words"], state["python_gauss"]),
-            "numpy": _checked_numpy(*(state[key] for key in _KEYS if key.startswith("numpy_"))),
-        }
+        return [
+            _checked_torch(state["torch"]),
+            _checked_cuda(state["torch_cuda"]),
+            _checked_python(state["python_version"], state["python_words"], state["python_gauss"]),
+            _checked_numpy(*(state[key] for key in _KEYS if key.startswith("numpy_"))),
+        ]
     except (RuntimeError, TypeError, ValueError, IndexError, struct.error) as error:
         raise ValueError(
             "`restore(state)`: `state` does not fit this process's random number generators: it is damaged, "

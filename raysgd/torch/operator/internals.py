@@ -21,7 +21,7 @@ from raysgd.torch.objects import hyperparameters, metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
-from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
+from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step.gradients import Gradients, OwnSteps
 from raysgd.utils import IS_PADDING
@@ -293,7 +293,7 @@ class TorchInternals(Internals):
 
     def register(self, **given: Any) -> tuple[Any, ...]:
         """Makes the record of what `register` was given; returns what that returns."""
-        Registrar(self._operator, self.context, self._keep).register(given, self.registered)
+        register(self._operator, self.context, given, self.registered, self._keep)
         self.own_steps.watch(self.registered.optimizers)
         return self.registered.returned
 

@@ -222,137 +222,117 @@ class RegisteredData:
         return None if self.validation is None else self.validation.loader
 
 
-class Registrar:
-    """Makes the record of one operator.
+def register(
+    operator: Any,
+    context: OperatorContext,
+    given: Mapping[str, Any],
+    before: RegisteredObjects,
+    keep: Callable[[RegisteredObjects], None],
+) -> None:
+    """Check, place, prepare and wrap what an operator registers.
 
     Args:
         operator: Has hooks that the user may have overridden.
-        context: What the operator works with.
+        context: What it works with.
+        given: The arguments of its `register`, by name.
+        before: What was registered before.
         keep: Called with the record, also while it is being made: the hooks may look at it.
+
+    Raises:
+        InvalidRegistrationError: Something is of the wrong kind, or an optimizer of several workers has parameters
+            that nothing else has.
+        ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
     """
-
-    def __init__(self, operator: Any, context: OperatorContext, keep: Callable[[RegisteredObjects], None]) -> None:
-        self._operator = operator
-        self._context = context
-        self._parallel = context.parallel
-        self._keep = keep
-
-    def register(self, given: Mapping[str, Any], before: RegisteredObjects) -> RegisteredObjects:
-        """Checks, places, prepares and wraps.
-
-        Args:
-            given: The arguments of the operator's `register`, by name.
-            before: What was registered before.
-
-        Raises:
-            InvalidRegistrationError: Something is of the wrong kind, or an optimizer of several workers has parameters
-                that nothing else has.
-            ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
-        """
-        context, parallel = self._context, self._parallel
-        ddp_args, apex_args = _options("ddp_args", given["ddp_args"]), _options("apex_args", given["apex_args"])
-        models = models_of(given["models"])
-        optimizers = optimizers_of(given["optimizers"])
-        criterion = criterion_of(given["criterion"])
-        schedulers = schedulers_of(given["schedulers"])
-        self._check_schedulers(schedulers)
-        placed = self._placed(models.items, optimizers.items)
-        criterion = context.place(criterion) if criterion is not None else None
-        self._check_parameters(optimizers.items, [*placed, criterion])
-        own_of_criterion = own_parameters(criterion, placed)
-        prepared, stepped = context.precision.prepare(
-            placed, optimizers.items, lambda *parts: self._operator._configure_apex_amp(*parts, apex_args)
+    parallel = context.parallel
+    ddp_args, apex_args = _options("ddp_args", given["ddp_args"]), _options("apex_args", given["apex_args"])
+    models = models_of(given["models"])
+    optimizers = optimizers_of(given["optimizers"])
+    criterion = criterion_of(given["criterion"])
+    schedulers = schedulers_of(given["schedulers"])
+    if schedulers is not None and operator.scheduler_step_freq is None:
+        raise ValueError(
+            '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" to '
+            'have the library step `self.scheduler`, or "manual" to step it yourself.'
         )
-        _warn_of_models_left_out(prepared, before.original_models)
-        stepped = [parallel.wrap_optimizer(optimizer) for optimizer in stepped]
-        record = RegisteredObjects(prepared, prepared, stepped, criterion)
-        self._keep(record)
-        record = replace(record, models=self._wrapped(prepared, ddp_args))
-        record = self._with_criterion(record, own_of_criterion, ddp_args)
-        parallel.rebind_optimizers(stepped)
-        returned = [models.mirror(record.models), optimizers.mirror(stepped)]
-        returned += [] if record.criterion is None else [record.criterion]
-        if schedulers is not None:
-            returned.append(schedulers.mirror(schedulers.items))
-            record = replace(record, schedulers=schedulers.items, has_schedulers=True)
-        record = replace(record, returned=tuple(returned))
-        self._keep(record)
-        self._compile(record.models)
+    if any(map(is_empty, models.items)):
+        refuse_states(optimizers.items)
+    placed = [_build(context, context.place(model)) for model in models.items]
+    criterion = context.place(criterion) if criterion is not None else None
+    _check_outsiders(operator, context, optimizers.items, [*placed, criterion])
+    own_of_criterion = own_parameters(criterion, placed)
+    prepared, stepped = context.precision.prepare(
+        placed, optimizers.items, lambda *parts: operator._configure_apex_amp(*parts, apex_args)
+    )
+    _warn_of_models_left_out(prepared, before.original_models)
+    stepped = [parallel.wrap_optimizer(optimizer) for optimizer in stepped]
+    record = RegisteredObjects(prepared, prepared, stepped, criterion)
+    keep(record)
+    if context.wrap_ddp:
+        wrapped = operator._configure_ddp(prepared, context.device_ids, ddp_args)
+    else:
+        wrapped = [parallel.wrap(model, context.device_ids, {}) for model in prepared]
+    record = _with_criterion(context, replace(record, models=wrapped), own_of_criterion, ddp_args)
+    parallel.rebind_optimizers(stepped)
+    returned = [models.mirror(record.models), optimizers.mirror(stepped)]
+    returned += [] if record.criterion is None else [record.criterion]
+    if schedulers is not None:
+        returned.append(schedulers.mirror(schedulers.items))
+        record = replace(record, schedulers=schedulers.items, has_schedulers=True)
+    keep(replace(record, returned=tuple(returned)))
+    chosen = context.settings.step_options.compile
+    for model in () if chosen is False else record.models:  # in place, so that nothing gets another identity
+        model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
+
+
+def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
+    """Return what is done to a model before it is wrapped. The names in its state stay as they are."""
+    options = context.settings.step_options
+    if options.sync_batchnorm and context.world.is_distributed:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if options.activation_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def _with_criterion(
+    context: OperatorContext,
+    record: RegisteredObjects,
+    own: Sequence[torch.nn.Parameter],
+    ddp_args: dict[str, Any],
+) -> RegisteredObjects:
+    """Treat a criterion with parameters as a model."""
+    if not own:
         return record
+    assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
+    is_trained = any(parameter.requires_grad for parameter in own)
+    # Without the communication hook: its state is that of one model.
+    options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
+    wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
+    original = record.criterion if is_trained else None
+    return replace(record, criterion=wrapped, own_criterion=wrapped, original_criterion=original)
 
-    def _placed(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[torch.nn.Module]:
-        if any(map(is_empty, models)):
-            refuse_states(optimizers)
-        return [self._build(self._context.place(model)) for model in models]
 
-    def _check_schedulers(self, schedulers: RegisteredParts | None) -> None:
-        if schedulers is not None and self._operator.scheduler_step_freq is None:
-            raise ValueError(
-                '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" to '
-                'have the library step `self.scheduler`, or "manual" to step it yourself.'
-            )
-
-    def _wrapped(self, prepared: list[torch.nn.Module], ddp_args: dict[str, Any]) -> list[torch.nn.Module]:
-        device_ids = self._context.device_ids
-        if self._context.wrap_ddp:
-            wrapped: list[torch.nn.Module] = self._operator._configure_ddp(prepared, device_ids, ddp_args)
-            return wrapped
-        return [self._parallel.wrap(model, device_ids, {}) for model in prepared]
-
-    def _with_criterion(
-        self, record: RegisteredObjects, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
-    ) -> RegisteredObjects:
-        """Treats a criterion with parameters as a model."""
-        if not own:
-            return record
-        assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
-        is_trained = any(parameter.requires_grad for parameter in own)
-        # Without the communication hook: its state is that of one model.
-        options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
-        wrapped = self._parallel.wrap(
-            record.criterion, self._context.device_ids, options if self._context.wrap_ddp else {}
-        )
-        original = record.criterion if is_trained else None
-        return replace(record, criterion=wrapped, own_criterion=wrapped, original_criterion=original)
-
-    def _check_parameters(self, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
-        """Refuses, or with one worker warns about, optimizers that train what is not averaged or saved."""
-        is_distributed = self._context.world.is_distributed
-        if is_distributed and not self._parallel.synchronizes:
-            return  # the user keeps the replicas equal
-        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-        found = outsiders(optimizers, modules, self._operator)
-        if not found:
-            return
-        words = (
-            "`register(optimizers=...)` got an optimizer of parameters that belong to no registered model and not to "
-            f"the criterion: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}."
-        )
-        way_out = (
-            "Make them part of a model or of the criterion (`model.scale = torch.nn.Parameter(...)`), or pass the "
-            "module that holds them in `models`, too."
-        )
-        if is_distributed:
-            harm = "Their gradients would not be averaged over the workers, and nothing would save them."
-            raise InvalidRegistrationError(f"{words} {harm} {way_out}")
-        logger.warning("%s Nothing saves them, and with several workers they are refused. %s", words, way_out)
-
-    def _build(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Returns what is done to a model before it is wrapped. The names in its state stay as they are."""
-        options = self._context.settings.step_options
-        if options.sync_batchnorm and self._context.world.is_distributed:
-            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if options.activation_checkpointing:
-            checkpoint_activations(model)
-        return model
-
-    def _compile(self, models: Sequence[torch.nn.Module]) -> None:
-        """Compiles in place, so that nothing gets another name or identity."""
-        chosen = self._context.settings.step_options.compile
-        if chosen is False:
-            return
-        for model in models:
-            model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
+def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
+    """Refuse, or with one worker warn about, optimizers that train what is not averaged or saved."""
+    is_distributed = context.world.is_distributed
+    if is_distributed and not context.parallel.synchronizes:
+        return  # the user keeps the replicas equal
+    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+    found = outsiders(optimizers, modules, operator)
+    if not found:
+        return
+    words = (
+        "`register(optimizers=...)` got an optimizer of parameters that belong to no registered model and not to "
+        f"the criterion: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}."
+    )
+    way_out = (
+        "Make them part of a model or of the criterion (`model.scale = torch.nn.Parameter(...)`), or pass the "
+        "module that holds them in `models`, too."
+    )
+    if is_distributed:
+        harm = "Their gradients would not be averaged over the workers, and nothing would save them."
+        raise InvalidRegistrationError(f"{words} {harm} {way_out}")
+    logger.warning("%s Nothing saves them, and with several workers they are refused. %s", words, way_out)
 
 
 def register_data(context: OperatorContext, train_loader: Any, validation_loader: Any) -> RegisteredData:

@@ -56,7 +56,7 @@ class DDP(NoParallel):
         """Puts a model into the wrapper; without `init_sync` it takes over nothing from the first rank."""
         covered = trainable(model)
         if not covered:
-            return self._leave_out(model, options.get("process_group"))
+            return self._leave_out(model)
         options = {"device_ids": device_ids, **options}
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
         require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # which are set as well
@@ -72,19 +72,11 @@ class DDP(NoParallel):
             self._hooked.add(id(wrapped))
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
-        own = (each for each in self._wrapped if "process_group" not in each.options)
-        return next((each.model.parameters_to_ignore for each in own if each.model.module is model), None)
+        return next((each.model.parameters_to_ignore for each in self._wrapped if each.model.module is model), None)
 
     @property
     def obstacle(self) -> str | None:
-        if any("process_group" in each.options for each in self._wrapped):
-            return "`ddp_args` names another process group"
-        return next(filter(None, (ddp_hooks.obstacle(each.model, each.options) for each in self._wrapped)), None)
-
-    @property
-    def weights_obstacle(self) -> str | None:
-        is_other = any("process_group" in each.options for each in self._wrapped)
-        return 'ddp_args={"process_group": ...}' if is_other else None
+        return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
         """Builds each wrapper again around the same model, as the same object: user code keeps a reference."""
@@ -99,7 +91,7 @@ class DDP(NoParallel):
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
             if is_agreed and [*map(id, covered)] == [*map(id, each.covered)]:
                 continue
-            obstacle = None if is_agreed else ddp_hooks.obstacle(each.model, each.options)
+            obstacle = None if is_agreed else ddp_hooks.obstacle(each.options)
             if obstacle is not None:
                 raise ValueError(
                     f"`self.rewrap()` cannot wrap a model again, because {obstacle}: freeze and unfreeze in `setup`, "
@@ -108,7 +100,7 @@ class DDP(NoParallel):
             each.covered = covered
             self._build_anew(each, init_sync=not is_agreed)
         covered_ids = {id(parameter) for each in ours for parameter in each.covered}
-        parts = [each.model for each in ours] + [model for model, _ in self._left_out]
+        parts = [*(each.model for each in ours), *self._left_out]
         self._uncovered = [p for part in parts for p in part.parameters() if id(p) not in covered_ids]
 
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
@@ -148,7 +140,6 @@ class DDP(NoParallel):
                 self._register_hook(model, next((each.options for each in self._wrapped if each.model is model), {}))
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        groups = {id(p): each.model.process_group for each in self._wrapped for p in each.model.parameters()}
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
@@ -161,9 +152,8 @@ class DDP(NoParallel):
             for parameter in used:
                 if parameter.grad is None:  # of this rank; others have one
                     parameter.grad = torch.zeros_like(parameter)
-                group = groups.get(id(parameter), dist.group.WORLD)
-                dist.all_reduce(parameter.grad, group=group)
-                parameter.grad.div_(dist.get_world_size(group))
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(self.num_ranks)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -184,7 +174,7 @@ class DDP(NoParallel):
         """Gives every rank those of the first one once, then keeps forward passes free of collectives."""
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         for model in wrapped:
-            repeat_first(model.module.buffers(), model.process_group)
+            repeat_first(model.module.buffers())
         self._refresh_left_out()
         before = [model.require_forward_param_sync for model in wrapped]
         try:

@@ -38,9 +38,6 @@ class _HookState:
 
     Attributes:
         parallel: Knows the weight of the step, and watches its exchanges.
-        process_group: Who takes part, if that is the user's own group. None for the default group: one that is
-            left has to be freed then and there, not whenever garbage is collected, perhaps in a process that was forked
-            and has none of its threads.
         work: What the exchange of this model's gradients is recorded as.
         goes_at_once: Whether to go past gloo where that can be done.
         function: A user's hook that does the rest; None for an average.
@@ -48,7 +45,6 @@ class _HookState:
     """
 
     parallel: NoParallel
-    process_group: Any
     work: str = ""
     goes_at_once: bool = False
     function: Callable[..., Any] | None = None
@@ -58,7 +54,7 @@ class _HookState:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _HookState, (None, None)
+        return _HookState, (None,)
 
 
 def register(
@@ -67,16 +63,21 @@ def register(
     """Installs the hook that the user passed, or raysgd's once training begins; returns whether it did.
 
     Raises:
-        ValueError: The user registered one by hand; PyTorch allows one each.
+        ValueError: The user registered one by hand; PyTorch allows one each. Or the model has a group of its own.
     """
+    if model.process_group is not dist.group.WORLD:
+        raise ValueError(
+            "A model is wrapped with a `process_group`, and gradients are averaged over all workers: omit it. To "
+            'average over other groups, pass `TorchTrainer(strategy="none")` and wrap the model yourself.'
+        )
     hook = options.get(COMM_HOOK)
     if hook is None and not is_armed:
         return False
     if hook is not None:
         state, function = _hook_of_user(hook)
-        given = _HookState(parallel, _group_of_user(model), work, function=function, state=state)
+        given = _HookState(parallel, work, function=function, state=state)
     else:
-        given = _HookState(parallel, _group_of_user(model), work, _goes_at_once(model, options))
+        given = _HookState(parallel, work, _goes_at_once(model, options))
     try:
         model.register_comm_hook(given, _exchange)
     except RuntimeError as error:
@@ -88,7 +89,7 @@ def register(
     return True
 
 
-def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | None:
+def obstacle(options: dict[str, Any]) -> str | None:
     """Returns why the communication hook of a model does not work in a new wrapper; None when it does."""
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
@@ -116,8 +117,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
         return _tracked(parallel, partial(state.function, state.state), bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    average = partial(allreduce_hook, state.process_group or dist.group.WORLD)  # type: ignore[arg-type]
-    return _tracked(parallel, average, bucket)
+    return _tracked(parallel, partial(allreduce_hook, dist.group.WORLD), bucket)  # type: ignore[arg-type]
 
 
 def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> Any:
@@ -159,10 +159,6 @@ def _add_up_with_amounts(group: Group, numbers: Array, counted: Counted, row: Ar
     return [each[own.nbytes :] for each in received]
 
 
-def _group_of_user(model: DistributedDataParallel) -> Any:
-    return None if model.process_group is dist.group.WORLD else model.process_group
-
-
 def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
     """Tells whether the gradients are so few that, but for a first MiB, their exchange begins after the backward pass.
 
@@ -171,8 +167,7 @@ def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bo
     most = _FIRST_BUCKET_BYTES + (options.get("bucket_cap_mb") or _USUAL_BUCKET_MB) * 2**20
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return (
-        model.process_group is dist.group.WORLD
-        and not any(getattr(module, "sparse", False) for module in model.modules())
+        not any(getattr(module, "sparse", False) for module in model.modules())
         and all(each.device.type == "cpu" and each.dtype in _DTYPES for each in parameters)
         and sum(each.nbytes for each in parameters) <= most
     )

@@ -36,7 +36,7 @@ from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
 
-_HAS_LEFT, _AWAITS, _CALLS = range(3)  # behind the last: the number of the model
+_HAS_LEFT, _CALLS = range(2)  # behind the last: the number of the model
 
 Exchange = Callable[[int], list[int]]
 """Tells the other ranks a number, and returns the numbers of all ranks."""
@@ -74,10 +74,10 @@ class ForwardRounds:
             yield
         except Exception:  # of user code
             with suppress(Exception):  # where the ranks have lost each other, that one is the better one to tell about
-                self._help(_HAS_LEFT)
+                self._help()
             raise
         else:
-            self._help(_HAS_LEFT)
+            self._help()
         finally:
             self._is_open = False
 
@@ -86,36 +86,29 @@ class ForwardRounds:
         own = next((number for number, each in enumerate(self._models) if each is model), None)
         if not self._is_open or own is None:
             return
-        while self._round(_CALLS + own, (args, kwargs))[0] != own:
+        while self._round(_CALLS + own, (args, kwargs)) != own:
             pass
 
-    def pause(self) -> None:
-        """Returns when all ranks have come here, or have left the evaluation."""
-        if self._is_open:
-            self._help(_AWAITS)
+    def _help(self) -> None:
+        while self._round(_HAS_LEFT) is not None:
+            pass
 
-    def _help(self, said: int) -> None:
-        while True:
-            called, is_awaited = self._round(said)
-            if called is None and (said == _AWAITS or not is_awaited):
-                return
-
-    def _round(self, said: int, call: Any = None) -> tuple[int | None, bool]:
-        """Runs a forward pass for other ranks, unless this one is about to run it.
+    def _round(self, said: int, call: Any = None) -> int | None:
+        """Run a forward pass for other ranks, unless this one is about to run it.
 
         Returns:
-            The model that ranks run; None where no rank calls any. And whether any rank waits for the others.
+            The model that ranks run; None where no rank calls any.
         """
         answers = self._exchange(said)
         calls = [answer for answer in answers if answer >= _CALLS]
         if not calls:
-            return None, _AWAITS in answers
+            return None
         chosen = min(calls)
         if any(answer != chosen for answer in answers):
             args, kwargs = self._share(call, answers.index(chosen))
             if said != chosen:
                 self._run(self._models[chosen - _CALLS], args, kwargs)
-        return chosen - _CALLS, False
+        return chosen - _CALLS
 
     def _run(self, model: Any, args: Any, kwargs: Any) -> None:
         self._is_open = False  # its own forward pass is not another round
@@ -242,10 +235,6 @@ class FSDP(NoParallel):
                 part.reshard()  # of a forward pass that broke off
                 keeps = part in roots or not self._options.reshard_after_forward
                 part.set_reshard_after_forward(not keeps, recurse=False)
-
-    def await_others(self) -> None:
-        """Waits in evaluation until no rank has a batch left."""
-        self._rounds.pause()
 
     def _numbers_of_all(self, own: int) -> list[int]:
         numbers = torch.zeros(self._world_size, dtype=torch.int64)

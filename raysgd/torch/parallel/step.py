@@ -114,13 +114,11 @@ class BatchStep:
         is_boundary: Whether the optimizer steps on this batch. Without accumulation it always does.
         is_global: Whether gradients are averaged over the ranks, so that all ranks' samples count.
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
-            As with the next five, None is for nothing.
+            As with the next four, None is for nothing.
         check: Called before a step counts as done; raises if it cannot.
         refresh: Called before the first batch of each global batch of a call, on all ranks.
         opens: Called before the first batch of each step of the optimizers.
         exchanges: Called when gradients of a model are exchanged.
-        awaits: Called behind the last batch of an evaluation. Where forward passes take all ranks, those of the others
-            follow: so code behind the user's loop runs on all ranks at the same time, and may talk to other ranks.
         began_at: When this rank asked for the batch; 0 once its first backward pass follows.
         own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
         is_used: Whether a backward pass of this call was noted. Code that computes gradients past the library's
@@ -144,7 +142,6 @@ class BatchStep:
         self.check: Callable[[], None] | None = None
         self.opens: Callable[[], None] | None = None
         self.exchanges: Callable[[], None] | None = None
-        self.awaits: Callable[[], None] | None = None
         self.is_confirmed = False
         self.began_at = 0.0
         self.own_s = 0.0
@@ -250,8 +247,6 @@ class BatchStep:
         """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
         if not self._num_waiting:
             self._forget_batch()
-        if self.awaits is not None:
-            self.awaits()
 
     def confirm(self) -> None:
         """Sees to it that the step may count as done; whatever `check` raises says that it may not."""

@@ -72,7 +72,7 @@ class NoParallel:
         self.record = GlobalRecord() if self.synchronizes else None
         self.exchanged: set[int] = set()
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
+        self._left_out: list[torch.nn.Module] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """The model to call in training. `options` are those for `DistributedDataParallel`."""
@@ -82,17 +82,17 @@ class NoParallel:
         """The optimizer to use in training."""
         return optimizer
 
-    def _leave_out(self, model: torch.nn.Module, group: Any = None) -> torch.nn.Module:
+    def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
         """Makes a model equal on all ranks that has nothing to train, and so no gradients to average."""
-        take_from_first((*model.parameters(), *model.buffers()), group)
-        self._left_out.append((model, group))
+        take_from_first((*model.parameters(), *model.buffers()))
+        self._left_out.append(model)
         return model
 
     def _refresh_left_out(self, in_training: bool = False) -> None:
         """Gives all ranks rank 0's buffers of models that have nothing to train; wrappers see to those of others."""
-        for model, group in self._left_out:
+        for model in self._left_out:
             if model.training or not in_training:
-                repeat_first(model.buffers(), group)
+                repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Makes optimizers that were made before `wrap` step what the wrapped models train."""
@@ -126,7 +126,7 @@ class NoParallel:
         Raises:
             ValueError: That cannot be done.
         """
-        for model, _ in self._left_out:
+        for model in self._left_out:
             if trainable(model) and any(model is each for each in models):
                 raise ValueError(
                     f"A model that had nothing to train when it was registered (`{type(model).__name__}`) has "
@@ -137,11 +137,6 @@ class NoParallel:
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
         """Return the names of the parameters of a model, without its wrapper, that are not kept equal; None for all."""
-        return None
-
-    @property
-    def weights_obstacle(self) -> str | None:
-        """The option with which gradients cannot be averaged by weights; None where they can."""
         return None
 
     @property
@@ -219,9 +214,6 @@ class NoParallel:
         """The context for evaluation, where ranks may have different numbers of batches."""
         yield
 
-    def await_others(self) -> None:
-        """Waits for the others in evaluation, when this rank has no batch left."""
-
     def state_of(self, part: Any) -> dict[str, Any]:
         """The whole state of a model or an optimizer; where parts are sharded all ranks have to ask, for rank 0."""
         state: dict[str, Any] = part.state_dict()
@@ -292,22 +284,22 @@ def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
     return tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
-def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
-    """Gives every rank of a group the numbers that the first one has, whatever their format.
+def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives every rank the numbers that the first one has, whatever their format.
 
     Raises:
         ValueError: The ranks' tensors differ in number or shape, which all ranks learn.
     """
     present = list(_with_numbers(tensors))
-    _check_shapes(present, group)
-    repeat_first(present, group)
+    _check_shapes(present)
+    repeat_first(present)
 
 
-def _check_shapes(tensors: Sequence[torch.Tensor], group: Any) -> None:
+def _check_shapes(tensors: Sequence[torch.Tensor]) -> None:
     shapes = [tuple(each.shape) for each in tensors]
     digest = int.from_bytes(hashlib.sha256(repr(shapes).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest], device=tensors[0].device if tensors else reachable())
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=_group_or_all(group))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if extremes.sum():
         raise ValueError(
             f"The workers made different models: this one has a model of {len(shapes)} parameters and buffers with "
@@ -315,27 +307,18 @@ def _check_shapes(tensors: Sequence[torch.Tensor], group: Any) -> None:
         )
 
 
-def repeat_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
+def repeat_first(tensors: Iterable[torch.Tensor]) -> None:
     """Do the same where it is known that the tensors have one shape on all ranks."""
     # Not over gloo where that can be helped: its broadcast may hang where its connections are ended.
-    is_default = group is None or group is dist.group.WORLD
-    group = _group_or_all(group)
-    first = dist.get_global_rank(group, 0)
     for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
-        at_once = quick_group(flat) if is_default else None
+        at_once = quick_group(flat)
         if at_once is not None:
             at_once.from_first(flat.view(torch.uint8).numpy())
         else:
-            dist.broadcast(flat.view(torch.uint8), first, group=group)
+            dist.broadcast(flat.view(torch.uint8), 0)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.reshape(tensor.shape))
-
-
-def _group_or_all(group: Any) -> dist.ProcessGroup:
-    found = group or dist.group.WORLD
-    assert found is not None, "this process is in a group"
-    return found
 
 
 def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

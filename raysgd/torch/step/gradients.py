@@ -184,13 +184,6 @@ _NOTHING = nullcontext()
 _NO_CALL = LossCall("values", None, None, None)
 
 
-def _no_weights(option: str, what: str) -> ValueError:
-    return ValueError(
-        f"{what} does not work with `{option}`, where batches count by their samples: omit `{option}`, or use a loss "
-        "that is the mean over the samples."
-    )
-
-
 @contextmanager
 def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Makes the gradients that come to parameters 0, before anybody else sees them: the mean over nothing is NaN."""
@@ -238,15 +231,16 @@ class Gradients:
             given: What user code says; None for the labels of the loss that was noted last.
         """
         step, labels = self._parallel.step, self._labels
-        obstacle = "deterministic=True" if step.shards is not None else self._parallel.weights_obstacle
         weight = labels.amount if given is None else as_weight("weight", given)
-        if given is None and obstacle is not None:
-            if labels.is_uneven is True:  # of a device only `end_call` learns it
-                what = "a loss that ignores labels, or counts them by the weights of their classes,"
-                raise _no_weights(str(obstacle), what)
-            return None
-        if obstacle is not None:
-            raise _no_weights(obstacle, "`weight=` of `self.backward`, or from `forward`,")
+        if step.shards is not None:
+            if given is None and labels.is_uneven is not True:  # of a device only `end_call` learns it
+                return None
+            by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
+            what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
+            raise ValueError(
+                f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
+                "`deterministic=True`, or use a loss that is the mean over the samples."
+            )
         step.has_uncounted = False
         return 0.0 if step.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 

@@ -134,7 +134,7 @@ class Undo:
             for each in (*self._optimizers, *self._others, *self._followers()):
                 self._look_into(vars(each), seen, tensors)
             self._flags = [each.requires_grad for each in self._parameters]
-            self._put_back_generators = rng.put_back_later()
+            self._drawn = rng.capture()
         elif self._watches:  # learning rates and schedules are small, and user code may change them before an exchange
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
@@ -231,7 +231,7 @@ class Undo:
         if self.is_whole:
             for parameter, flag in zip(self._parameters, self._flags, strict=True):
                 parameter.requires_grad_(flag)
-            self._put_back_generators()
+            rng.restore(self._drawn)
         if self._is_copied:
             self._copies.put_back()
         self.forget()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import errno
 import os
 import pickle
@@ -26,10 +25,8 @@ import xxhash
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import (
     CheckpointCorruptedError,
-    OtherFileError,
     UnsafeCheckpointError,
     mapped,
-    mapped_again,
     packed,
     read,
     seal_at_end_of,
@@ -399,30 +396,6 @@ class TestMapped:
     def test_the_name_says_nothing_about_the_format(self, tmp_path: Path, use: Callable[[Path], Any]) -> None:
         write(tmp_path / "last.safetensors", training_state(4))
         assert use(tmp_path / "last.safetensors")["epoch"] == 4
-
-    def test_another_process_is_told_which_file_it_is_and_maps_it_too(self, tmp_path: Path) -> None:
-        state = training_state(3, width=300)
-        write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as file:
-            assert file.is_mapped
-            with mapped_again(pickle.loads(pickle.dumps(file.identity))) as again:
-                assert num_mappings_of(tmp_path / "last.pt") > 1
-                assert_same(again, state)
-
-    @pytest.mark.parametrize("becomes", ["replaced", "written", "gone"])
-    def test_a_file_that_is_another_one_by_now_is_refused(self, tmp_path: Path, becomes: str) -> None:
-        path = tmp_path / "last.pt"
-        write(path, training_state(width=300))
-        os.utime(path, (1, 1))
-        with contextlib.suppress(CheckpointCorruptedError), mapped(path) as file:
-            if becomes == "replaced":
-                write(path, training_state(width=300))
-            elif becomes == "written":
-                path.open("r+b").write(b"PK")
-            else:
-                path.unlink()
-            with pytest.raises(OtherFileError, match=r"last\.pt"), mapped_again(file.identity):
-                pass
 
 
 def num_mappings_of(path: Path) -> int:

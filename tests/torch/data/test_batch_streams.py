@@ -143,12 +143,6 @@ def test_a_call_that_ends_with_the_pass_does_not_make_the_next_one_empty(
         assert passes.num_begun == index + 1
 
 
-def test_a_full_pass_follows_a_call_that_ended_with_the_pass(make_source: Callable[[int], LoaderSource]) -> None:
-    stream, _ = make_stream(make_source(4))
-    assert numbers(stream.take(4)) == [0, 1, 2, 3]
-    assert numbers(stream.take(None)) == [0, 1, 2, 3]
-
-
 def test_one_call_may_take_several_passes(make_source: Callable[[int], LoaderSource]) -> None:
     stream, passes = make_stream(make_source(3))
     assert numbers(stream.take(8)) == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -226,14 +220,6 @@ def test_a_loader_is_opened_once_for_each_pass() -> None:
 def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> None:
     assert length_of(loader) == length
     assert PlainSource(loader).num_steps() == length
-
-
-def test_a_loader_over_an_iterable_dataset_without_length_has_none() -> None:
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(4))
-
-    assert length_of(DataLoader(Stream(), batch_size=2)) is None
 
 
 # ------------------------------------------------------------------------------------------------ divided loaders
@@ -338,28 +324,6 @@ def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
     assert sorted(begun[10:] + rest) == list(range(10))
     assert rest == numbers(first.take(None))
     assert passes.num_begun == 0, "it is the same pass"
-
-
-def test_a_pass_is_resumed_by_more_ranks_than_began_it() -> None:
-    first, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2), SEED))
-    begun = [number for batch in numbers(first.take(2)) for number in batch]
-    rest = []
-    for rank in range(3):
-        stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, rank=rank, world_size=3), SEED))
-        stream.resume(first.pass_index, first.completed)
-        for batch in numbers(stream.take(None)):
-            rest += batch if isinstance(batch, list) else [batch]
-        list(stream.take(1))
-    assert begun == [0, 1, 2, 3]
-    assert sorted({*rest}) == [4, 5, 6, 7, 8, 9, 10]
-
-
-def test_a_resumed_stream_knows_its_position_from_the_beginning_of_the_pass() -> None:
-    stream, _ = make_stream(DividedLoaderSource(divided(10), SEED))
-    stream.resume(0, 4)
-    list(stream.take(3))
-    assert stream.completed == 7
-    assert stream.source.num_steps() == 6
 
 
 # ------------------------------------------------------------------------------------------------ breaking off
@@ -500,16 +464,6 @@ def test_processes_of_loaders_draw_other_numbers_on_each_rank_also_with_a_genera
         assert isinstance(sharded, ShardedLoader)
         found.append(numbers(make_stream(DividedLoaderSource(sharded, SEED))[0].take(None)))
     assert found[0] == found[2] != found[1]
-
-
-def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
-    orders = []
-    for seed in (SEED, SEED, SEED + 1):
-        stream, _ = make_stream(DividedLoaderSource(divided(10, shuffle=True), seed))
-        orders.append([numbers(stream.take(None)) for _ in range(2)])
-    assert orders[0] == orders[1]
-    assert orders[0][0] != orders[0][1]
-    assert orders[0] != orders[2]
 
 
 # ------------------------------------------------------------------------------------------------ lockstep

@@ -111,6 +111,9 @@ class LossFirst(NamedTuple):
     logits: torch.Tensor
 
 
+OUTPUT, NAMED = Output(X, LOSS), LossFirst(LOSS, X)
+
+
 @pytest.mark.parametrize(
     ("output", "loss", "predicted"),
     [
@@ -134,20 +137,12 @@ def test_loss_and_logits_are_found_in_an_output(output: Any, loss: Any, predicte
         (LOSS, (None, LOSS, None)),
         ((X, LOSS), (X, LOSS, None)),
         ([X, LOSS, 7], (X, LOSS, 7)),
+        (OUTPUT, (OUTPUT, LOSS, None)),
+        (NAMED, (NAMED, LOSS, None)),
     ],
 )
-def test_forward_may_return_the_loss_alone(returned: Any, parts: tuple[Any, ...]) -> None:
+def test_forward_may_return_a_loss_in_several_ways(returned: Any, parts: tuple[Any, ...]) -> None:
     assert all(found is part for found, part in zip(batches.parts_of_forward(returned), parts, strict=True))
-
-
-def test_forward_may_return_what_the_model_did() -> None:
-    output = Output(X, LOSS)
-    assert batches.parts_of_forward(output) == (output, LOSS, None)
-
-
-def test_a_named_tuple_is_read_by_its_names() -> None:
-    output = LossFirst(LOSS, X)
-    assert batches.parts_of_forward(output) == (output, LOSS, None)
 
 
 @pytest.mark.parametrize("parts", [LOSS, (X, LOSS), (X, LOSS, 7)])

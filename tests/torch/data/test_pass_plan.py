@@ -33,7 +33,16 @@ def of_workers(batch_size: int, world_size: int) -> Division:
 
 def of_a_step(plan: PassPlan, step: int) -> list[list[Share]]:
     """The batches of each rank."""
-    return [plan.shares_of_step(step, rank) for rank in range(plan.division.world_size)]
+    return [steps_of(plan, rank)[step] for rank in range(plan.division.world_size)]
+
+
+def steps_of(plan: PassPlan, rank: int) -> list[list[Share]]:
+    """The batches of a rank in each step."""
+    steps: list[list[Share]] = []
+    for share in plan.shares(rank):
+        steps += [[]] * share.is_first
+        steps[-1] = [*steps[-1], share]
+    return steps
 
 
 def shares_of(plan: PassPlan, step: int) -> list[Share]:
@@ -74,27 +83,6 @@ def random_division(draw: random.Random) -> Division:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "consumed", "drop_last", "num_steps"),
-    [
-        (0, 0, False, 0),
-        (8, 0, False, 2),
-        (9, 0, False, 3),
-        (9, 0, True, 2),
-        (3, 0, True, 0),
-        (9, 4, False, 2),
-        (9, 5, False, 1),
-        (9, 8, False, 1),
-        (9, 8, True, 0),
-        (9, 9, False, 0),
-    ],
-)
-def test_the_steps_still_to_come_are_counted_from_the_position(
-    num_samples: int, consumed: int, drop_last: bool, num_steps: int
-) -> None:
-    assert make_plan(num_samples, consumed=consumed, drop_last=drop_last).num_steps == num_steps
-
-
-@pytest.mark.parametrize(
     ("joined", "expected"),
     [
         (6, [Share(0, 2, 2, 1.0, 6), Share(2, 4, 2, 1.0, 6), Share(4, 6, 2, 1.0, 6)]),
@@ -116,24 +104,9 @@ def test_without_padding_a_rank_without_samples_has_no_batch() -> None:
     assert [plan.num_batches(rank) for rank in range(3)] == [2, 1, 1]
 
 
-def test_with_padding_every_rank_has_a_batch_in_every_step() -> None:
-    plan = make_plan(7, world_size=3, pad=True)
-    assert [plan.num_batches(rank) for rank in range(3)] == [2, 2, 2]
-
-
 def test_padding_is_never_larger_than_a_batch() -> None:
     plan = make_plan(3, batch_size=1, world_size=4)
-    assert plan.shares_of_step(0, rank=3) == [Share(0, 1, 0, 0.0, 3)]
-
-
-def test_a_dropped_tail_counts_as_consumed_once_the_last_step_is_done() -> None:
-    plan = make_plan(11, consumed=1, drop_last=True)
-    assert [plan.consumed_after(steps) for steps in range(plan.num_steps + 1)] == [1, 5, 11]
-
-
-def test_an_empty_pass_has_no_steps_and_no_batches() -> None:
-    plan = make_plan(0)
-    assert (plan.num_steps, plan.consumed_after(0), plan.num_batches(0)) == (0, 0, 0)
+    assert list(plan.shares(rank=3)) == [Share(0, 1, 0, 0.0, 3)]
 
 
 @pytest.mark.parametrize(
@@ -151,12 +124,6 @@ def test_impossible_plans_are_refused(changes: dict[str, Any], message: str) -> 
         make_plan(**{"num_samples": 8, **changes})
 
 
-@pytest.mark.parametrize(("step", "rank"), [(-1, 0), (2, 0), (0, -1), (0, 2)])
-def test_a_share_outside_the_plan_is_refused(step: int, rank: int) -> None:
-    with pytest.raises(ValueError, match="must be from 0 to 1"):
-        make_plan(8).shares_of_step(step, rank)
-
-
 def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="steps=3"):
         make_plan(8).consumed_after(3)
@@ -164,12 +131,6 @@ def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -
         make_plan(8).num_batches(2)
     with pytest.raises(ValueError, match="rank=2"):
         next(make_plan(8).shares(2))
-
-
-def test_eighteen_samples_over_seven_ranks() -> None:
-    plan = PassPlan(36, 0, Division(18, 7), drop_last=False, pad=True)
-    assert [share.num_samples for share in shares_of(plan, 0)] == [3, 3, 3, 3, 2, 2, 2]
-    assert [plan.consumed_after(steps) for steps in range(3)] == [0, 18, 36]
 
 
 def test_a_rank_without_samples_repeats_some_in_training_and_has_no_batch_in_evaluation() -> None:
@@ -306,24 +267,8 @@ def test_any_sequence_of_groups_sees_global_batches_of_given_sizes() -> None:
                 )
                 seen.append(sizes[len(seen)])
             for rank in range(world_size):
-                steps = [plan.shares_of_step(step, rank) for step in range(plan.num_steps)]
-                assert list(plan.shares(rank)) == [share for step in steps for share in step]
                 assert plan.num_batches(rank) == len(list(plan.shares(rank)))
             consumed = plan.consumed_after(num_steps)
         assert seen == sizes
     assert PassPlan(9, 0, Division(8, 2), False, True, bounds=[0, 8, 9]).has_single_samples
     assert not PassPlan(11, 0, Division(8, 2), False, True, bounds=[0, 8, 11]).has_single_samples
-
-
-def test_the_samples_of_a_global_batch_are_those_of_all_ranks() -> None:
-    for plan in random_plans(400, seed=9):
-        for step in range(plan.num_steps):
-            for together in zip(*of_a_step(plan, step), strict=True):
-                assert {share.num_global for share in together} == {sum(share.num_samples for share in together)}
-
-
-def test_the_shares_of_a_rank_one_after_the_other_are_those_one_at_a_time() -> None:
-    for plan in random_plans(400, seed=10):
-        for rank in range(plan.division.world_size):
-            steps = [plan.shares_of_step(step, rank) for step in range(plan.num_steps)]
-            assert list(plan.shares(rank)) == [share for step in steps for share in step], plan

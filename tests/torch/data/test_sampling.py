@@ -120,17 +120,16 @@ def test_a_loader_that_cannot_be_divided_is_left_alone(loader: Any, reason: str,
     assert left_alone.warn is warn
 
 
-@pytest.mark.parametrize(
-    ("rule", "training"),
-    [(None, False), (GlobalBatchRule(num_shards=4, multiple=4), True), (GlobalBatchRule(num_shards=4), True)],
-)
+@pytest.mark.parametrize("rule", [None, GlobalBatchRule(num_shards=4, multiple=4), GlobalBatchRule(num_shards=4)])
+@pytest.mark.parametrize("training", [True, False])
 def test_batches_of_a_batch_sampler_are_not_divided_where_their_sizes_must_be_known(
     rule: GlobalBatchRule | None, training: bool
 ) -> None:
     loader = DataLoader(FOUR, batch_sampler=CustomBatches(range(4), 2, False))
     left_alone = shard_loader(loader, rank=0, world_size=2, training=training, rule=rule)
     assert isinstance(left_alone, UndividedLoader)
-    assert "custom `batch_sampler`" in left_alone.reason
+    assert "custom `batch_sampler`, which `split_batches=True` alone divides" in left_alone.reason
+    assert left_alone.warn
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -151,17 +150,10 @@ def test_each_batch_of_a_batch_sampler_is_a_global_batch_where_these_stay(traini
 
 def test_batches_of_one_sample_may_be_tensors() -> None:
     loader = DataLoader(Squares(3), batch_sampler=torch.tensor([2, 0, 1]).split(1))
-    for rule in (None, GlobalBatchRule()):
-        sharded = shard_loader(loader, rank=0, world_size=1, training=True, rule=rule)
-        assert isinstance(sharded, ShardedLoader)
-        sharded.sampler.begin_pass(0, seed=0)
-        assert [batch.tolist() for batch, _ in sharded.loader] == [[2], [0], [1]]
-
-
-def test_ranks_take_batches_of_a_batch_sampler_as_they_are() -> None:
-    loader = DataLoader(Squares(7), batch_sampler=[[0, 1], [2], [3, 4, 5], [6]])
-    ranks = [shard(loader, rank=rank, world_size=2) for rank in range(2)]
-    assert [list(rank.loader.batch_sampler or ()) for rank in ranks] == [[[0, 1], [3, 4, 5]], [[2], [6]]]
+    sharded = shard_loader(loader, rank=0, world_size=1, training=True, rule=GlobalBatchRule())
+    assert isinstance(sharded, ShardedLoader)
+    sharded.sampler.begin_pass(0, seed=0)
+    assert [batch.tolist() for batch, _ in sharded.loader] == [[2], [0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -357,11 +349,10 @@ def test_weighted_gradients_of_the_ranks_average_to_that_of_one_process() -> Non
         sharded = shard(DataLoader(dataset, batch_size=batch_size), rank=rank, world_size=world_size)
         plan = sharded.sampler.begin_pass(0, seed=0)
         result = []
-        for step, (features, target) in enumerate(sharded.loader):
+        for share, (features, target) in zip(plan.shares(rank), sharded.loader, strict=True):
             weights = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
             torch.nn.functional.mse_loss(features @ weights, target).backward()
             assert weights.grad is not None
-            [share] = plan.shares_of_step(step, rank)
             result.append(share.weight * weights.grad)
         return result
 

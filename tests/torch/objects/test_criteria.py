@@ -101,10 +101,9 @@ def test_a_compiled_criterion_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("criterion", [torch.nn.CrossEntropyLoss(), functional.cross_entropy, Likelihood()])
-def test_only_losses_inside_others_need_hooks_where_the_library_alone_calls_the_criterion(criterion: Any) -> None:
+def test_a_call_is_told_once_with_the_labels_that_count(criterion: Any) -> None:
     calls, found = LossCalls(), list[LossCall]()
-    with calls.on(criterion, found.append, only_labels=True, is_called_here=True):
-        assert not getattr(criterion, "_forward_hooks", ())
+    with calls.on(criterion, found.append, only_labels=True):
         calls.call(criterion, SCORES, WITH_IGNORED)
     counted = (int((TARGET != 3).sum()), TARGET.numel(), True)
     assert [(each.amount, each.num_labels, each.is_uneven) for each in found] == [counted]

@@ -62,10 +62,11 @@ def test_the_helper_has_its_public_address() -> None:
     assert utils.choose_amp_backend is choose_amp_backend
 
 
-def test_apex_is_not_here_unless_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asks", [lambda: make_precision("apex", CPU), lambda: choose_precision(False, "apex")])
+def test_apex_that_is_not_installed_says_how_to_install_it(asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)
-    with pytest.raises(ImportError, match="installs from source"):
-        make_precision("apex", CPU)
+    with pytest.raises(ImportError, match=r"installs from source.*pip install --no-build-isolation"):
+        asks()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_either_flag_chooses(use_fp16: Any, precision: Any, chosen: str, pretend
     made = make_precision(use_fp16, CPU, precision)
     kinds = {"fp32": Precision, "apex": Apex}
     assert type(made) is kinds.get(chosen, NativeAmp)
+    assert (made.is_mixed, made.flag) == (chosen != "fp32", {"fp32": False, "apex": "apex"}.get(chosen, True))
 
 
 @pytest.mark.parametrize("precision", ["", "FP16", "float16", "16-mixed", True, 16, ["fp16"], torch.float16])
@@ -98,12 +100,6 @@ def test_two_choices_are_refused(use_fp16: Any, precision: str, pretended_apex: 
         choose_precision(use_fp16, precision)
 
 
-def test_apex_by_its_newer_name_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apex", None)
-    with pytest.raises(ImportError, match=r"pip install --no-build-isolation"):
-        choose_precision(False, "apex")
-
-
 # ------------------------------------------------------------------------------------------------ every precision
 
 
@@ -113,14 +109,6 @@ def pretended_apex(monkeypatch: pytest.MonkeyPatch) -> StrictAmp:
     module.amp = StrictAmp()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "apex", module)
     return module.amp  # type: ignore[attr-defined, no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("use_fp16", "kind", "is_mixed"), [(False, Precision, False), (True, NativeAmp, True), ("apex", Apex, True)]
-)
-def test_the_flag_becomes_an_object(use_fp16: Any, kind: type, is_mixed: bool, pretended_apex: StrictAmp) -> None:
-    precision = make_precision(use_fp16, CPU)
-    assert (type(precision), precision.flag, precision.is_mixed) == (kind, use_fp16, is_mixed)
 
 
 def make_off(pretended_apex: StrictAmp) -> Precision:
@@ -179,10 +167,6 @@ def test_the_state_survives_a_round_trip(precision: Precision) -> None:
     assert state == dict(state)
     precision.load_state_dict(state)
     assert precision.state_dict() == state
-
-
-def test_a_missing_state_is_tolerated(precision: Precision) -> None:
-    assert saved_state(precision, {"models": []}) is None
 
 
 # ------------------------------------------------------------------------------------------------ each by itself

@@ -58,12 +58,55 @@ def test_what_is_registered_has_the_names_of_old() -> None:
     assert operator._validation_loader is operator.validation_loader
 
 
-def test_an_iterable_model_is_one_model() -> None:
+@pytest.mark.parametrize(
+    ("container", "kind"),
+    [
+        (lambda items: (item for item in items), list),
+        (lambda items: dict(enumerate(items)).values(), list),
+        (set, list),
+        (iter, list),
+    ],
+    ids=["generator", "dict view", "set", "iterator"],
+)
+def test_several_models_of_any_iterable_come_back_as_a_list(container: Any, kind: type) -> None:
+    models = [a_model(), a_model()]
+    found, _ = make(Bare).register(models=container(models), optimizers=an_optimizer(models[0]))
+    assert type(found) is kind
+    assert {*found} == {*models}
+
+
+@pytest.mark.parametrize("make_model", [torch.nn.Sequential, torch.nn.ModuleList])
+@pytest.mark.parametrize("num_parts", [0, 2])
+def test_an_iterable_model_is_one_model(make_model: Any, num_parts: int) -> None:
     operator = make(Bare)
-    model = torch.nn.Sequential(a_model(), torch.nn.ReLU())
-    registered, _ = operator.register(models=model, optimizers=an_optimizer(model))
+    parts = [a_model() for _ in range(num_parts)]
+    model = make_model(*parts) if make_model is torch.nn.Sequential else make_model(parts)
+    registered, _ = operator.register(models=model, optimizers=an_optimizer())
     assert registered is model
     assert operator._original_models == [model]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (None, "NoneType"),
+        ("model", "str"),
+        (torch.zeros(2), "Tensor"),
+        ([torch.nn.Linear(1, 1), "model"], "str"),
+        ({"model": torch.nn.Linear(1, 1)}, "dict"),
+        (torch.nn.Linear, "the class `Linear` instead of an object of it"),
+        ([], "nothing"),
+    ],
+)
+def test_what_is_no_model_is_refused_by_name(given: Any, named: str) -> None:
+    with pytest.raises(InvalidRegistrationError, match=named):
+        make(Bare).register(models=given, optimizers=an_optimizer())
+
+
+@pytest.mark.parametrize("given", [None, "sgd", 0.1, [an_optimizer(), None]])
+def test_what_cannot_step_is_no_optimizer(given: Any) -> None:
+    with pytest.raises(InvalidRegistrationError):
+        make(Bare).register(models=a_model(), optimizers=given)
 
 
 def test_models_that_a_second_registration_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,11 +116,6 @@ def test_models_that_a_second_registration_leaves_out_are_warned_of(caplog: pyte
     assert not caplog.records
     operator.register(models=second, optimizers=an_optimizer(second))
     assert "`register` was called again" in caplog.text
-
-
-def test_a_dict_of_models_is_refused_as_what_it_is() -> None:
-    with pytest.raises(InvalidRegistrationError, match="got `dict`"):
-        make(Bare).register(models={"a": a_model()}, optimizers=an_optimizer())
 
 
 def test_schedulers_need_to_know_when_to_step() -> None:
@@ -92,6 +130,7 @@ def test_schedulers_need_to_know_when_to_step() -> None:
 def test_an_empty_container_of_schedulers_is_registered() -> None:
     operator = make(Bare, scheduler_step_freq="manual")
     assert operator.register(models=a_model(), optimizers=an_optimizer(), schedulers=())[2] == ()
+    assert len(operator.register(models=a_model(), optimizers=an_optimizer(), schedulers=False)) == 2
     with pytest.raises(ValueError, match="scheduler_step_freq"):
         make(Bare).register(models=a_model(), optimizers=an_optimizer(), schedulers=[])
 
@@ -124,6 +163,16 @@ def test_an_optimizer_needs_no_more_than_steps() -> None:
     duck = Duck()
     assert operator.register(models=a_model(), optimizers=duck)[1] is duck
     assert operator._optimizers == [duck]
+    assert operator.register(models=a_model(), optimizers=(duck, duck))[1] == (duck, duck)
+
+
+def test_an_optimizer_that_can_be_iterated_is_one() -> None:
+    class Iterable(torch.optim.SGD):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    optimizer = Iterable(a_model().parameters(), lr=0.1)
+    assert make(Bare).register(models=a_model(), optimizers=optimizer)[1] is optimizer
 
 
 def test_mixed_precision_is_at_work_after_registering_only() -> None:

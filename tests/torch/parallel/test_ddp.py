@@ -122,9 +122,6 @@ def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     plain = DDP()
     plain.arm([plain.wrap(a_model(), None, {})], may_run_backward=True)
     assert plain.obstacle is None, "a hook of the library's own is installed again"
-    grouped = DDP()
-    grouped.wrap(a_model(), None, {"process_group": dist.group.WORLD})
-    assert grouped.obstacle == "`ddp_args` names another process group"
 
 
 def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:

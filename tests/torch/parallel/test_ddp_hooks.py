@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.connections.group import Group
 from raysgd.engine.shared.time_spent import EXCHANGE
@@ -45,6 +46,14 @@ def test_a_hook_that_was_registered_by_hand_is_refused() -> None:
     model.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match=r"`ddp_args=\{\"comm_hook\": \(state, hook\)\}`"):
         parallel.arm([model], may_run_backward=False)
+
+
+@pytest.mark.parametrize("wraps", [DDP().wrap, lambda model, _, options: DistributedDataParallel(model, **options)])
+def test_a_model_with_a_process_group_of_its_own_is_refused(wraps: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"gradients are averaged over all workers.*`TorchTrainer\(strategy=\"none\"\)`"
+    ):
+        DDP().arm([wraps(a_model(), None, {"process_group": dist.new_group([0])})], may_run_backward=False)
 
 
 def test_an_exchange_of_the_users_hook_is_timed() -> None:

@@ -71,7 +71,6 @@ def forwards(number: int, of_model: int = 0) -> Callable[[Rank], Rank]:
     def code(rank: Rank) -> Rank:
         for index in range(number):
             assert rank.models[of_model](index, more=10) == index + 10
-        rank.rounds.pause()
         return rank
 
     return code
@@ -88,29 +87,6 @@ def test_ranks_that_call_different_models_take_turns() -> None:
     assert {rank.num_forwards for rank in ranks} == {5}
 
 
-def test_what_follows_the_last_batch_runs_on_all_ranks_at_once() -> None:
-    def code(number: int) -> Callable[[Rank], list[int]]:
-        def then_talks(rank: Rank) -> list[int]:
-            forwards(number)(rank)
-            return sorted(rank.exchange(number))  # would take part in a round, if one were under way
-
-        return then_talks
-
-    assert [future.result() for future in run([code(0), code(3), code(1)])] == [[0, 1, 3]] * 3
-
-
-def test_a_rank_that_stops_early_or_goes_on_after_the_pause_keeps_no_other_waiting() -> None:
-    def stops_early(rank: Rank) -> None:
-        rank.models[0](1)
-
-    def goes_on(rank: Rank) -> None:
-        forwards(2)(rank)
-        rank.models[0](1)
-
-    for future in run([stops_early, goes_on, forwards(0)]):
-        future.result()
-
-
 def test_a_rank_that_raises_between_two_forward_passes_lets_the_others_finish() -> None:
     def breaks(rank: Rank) -> None:
         rank.models[0](1)
@@ -125,5 +101,4 @@ def test_a_rank_that_raises_between_two_forward_passes_lets_the_others_finish() 
 def test_outside_of_an_evaluation_there_are_no_rounds() -> None:
     rank = Rank(Together(1), 0)
     rank.models[0](1)
-    rank.rounds.pause()
     assert rank.num_forwards == 1

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
@@ -41,13 +40,6 @@ def test_wrappers_of_pytorch_are_taken_off_and_a_model_that_holds_a_module_is_no
     assert unwrap(model) is model
 
 
-def test_a_step_without_samples_is_padding() -> None:
-    step = NoParallel().step
-    assert not step.is_padding, "unknown is not none"
-    step.begin_batch(0.0, 0, 4)
-    assert step.is_padding
-
-
 def weighed(parallel: NoParallel, model: torch.nn.Module, weight: float, factor: float = 1.0) -> list[float] | None:
     """The gradient of one step on inputs of 1, of a batch with this weight."""
     none: Any = None  # there are no bounds
@@ -78,11 +70,3 @@ def test_a_batch_that_counts_nothing_has_no_gradient_even_where_its_loss_is_nan(
     parallel.arm([model], may_run_backward=False)
     assert weighed(parallel, model, 0.0, factor=float("nan")) is None
     assert weighed(parallel, model, 2.0) == [1.0, 1.0], "the next one has"
-
-
-def test_a_model_with_a_process_group_of_its_own_takes_no_weights() -> None:
-    parallel = DDP()
-    model = parallel.wrap(a_model(), None, {"process_group": dist.new_group([0])})
-    parallel.arm([model], may_run_backward=False)
-    with pytest.raises(ValueError, match=r"does not work with `ddp_args=\{\"process_group\": ...\}`, where"):
-        weighed(parallel, model, 2.0)

@@ -512,12 +512,6 @@ def test_one_worker_counts_labels_too() -> None:
     check_labelling(run_alone, num_workers=1)
 
 
-@pytest.mark.soak
-def test_means_over_labels_are_those_of_one_process_on_three_workers(ray_cluster: None) -> None:
-    with TorchTrainer(training_operator_cls=LinearOperator, num_workers=3, num_cpus_per_worker=0.3) as three:
-        check_labelling(partial(run_together, three), num_workers=3)
-
-
 @pytest.mark.usefixtures("patient")
 def test_labels_that_nobody_counted_are_an_error(two: TorchTrainer) -> None:
     for operator_cls in (LabellingUncounted, LabellingByHand):

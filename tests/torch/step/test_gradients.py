@@ -59,13 +59,6 @@ def accumulating(value: float = 1.0) -> Bench:
     return bench
 
 
-def test_each_batch_is_a_step_with_a_gradient_of_its_own() -> None:
-    bench = Bench()
-    bench.batch(1.0)
-    bench.batch(2.0)
-    assert bench.parameter.item() == -3.0
-
-
 def test_a_window_of_batches_is_one_step_with_their_mean() -> None:
     bench = Bench()
     bench.open_call(2)

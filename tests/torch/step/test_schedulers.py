@@ -38,12 +38,6 @@ def test_the_frequency_says_when_they_step(freq: str, after_step: int, after_epo
     assert scheduler.last_epoch == after_epoch
 
 
-def test_several_step_together() -> None:
-    schedulers = [a_scheduler(), a_scheduler()]
-    step_after_epoch(found(schedulers, "epoch")[1], None, {}, no_mean, False)
-    assert [each.last_epoch for each in schedulers] == [1, 1]
-
-
 def test_a_step_that_was_left_out_is_none_for_a_scheduler() -> None:
     class Skips(Precision):
         def has_skipped(self) -> bool:
@@ -54,14 +48,6 @@ def test_a_step_that_was_left_out_is_none_for_a_scheduler() -> None:
     step_after_batch([scheduler], Skips(), BatchStep())
     step_after_batch([scheduler], Precision(), idle)
     assert scheduler.last_epoch == 0
-
-
-@pytest.mark.parametrize(("freq", "metric"), [("epoch", None), ("batch", "train_loss"), ("batch", None)])
-def test_one_that_goes_by_a_metric_needs_one_of_an_epoch(freq: str, metric: str | None) -> None:
-    plateau = ReduceLROnPlateau(an_optimizer())
-    with pytest.raises(ValueError, match=r"`ReduceLROnPlateau` needs a metric of an epoch"):
-        found([a_scheduler(), plateau], freq, metric)
-    assert found(plateau, "manual") == ([], [])
 
 
 def test_a_plateau_is_told_the_mean_over_all_workers() -> None:
