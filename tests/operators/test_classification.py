@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from raysgd import TorchTrainer
 from raysgd.exceptions import NotRegisteredError
 from raysgd.operators import ClassificationOperator
+from raysgd.operators.supervised import SupervisedOperator
 
 
 def two_bands(size: int = 90) -> TensorDataset:
@@ -48,14 +49,6 @@ class TestTraining:
         assert (trained[-1]["num_samples"], trained[-1]["batch_count"]) == (90, 9)
         assert validated["num_samples"] == 30
         assert validated["val_accuracy"] > 0.9
-
-    def test_functions_in_the_config_do_what_the_methods_do(self) -> None:
-        config = {"lr": 0.1, "seed": 0}
-        creators = {
-            "model_creator": lambda config: torch.nn.Linear(1, 2),
-            "data_creator": lambda config: (two_bands(), two_bands(30)),
-        }
-        assert train_losses({**config, **creators}, ClassificationOperator) == train_losses(config)
 
     def test_a_seed_decides_everything_and_another_seed_differently(self) -> None:
         assert train_losses({"seed": 1}) == train_losses({"seed": 1})
@@ -142,23 +135,19 @@ class TestRefusals:
         with pytest.raises(ValueError, match=said):
             local_trainer(Bands, config)
 
-    def test_no_model(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"override `build_model\(config\)`, or pass .*`config\['model_creator'\]`"
-        ):
-            local_trainer(ClassificationOperator, {})
-
-    def test_no_data(self) -> None:
-        with pytest.raises(ValueError, match=r"override `build_data\(config\)`"):
-            local_trainer(ClassificationOperator, {"model_creator": lambda config: torch.nn.Linear(1, 2)})
-
-    def test_a_creator_that_cannot_be_called(self) -> None:
-        with pytest.raises(ValueError, match=r"`config\['model_creator'\]=Linear.*need a function"):
-            local_trainer(ClassificationOperator, {"model_creator": NotCallable()})
+    @pytest.mark.parametrize("name", ["build_model", "build_data"])
+    def test_a_part_that_is_not_there(self, name: str) -> None:
+        without = type("Without", (Bands,), {name: vars(SupervisedOperator)[name]})
+        with pytest.raises(NotImplementedError, match=f"Override `Without.{name}` to return"):
+            local_trainer(without, {})
 
     def test_a_model_that_is_none(self) -> None:
+        class Listed(Bands):
+            def build_model(self, config: dict[str, Any]) -> Any:
+                return [torch.nn.Linear(1, 2)]
+
         with pytest.raises(TypeError, match="`build_model` returned a `list`"):
-            local_trainer(ClassificationOperator, {"model_creator": lambda config: [torch.nn.Linear(1, 2)]})
+            local_trainer(Listed, {})
 
     def test_data_that_is_none(self) -> None:
         class Forgetful(Bands):
@@ -167,8 +156,3 @@ class TestRefusals:
 
         with pytest.raises(TypeError, match="`build_data` returned None"):
             local_trainer(Forgetful, {})
-
-
-class NotCallable:
-    def __repr__(self) -> str:
-        return "Linear"
