@@ -23,8 +23,8 @@ from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
-from raysgd.driver.changing import ChangingTrainer
 from raysgd.driver.keeping import Content, load_into_all, load_snapshot_into_all
+from raysgd.driver.trainer import ClassTrainer
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.snapshots import Snapshot
@@ -60,7 +60,7 @@ _REASONS = (
 )
 
 
-class TFTrainer(ChangingTrainer[OperatorT]):
+class TFTrainer(ClassTrainer[OperatorT]):
     """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
 
     What is trained comes either from two functions, `model_creator` and `data_creator`, and is trained with Keras's own
