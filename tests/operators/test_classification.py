@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -10,6 +12,7 @@ from raysgd import TorchTrainer
 from raysgd.exceptions import NotRegisteredError
 from raysgd.operators import ClassificationOperator
 from raysgd.operators.supervised import SupervisedOperator
+from raysgd.utils import BATCH_SIZE
 
 
 def two_bands(size: int = 90) -> TensorDataset:
@@ -122,13 +125,30 @@ class TestParts:
             assert trainer.validate()["val_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_numbers_of_any_type_are_options() -> None:
+    config = {"lr": np.float32(0.5), "weight_decay": 0, "batch_size": np.int64(8), "seed": np.int64(5)}
+    operator = operator_of(Bands, **config)
+    assert (operator.optimizer.defaults["lr"], operator.train_loader.batch_size) == (0.5, 8)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "said"),
         [
             ({"optimizer": "adma"}, "'adma'.*allowed are 'adam', 'adamw'"),
             ({"optimizer": None}, "allowed are 'adam'"),
-            ({"lr": 0}, "need a positive number"),
+            *[
+                ({"lr": lr}, r"`config\['lr'\]=.*`: need a positive number; without the key it is 0.001")
+                for lr in (0, None, "0.1", True, math.nan, math.inf, -1, [0.1])
+            ],
+            ({"weight_decay": -1}, "need a number of 0 or more"),
+            *[
+                ({"batch_size": size}, r"`config\['batch_size'\]=.*`: need an integer of at least 1")
+                for size in (None, "8", True, 0, -1, 2.0)
+            ],
+            ({BATCH_SIZE: 0}, "need an integer of at least 1"),
+            ({BATCH_SIZE: 4, "batch_size": 4}, "keep one"),
+            *[({"seed": seed}, r"`config\['seed'\]=") for seed in (True, -1, 1.5, "1", 2**63)],
         ],
     )
     def test_a_config_that_makes_no_sense(self, config: dict[str, Any], said: str) -> None:

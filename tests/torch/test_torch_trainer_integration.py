@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,29 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ray.util import placement_group_table
 from torch.nn.utils.parametrizations import weight_norm
 
 from raysgd.exceptions import UnpicklableError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
-from tests.helpers.forked import SWITCH
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, samples_seen
 
 pytestmark = pytest.mark.integration
 
 
-def note_what_is_loaded() -> None:
-    os.environ["LOADED_BEFORE_THE_HOOK"] = " ".join(name for name in ("torch", "raysgd.torch") if name in sys.modules)
-    os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
-
-
 class Inspected(LinearOperator):
-    """Takes the batch size of the group, steps a scheduler by hand, and looks around in `setup`."""
+    """Takes the batch size of the group, and steps a scheduler by hand."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.ranks_in_setup = gathered_ranks(self)
-        self.hook = (os.environ["THE_HOOK_RAN_IN"], os.environ["LOADED_BEFORE_THE_HOOK"])
         super().setup({**config, "batch_size": config[BATCH_SIZE]})
         _, _, self.scheduler = self.register(
             models=self.model.module,
@@ -70,7 +60,6 @@ def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
         num_workers=2,
         config={BATCH_SIZE: 9, "batch_size": "untouched", "num_samples": 21},
         scheduler_step_freq="manual",
-        initialization_hook=note_what_is_loaded,
     )
     yield trainer
     trainer.shutdown()
@@ -78,32 +67,18 @@ def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
 
 @pytest.fixture(scope="module")
 def single(ray_cluster: None) -> Iterator[TorchTrainer]:
-    """One worker with two CPUs, whose operator and hook exist in this function only."""
-    text = "from the closure"
+    """One worker, whose operator exists in this function only."""
 
     class OnlyHere(LinearOperator):
-        def setup(self, config: dict[str, Any]) -> None:
-            super().setup(config)
-            self.text = text
-
         def make_model(self) -> torch.nn.Module:
             return weight_norm(super().make_model())
 
-    def hook() -> None:
-        os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
-
-    trainer = TorchTrainer(training_operator_cls=OnlyHere, num_cpus_per_worker=2, initialization_hook=hook)
+    trainer = TorchTrainer(training_operator_cls=OnlyHere)
     yield trainer
     trainer.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------ what is started
-
-
-def test_each_worker_is_a_process_of_its_own(pair: TorchTrainer, single: TorchTrainer) -> None:
-    pids = pair.apply_all_workers(os.getpid) + single.apply_all_workers(os.getpid)
-    assert len({*pids, os.getpid()}) == 4
-    assert pair.num_workers == 2
 
 
 def test_operators_know_their_place(pair: TorchTrainer, single: TorchTrainer) -> None:
@@ -113,36 +88,6 @@ def test_operators_know_their_place(pair: TorchTrainer, single: TorchTrainer) ->
     cpu = torch.device("cpu")
     assert pair.apply_all_operators(place) == [(0, 0, True, cpu, None), (1, 1, True, cpu, None)]
     assert single.apply_all_operators(place) == [(0, 0, False, cpu, None)]
-
-
-def test_the_hook_runs_in_each_worker_before_torch_is_loaded(pair: TorchTrainer) -> None:
-    """Of a worker that is forked, PyTorch was there from the start; see `test_programs_integration` for others."""
-    found = pair.apply_all_operators(lambda operator: operator.hook)  # type: ignore[attr-defined]
-    loaded = "" if os.environ.get(SWITCH) == "0" else "torch"
-    assert found == [(str(pid), loaded) for pid in pair.apply_all_workers(os.getpid)]
-
-
-def test_setup_runs_inside_the_process_group(pair: TorchTrainer) -> None:
-    assert pair.apply_all_operators(lambda operator: operator.ranks_in_setup) == [[0, 1]] * 2  # type: ignore[attr-defined]
-
-
-def test_threads_follow_the_cpus_of_a_worker(pair: TorchTrainer, single: TorchTrainer) -> None:
-    def threads() -> Any:
-        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-    assert pair.apply_all_workers(threads) == [(1, "1")] * 2
-    assert single.apply_all_workers(threads) == [(2, "2")]
-
-
-def test_classes_and_functions_of_a_test_reach_the_workers(single: TorchTrainer) -> None:
-    factor = 3
-    [found] = single.apply_all_operators(lambda operator: operator.text * factor)  # type: ignore[attr-defined]
-    assert found == "from the closure" * 3
-
-
-def test_the_workers_are_reserved_together_and_spread(pair: TorchTrainer) -> None:
-    held = [entry for entry in placement_group_table().values() if entry["state"] == "CREATED"]
-    assert [entry["strategy"] for entry in held if len(entry["bundles"]) == 2] == ["SPREAD"]
 
 
 def test_a_batch_size_of_the_group_is_divided_and_lowered(pair: TorchTrainer) -> None:
