@@ -128,7 +128,7 @@ class TestParts:
 def test_numbers_of_any_type_are_options() -> None:
     config = {"lr": np.float32(0.5), "weight_decay": 0, "batch_size": np.int64(8), "seed": np.int64(5)}
     operator = operator_of(Bands, **config)
-    assert (operator.optimizer.defaults["lr"], operator.train_loader.batch_size) == (0.5, 8)
+    assert (operator.optimizer.defaults["lr"], len(operator.train_loader)) == (0.5, 12)  # of 90 samples
 
 
 class TestRefusals:
