@@ -23,16 +23,10 @@ pytestmark = pytest.mark.integration
 
 
 class Inspected(LinearOperator):
-    """Takes the batch size of the group, and steps a scheduler by hand."""
+    """Takes the batch size of the group, and notes what it is told."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup({**config, "batch_size": config[BATCH_SIZE]})
-        _, _, self.scheduler = self.register(
-            models=self.model.module,
-            optimizers=self.optimizer,
-            schedulers=torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0),
-        )
-        self.model = self._models[0]
         self.told: list[dict[str, Any]] = []
 
     def make_loader(self, data: Any, shuffle: bool = False) -> Any:
@@ -59,7 +53,6 @@ def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
         training_operator_cls=Inspected,
         num_workers=2,
         config={BATCH_SIZE: 9, "batch_size": "untouched", "num_samples": 21},
-        scheduler_step_freq="manual",
     )
     yield trainer
     trainer.shutdown()
@@ -121,12 +114,6 @@ def test_a_profile_is_that_of_a_single_worker(pair: TorchTrainer) -> None:
     assert all(isinstance(seconds, float) for seconds in profile.values())
 
 
-def test_steps_are_counted_for_each_worker(pair: TorchTrainer) -> None:
-    pair.train()
-    assert pair.train(num_steps=2)["num_samples"] == 16
-    assert pair.train()["num_samples"] == 5
-
-
 def test_the_info_reaches_every_worker(pair: TorchTrainer) -> None:
     pair.train(info={"mine": 7})
     told = pair.apply_all_operators(lambda operator: operator.told[-1])  # type: ignore[attr-defined]
@@ -173,16 +160,6 @@ def test_random_numbers_that_a_validation_drew_are_in_the_file(pair: TorchTraine
     assert pair.apply_all_workers(draw) == drawn
 
 
-def test_every_worker_steps_its_scheduler(pair: TorchTrainer) -> None:
-    def rates(operator: Any) -> float:
-        return operator.optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
-
-    before = pair.apply_all_operators(rates)
-    for metric in (1.0, 2.0):
-        pair.update_scheduler(metric)
-    assert pair.apply_all_operators(rates) == [rate / 2 for rate in before]
-
-
 class Shards:
     """A dataset of numbered samples, as `train` wants it: one batch more for rank 0."""
 
@@ -198,8 +175,6 @@ def test_data_of_a_call_are_used_in_the_steps_of_one_process(pair: TorchTrainer)
     data = dataset(21, seed=3)
     with TorchTrainer(training_operator_cls=LinearOperator, use_local=True, config={"batch_size": 8}) as single:
         single.get_local_operator().model.load_state_dict(pair.get_model().state_dict())
-        rate = pair.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])[0]
-        single.get_local_operator().optimizer.param_groups[0]["lr"] = rate
         pair.apply_all_operators(samples_seen)
         for num_steps in (2, 2):  # of three steps; the second call goes on, and begins another pass
             pair.train(num_steps=num_steps, dataset=data)
