@@ -13,9 +13,8 @@ from raysgd.operators.supervised import SupervisedOperator
 class ClassificationOperator(SupervisedOperator):
     """Trains one model with cross-entropy; you give the model and the data.
 
-    Override `build_model` and `build_data`, or pass functions that do the same as `config["model_creator"]` and
-    `config["data_creator"]`. A sample is `(input, class index)`; the model returns one score for each class, without a
-    softmax. `train` reports `train_loss`, `validate` reports `val_loss` and `val_accuracy`.
+    Override `build_model` and `build_data`. A sample is `(input, class index)`; the model returns one score for each
+    class, without a softmax. `train` reports `train_loss`, `validate` reports `val_loss` and `val_accuracy`.
 
     Everything else is a separate rung that may be overridden alone: `build_optimizer`, `build_criterion`,
     `build_scheduler`, and the ladder of `TrainingOperator` (`train_batch`, `forward`, `validate_batch`, ...). `setup`
@@ -28,7 +27,6 @@ class ClassificationOperator(SupervisedOperator):
     * `weight_decay`: 0.
     * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
     * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
-    * `model_creator`, `data_creator`: functions of the config.
 
     Examples:
         >>> import torch

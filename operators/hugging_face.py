@@ -27,8 +27,7 @@ SHIFT_LABELS = "shift_labels"
 class HuggingFaceOperator(SupervisedOperator):
     """Trains one model of `transformers` with the loss that it computes; you give the model, the data and a collator.
 
-    Override `build_model`, `build_data` and `build_collator`, or pass functions that do the first two as
-    `config["model_creator"]` and `config["data_creator"]`. A batch is a dict of tensors, as the collators of
+    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors, as the collators of
     `transformers` make it, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
 
     The loss of a token-level model is the mean over the labels that are not -100. So gradients and metrics are weighted
@@ -43,12 +42,11 @@ class HuggingFaceOperator(SupervisedOperator):
 
     * `lr`: learning rate, 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class called like those of `torch.optim`.
-    * `weight_decay`: 0; of `decaying_parameters`, a set of names, by default of all matrices but no vectors or biases.
+    * `weight_decay`: 0; of all matrices but no vectors or biases.
     * `scheduler`: the name of a schedule of `transformers.get_scheduler`, such as "linear", with `num_warmup_steps` (0)
       and `num_training_steps`. It needs `TorchTrainer(scheduler_step_freq="batch")`.
     * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
     * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
-    * `model_creator`, `data_creator`: functions of the config.
 
     Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -102,7 +100,7 @@ class HuggingFaceOperator(SupervisedOperator):
         """Build everything and register it. If you override this, call it.
 
         Raises:
-            ValueError: An option in the config makes no sense, or the model or the data is missing.
+            ValueError: An option in the config makes no sense.
             TypeError: A `build_...` method returned something of the wrong kind.
         """
         super().setup(config)
@@ -188,28 +186,6 @@ class HuggingFaceOperator(SupervisedOperator):
         share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
         return metrics if share is None else {**metrics, "val_accuracy": share}
 
-    @classmethod
-    def from_trainer(cls, trainer: Any) -> dict[str, Any]:
-        """Return arguments for `TorchTrainer` that train what a configured `transformers.Trainer` would train.
-
-        The model with its weights, the loaders with their order, the optimizer, the schedule, accumulation, clipping
-        and precision are those of the trainer. Pass the result on: `TorchTrainer(**arguments, num_workers=4)`; the
-        number of epochs is said to `fit`. All workers together make the batches of the one process. An accumulated step
-        is the mean over all its samples or labels, also for models where that of `transformers` 5 is a sum.
-
-        Args:
-            trainer: A `transformers.Trainer` that is configured, and was not trained.
-
-        Raises:
-            TypeError: It is something else.
-            ValueError: It changes the numbers in a way that is not done here; the message names all such arguments,
-                and the method to override in a subclass, whose `from_trainer` then leaves that to it.
-        """
-        from raysgd.operators.hugging_face_trainer import RUNGS, options_from
-
-        own = {name for name in RUNGS.values() if getattr(cls, name) is not getattr(HuggingFaceOperator, name)}
-        return options_from(trainer, cls, own)
-
     @staticmethod
     def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:
         """Write the model of a trainer to a folder, for `from_pretrained`; of a `PeftModel`, the adapter.
@@ -232,10 +208,9 @@ class HuggingFaceOperator(SupervisedOperator):
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
-        matrices = {name for name, each in trained.items() if each.ndim > 1 and "bias" not in name}
-        decaying = self.config.get("decaying_parameters", matrices)
-        groups = [[each for name, each in trained.items() if (name in decaying) is decays] for decays in (True, False)]
-        return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+        decaying = [each for name, each in trained.items() if each.ndim > 1 and "bias" not in name]
+        others = [each for name, each in trained.items() if each.ndim <= 1 or "bias" in name]
+        return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
 
 
 def _shifts_labels(model: Any) -> bool:

@@ -15,9 +15,8 @@ from raysgd.torch.data.batches import call, prediction
 class RegressionOperator(MeasuredOperator):
     """Trains one model with the mean squared error; you give the model and the data.
 
-    Override `build_model` and `build_data`, or pass functions that do the same as `config["model_creator"]` and
-    `config["data_creator"]`. A sample is `(input, target)`; the model returns a prediction in the shape of the targets,
-    or with one more dimension of size 1, which is removed.
+    Override `build_model` and `build_data`. A sample is `(input, target)`; the model returns a prediction in the
+    shape of the targets, or with one more dimension of size 1, which is removed.
 
     `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (the share
     of the variance that is explained), over the samples of all workers as if one process had seen them. It needs

@@ -16,9 +16,8 @@ from raysgd.torch.data.batches import call, prediction
 class SegmentationOperator(MeasuredOperator):
     """Trains one model with the cross-entropy of each pixel; you give the model and the data.
 
-    Override `build_model` and `build_data`, or pass functions that do the same as `config["model_creator"]` and
-    `config["data_creator"]`. A sample is `(image, class index of each pixel)`; the model returns scores of shape
-    `(samples, classes, height, width)`, without a softmax.
+    Override `build_model` and `build_data`. A sample is `(image, class index of each pixel)`; the model returns
+    scores of shape `(samples, classes, height, width)`, without a softmax.
 
     `train` reports `train_loss`. `validate` reports `val_loss`, `val_iou` (intersection over union for each class) and
     `val_miou`, their mean over the classes that occur. Pixels are counted over all batches and workers before anything

@@ -22,8 +22,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class SupervisedOperator(TrainingOperator):
     """Trains one model with one loss; the base of the operators that you subclass, and not one of them.
 
-    `setup` calls the `build_...` methods below. `build_model` and `build_data` have to be there, or functions that do
-    the same, as `config["model_creator"]` and `config["data_creator"]`.
+    `setup` calls the `build_...` methods below. `build_model` and `build_data` have to be overridden.
 
     Attributes:
         model: The registered model.
@@ -43,23 +42,16 @@ class SupervisedOperator(TrainingOperator):
     _default_optimizer = "adam"
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Create the model. Override it, or pass `config["model_creator"]`.
-
-        Raises:
-            ValueError: There is neither.
-        """
-        return _created(self, "model", config)
+        """Create the model. Override this."""
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_model` to return the model.")
 
     def build_data(self, config: dict[str, Any]) -> Any:
-        """Create the data. Override it, or pass `config["data_creator"]`.
+        """Create the data. Override this.
 
         Returns:
             `(train, validation)`: datasets, which are put into loaders, or loaders; None for what there is not.
-
-        Raises:
-            ValueError: There is neither.
         """
-        return _created(self, "data", config)
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
         """Create the function that makes a batch of samples; None for PyTorch's. Loaders keep their own."""
@@ -84,7 +76,7 @@ class SupervisedOperator(TrainingOperator):
         """Build everything and register it. If you override this, call it.
 
         Raises:
-            ValueError: An option in the config makes no sense, or the model or the data is missing.
+            ValueError: An option in the config makes no sense.
             TypeError: A `build_...` method returned something of the wrong kind.
         """
         seed, batch_size = options.seed(config), options.batch_size(config)
@@ -146,19 +138,6 @@ class MeasuredOperator(SupervisedOperator):
         for metric in self.metrics.values():
             metric.update(*measured)
         return {**metrics, **self.metrics}
-
-
-def _created(operator: SupervisedOperator, what: str, config: dict[str, Any]) -> Any:
-    """Return what the creator function in the config makes."""
-    creator = config.get(f"{what}_creator")
-    if creator is None:
-        raise ValueError(
-            f"`{type(operator).__name__}` has no {what}: override `build_{what}(config)`, or pass a function of the "
-            f"config as `config['{what}_creator']`."
-        )
-    if not callable(creator):
-        raise ValueError(f"`config['{what}_creator']={creator!r}`: need a function that takes the config.")
-    return creator(config)
 
 
 def _optimizer_class(named: Any) -> Callable[..., torch.optim.Optimizer]:

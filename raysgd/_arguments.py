@@ -116,8 +116,7 @@ _MADE_FROM = {
         ("lightning.LightningModule", "pytorch_lightning.LightningModule"),
         "`TrainingOperator.from_ptl({name})` makes one from a `LightningModule`.",
     ),
-    "transformers.Trainer": "`TorchTrainer(**HuggingFaceOperator.from_trainer(trainer), num_workers=2)` trains what a "
-    "`transformers.Trainer` would train.",
+    "transformers.Trainer": "A subclass of `raysgd.operators.HuggingFaceOperator` returns its model and its data.",
     "torch.Module": "Create the model in the `setup` of one.",
 }
 """What leads from another class to an operator, by package and name of its base."""

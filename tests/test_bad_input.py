@@ -268,7 +268,7 @@ MISTAKES: list[tuple[Callable[[TorchTrainer], object], str]] = [
     (lambda trainer: TorchTrainer(with_setup(__init__=lambda self, lr=1: None)), "rename it to `setup(self, config)`"),
     (lambda trainer: TorchTrainer(torch.nn.Linear(1, 1)), "Create the model in the `setup` of one."),
     (lambda trainer: TorchTrainer(type("Lit", (Module,), {})), "`TrainingOperator.from_ptl(Lit)` makes one"),
-    (lambda trainer: TorchTrainer(TRAINER), "`TorchTrainer(**HuggingFaceOperator.from_trainer(trainer)"),
+    (lambda trainer: TorchTrainer(TRAINER), "A subclass of `raysgd.operators.HuggingFaceOperator`"),
     *(
         (partial(lambda method, trainer: local(with_setup(**method)), method), message)
         for method, message in (

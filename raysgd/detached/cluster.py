@@ -10,7 +10,7 @@ from typing import Any
 from raysgd._private_names import find_name
 from raysgd._text import log_lines
 from raysgd._version import __version__
-from raysgd.detached.handle import ANSWER_S, DetachedTrainer, actor_name, is_answering, kill
+from raysgd.detached.handle import ANSWER_S, DetachedTrainer, actor_name, find, is_answering, kill
 from raysgd.detached.process import TrainerProcess
 from raysgd.detached.protocol import Detached, packed_arguments
 from raysgd.engine.keeper import NAMESPACE
@@ -93,7 +93,7 @@ def start(
 
 def _make_room(settings: Detached) -> None:
     """Refuse a name that is in use, or end the trainer that has it."""
-    found = _find(settings.name)
+    found = find(settings.name)
     if found is None:
         return
     if not settings.replace:
@@ -162,7 +162,7 @@ def detached_trainers() -> list[DetachedStatus]:
     import ray
 
     connect()
-    asked = {name: actor.describe.remote() for name in _names() if (actor := _find(name)) is not None}
+    asked = {name: actor.describe.remote() for name in _names() if (actor := find(name)) is not None}
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
     return [_status(name, reference) for name, reference in asked.items()]
@@ -195,7 +195,7 @@ def _existing(name: str) -> Any:
     """Return the actor of a detached trainer. Connect to Ray before."""
     Detached(name)  # refuses what is no name
     connect()
-    actor = _find(name)
+    actor = find(name)
     if actor is None:
         names = ", ".join(f"`{each}`" for each in _names()) or "none"
         raise UnknownTrainerError(f"There is no detached trainer `{name}`. There are: {names}.")
@@ -209,15 +209,6 @@ def _stop(name: str, actor: Any, force: bool = False) -> None:
         with suppress(ray.exceptions.RayError):  # it has ended
             ray.get(actor.end.remote(False), timeout=60.0)
     kill(name, actor)
-
-
-def _find(name: str) -> Any:
-    import ray
-
-    try:
-        return ray.get_actor(actor_name(name), NAMESPACE)
-    except ValueError:
-        return None
 
 
 def _names() -> list[str]:

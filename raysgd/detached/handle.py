@@ -398,7 +398,7 @@ def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
 
     ray.kill(actor)
     deadline = time.monotonic() + timeout_s
-    while is_there(name) and time.monotonic() < deadline:
+    while find(name) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     end_workers(name)  # if it has not done so: its guard gives their resources back
     if hasattr(actor, "_actor_id"):
@@ -415,15 +415,14 @@ def is_answering(actor: Any) -> bool:
     return False
 
 
-def is_there(name: str) -> bool:
-    """Return whether there is a trainer of this name, also one whose process is being started again."""
+def find(name: str) -> Any:
+    """Return the actor of a trainer, also of one whose process is being started again; None where there is none."""
     import ray
 
     try:
-        ray.get_actor(actor_name(name), NAMESPACE)
+        return ray.get_actor(actor_name(name), NAMESPACE)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def actor_name(name: str) -> str:

@@ -1,26 +1,31 @@
 """Training and validation calls as the driver makes them: what each worker is asked, and what follows the answers.
 
-A validation beside the training runs on a spare, as long as no lost worker has to be replaced by it.
+While a call runs, listeners hear how far it is. After it, its speed is known, and where the time went. A validation
+beside the training runs on a spare, as long as no lost worker has to be replaced by it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 from raysgd import _arguments as checks
-from raysgd.driver.progress_listeners import ProgressListeners
+from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd.driver.sharing import DataSharing, Requests
-from raysgd.driver.throughput import Throughput
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.types import World
+from raysgd.engine.shared.types import Heartbeat, World
 from raysgd.engine.snapshots import NewestSnapshot
+from raysgd.engine.status import TrainerStatus
 from raysgd.exceptions import OnFailure
+from raysgd.history.accounts import Accounts
+from raysgd.history.gauges import Gauges
+from raysgd.messages import replica_calls
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.joint_work import difference
 from raysgd.messages.settings import ReplicaSettings
@@ -43,36 +48,101 @@ def asked(
     return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
 
 
+Listener = Callable[[CallProgress], None]
+
+
+class ProgressListeners:
+    """Asks rank 0 how far it is while a call runs, if there is a listener.
+
+    Args:
+        controller: Has the workers.
+
+    Attributes:
+        listeners: Called some ten times a second, and once when the call has returned.
+    """
+
+    def __init__(self, controller: ElasticController) -> None:
+        self._controller = controller
+        self.listeners: list[Listener] = []
+
+    @contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Listens until the end of the block."""
+        self.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self.listeners.remove(listener)
+
+    @property
+    def on_wait(self) -> Callable[[], None] | None:
+        """The function that the driver calls while it waits; None where no one listens."""
+        return self._tell_of_now if self.listeners else None
+
+    def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
+        """Tells that a call has returned."""
+        numbers = {
+            name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
+        }
+        loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
+        epochs = answer.epoch_idx, asked.info.get("num_epochs")
+        self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
+
+    def _tell_of_now(self) -> None:
+        """Tells how far rank 0 is, if it answers at once. A heartbeat must not wait for that: it reads metrics."""
+        transfer = self._controller.ensure_group().fetch(0, replica_calls.progress)
+        try:
+            progress: CallProgress | None = transfer.result(1.0)
+        except Exception as error:  # news are not worth a failure; the call itself reports the loss of the worker
+            logger.debug("no news of the running call: %s", error)
+            return
+        if progress is not None:
+            self.tell(progress)
+
+    def tell(self, progress: CallProgress) -> None:
+        """Tells all listeners."""
+        for listener in tuple(self.listeners):
+            listener(progress)
+
+
 class EpochCalls:
-    """Runs the calls of `train` and `validate` of one trainer.
+    """Runs the calls of `train` and `validate` of one trainer, and keeps what there is to tell of the last one.
 
     Args:
         runner_cls: The class of the replicas, a `ClassRunner`.
         controller: Has the workers.
-        throughput: Runs training calls, and measures them.
         listeners: Are told how far a call is.
-        use_local: Whether rank 0 is in the driver, and draws for the listeners itself.
         sharing: Divides data over the workers.
+        use_local: Whether rank 0 is in the driver, and draws for the listeners itself.
+        name: Names the trainer to Ray's metrics.
+        used: Options that no one needs to be advised to use.
 
     Attributes:
         sharing: The same, of the present config.
+        samples_per_s: Of the last training call; None before the first.
+        accounts: Where the time went.
     """
 
     def __init__(
         self,
         runner_cls: Any,
         controller: ElasticController,
-        throughput: Throughput,
         listeners: ProgressListeners,
-        use_local: bool,
         sharing: DataSharing,
+        *,
+        use_local: bool,
+        name: str,
+        used: Collection[str] = (),
     ) -> None:
         self._runner_cls = runner_cls
         self._controller = controller
-        self._throughput = throughput
         self._listeners = listeners
-        self._use_local = use_local
         self.sharing = sharing
+        self._use_local = use_local
+        self._gauges = Gauges(name)
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self.samples_per_s: float | None = None
+        self.accounts = Accounts(used=used)
         self._validation_starts_over = False
         self._comparisons = ComparisonPace()
 
@@ -144,7 +214,7 @@ class EpochCalls:
         )
         began, answers = time.perf_counter(), list[EpochAnswer]()
         try:
-            answers = self._throughput.run_measured(call, max_retries)
+            answers = self._run_measured(call, max_retries)
         finally:
             if not answers:
                 self.sharing.forget()
@@ -155,6 +225,27 @@ class EpochCalls:
             self.sharing.note_place("train", dataset, answers[0].place)
         if self._listeners.listeners:
             self._listeners.tell_end("train", asked, answers[0])
+        return answers
+
+    def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
+        """Runs a training call, and notes how many samples a second it trained."""
+        events = self._controller.history.events
+        began, num_events = time.perf_counter(), len(events)
+        self.accounts.begin_call()
+        try:
+            answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
+            self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
+            self.accounts.note_times(self._heartbeats)
+        finally:
+            self.accounts.end_call()
+        num_samples = 0
+        for answer in answers:
+            num_samples += int(answer.num_inherited)
+            num_samples += 0 if answer.heartbeat is None else answer.heartbeat.num_samples
+        self.samples_per_s = num_samples / (time.perf_counter() - began) or None
+        self.report()
+        if any(event.kind == "continued" for event in events[num_events:]):
+            _tell_what_is_measured(num_samples, max(each.num_used for each in answers))
         return answers
 
     def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
@@ -212,3 +303,33 @@ class EpochCalls:
             return [settings, state.shared_state if state.reference is None else state.reference, *requests[0]]
 
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
+
+    def report(self) -> None:
+        """Gives Ray's metrics the numbers of now."""
+        self._gauges.report(len(self._controller.history.events), self._glance)
+
+    def _glance(self) -> TrainerStatus:
+        found = self._controller.glance(self._heartbeats, self.samples_per_s)
+        return self.with_ledger(found)
+
+    def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
+        """A status, and where the time went."""
+        self.accounts.note_times({each.rank: each.heartbeat for each in status.workers if each.heartbeat is not None})
+        self.accounts.warn()
+        return replace(status, ledger=self.accounts.ledger(len(status.workers)))
+
+    def stop_reporting(self) -> None:
+        """Takes the trainer out of Ray's metrics."""
+        self.accounts.note_end()
+        self._gauges.report_end()
+
+
+def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
+    """After a failure inside the call: says why `num_samples` of the result is a part of what was trained on."""
+    if 0 < num_samples < num_used:  # none: a loop of the user counts none
+        logger.warning(
+            "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
+            "metrics was lost with them. The training did use their samples",
+            num_samples,
+            num_used,
+        )

@@ -320,7 +320,7 @@ class Fit:
         if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
             return False
         self._awaited, validated = None, None
-        with self._trainer._throughput.accounts.waiting_for_validation(), self._noting_lack_of_data():
+        with self._trainer._calls.accounts.waiting_for_validation(), self._noting_lack_of_data():
             try:
                 validated = epoch.handle.result()
             except WorkersLostError as error:

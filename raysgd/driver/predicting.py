@@ -16,7 +16,7 @@ from typing import Any
 from raysgd._numbers.results import CallProgress
 from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
-from raysgd.driver.progress_listeners import ProgressListeners
+from raysgd.driver.calls import ProgressListeners
 from raysgd.driver.sharing import placed_once
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call

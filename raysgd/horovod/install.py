@@ -36,22 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Variables such as HOROVOD_GPU_OPERATIONS reach the build.",
     )
     parser.add_argument("--force", action="store_true", help="build and install even if that was done before")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     options = parser.parse_args(arguments)
     try:
-        install(force=options.force, dry_run=options.dry_run)
+        install(force=options.force)
     except InstallError as error:
         print(f"Horovod was not installed. {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def install(*, force: bool = False, dry_run: bool = False) -> None:
+def install(*, force: bool = False) -> None:
     """Builds Horovod unless it is in the cache, and installs it unless it is there.
 
     Args:
         force: Do both in any case.
-        dry_run: Only say what would be done.
 
     Raises:
         InstallError: Something is missing, or a step failed.
@@ -64,9 +62,6 @@ def install(*, force: bool = False, dry_run: bool = False) -> None:
         say(f"is installed already, in {sys.prefix}")
         return
     wheels = [] if force else sorted(folder.glob("*.whl"))
-    if dry_run:
-        _explain(target, folder, wheels)
-        return
     wheel = wheels[0] if wheels else build(target, folder)
     say(f"installing {wheel} into {sys.prefix}")
     _pip("install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel), task="installing the wheel")
@@ -166,18 +161,6 @@ def keep(wheel: Path, folder: Path) -> Path:
 def say(text: str) -> None:
     """Tells the user about a step."""
     print(f"horovod: {text}", flush=True)
-
-
-def _explain(target: recipe.Target, folder: Path, wheels: Sequence[Path]) -> None:
-    if wheels:
-        say(f"would install {wheels[0]}, built before")
-        return
-    say(f"would fetch the source package: {recipe.REQUIREMENT}")
-    for mend in recipe.MENDS:
-        say(f"would mend {mend.path}: {mend.reason}")
-    for name, value in recipe.options(target, os.environ).items():
-        say(f"would build with {name}={value}")
-    say(f"would keep the wheel in {folder}, and install it into {sys.prefix}")
 
 
 def _find_tools() -> str:

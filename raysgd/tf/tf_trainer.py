@@ -23,8 +23,8 @@ from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import TensorFlowConnection, keras_of_driver
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
-from raysgd.driver.changing import ChangingTrainer
 from raysgd.driver.keeping import Content, load_into_all, load_snapshot_into_all
+from raysgd.driver.trainer import ClassTrainer
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.snapshots import Snapshot
@@ -59,7 +59,7 @@ _REASONS = (
 )
 
 
-class TFTrainer(ChangingTrainer[OperatorT]):
+class TFTrainer(ClassTrainer[OperatorT]):
     """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
 
     What is trained comes either from two functions, `model_creator` and `data_creator`, and is trained with Keras's own
@@ -226,12 +226,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
 
     def _check_reload(self, training_operator_cls: Any) -> None:
         arguments.resolve_operator(training_operator_cls, None, None)
-        self._check_takes_steps("reload")
-
-    def _check_takes_steps(self, name: str) -> None:
         if self._trains_with_fit:
             raise ValueError(
-                f"`{name}` needs an operator class, and this trainer has creator functions, whose steps are those of "
+                "`reload` needs an operator class, and this trainer has creator functions, whose steps are those of "
                 "Keras's `fit`. Pass `training_operator_cls`; or save, and load into a new trainer."
             )
 

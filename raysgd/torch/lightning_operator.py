@@ -3,7 +3,7 @@
 The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. Processes, data, checkpoints and recovery
 are this library's, and so is the averaging: what a step returns or logs is averaged over the samples of all workers.
 
-Hooks have the signatures of Lightning 2; `raysgd.torch.lightning.subset` lists those that are called. Those that it
+Hooks have the signatures of Lightning 2; `docs/lightning.md` lists those that are called. Those that it
 dropped (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
 `on_pretrain_routine_start`, `configure_apex`) are called where a module has them.
 """
@@ -31,13 +31,14 @@ from raysgd.torch.lightning.module import (
     LightningHooks,
     SteppingOptimizer,
     TrainerStandIn,
+    check_optimizers,
     instantiate,
     lightning_base,
     one_loader,
     optimizers_and_schedulers,
     run_in_forward_of,
+    warn_of_what_is_not_called,
 )
-from raysgd.torch.lightning.subset import check_optimizers, warn_of_what_is_not_called
 from raysgd.torch.lightning.values import EpochValues, LightningProgress, detached, loss_of, numbers_in, result_of_hook
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.step.schedulers import Plateau

@@ -23,8 +23,7 @@ from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
-from raysgd.driver.changing import ChangingTrainer
-from raysgd.driver.trainer_views import show_options
+from raysgd.driver.trainer import ClassTrainer, show_options
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
@@ -53,7 +52,7 @@ from raysgd.worker.operator import OperatorT
 from raysgd.worker.state.replica_state import RESUME
 
 
-class TorchTrainer(ChangingTrainer[OperatorT]):
+class TorchTrainer(ClassTrainer[OperatorT]):
     """Trains a `TrainingOperator` on one or many workers.
 
     Args: What is trained

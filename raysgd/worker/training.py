@@ -133,9 +133,7 @@ class ReplicaCalls:
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
         internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
-        around = [*internals.around_batch]
-        if callbacks.are_there:
-            around += callbacks.around_batch(operator, loop.step)
+        around = callbacks.around_batch(operator, loop.step) if callbacks.are_there else []
         is_stock = loop.completes_metrics
         if around or not is_stock:  # else the stock loop does it, where no one sees the metrics first
             around.insert(0, completing(internals, loop.step))

@@ -17,7 +17,7 @@ from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import ProgressBar, Run
 from raysgd.callbacks import progress as progress_module
 from raysgd.callbacks.progress import LineBar, TqdmBar, make_bar
-from raysgd.driver.progress_listeners import ProgressListeners
+from raysgd.driver.calls import ProgressListeners
 from raysgd.engine.shared.group_events import GroupEvent
 
 

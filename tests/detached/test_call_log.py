@@ -49,12 +49,6 @@ def test_an_answer_stays_until_it_is_confirmed() -> None:
     assert log.find("1") is None
 
 
-def test_what_a_call_raises_is_its_answer() -> None:
-    call = CallLog().enqueue(logged("1"), lambda: {}["missing"])
-    with pytest.raises(KeyError, match="missing"):
-        result_of(call)
-
-
 def test_ctrl_c_is_raised_in_the_call_that_runs_and_in_no_other() -> None:
     log, began = CallLog(), threading.Event()
 

@@ -40,12 +40,6 @@ def test_arguments_arrive_as_copies_that_can_be_written() -> None:
     assert kwargs == {"info": {"a": 1}}
 
 
-def test_functions_of_the_program_travel() -> None:
-    factor = 3
-    args, _ = unpacked_arguments(packed_arguments("apply", (lambda value: factor * value,), {}))
-    assert args[0](2) == 6
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "name"),
     [
@@ -105,13 +99,6 @@ def test_an_error_of_a_class_with_another_constructor_arrives() -> None:
 def test_a_result_that_cannot_travel_is_an_error_that_says_so() -> None:
     assert isinstance(returned(threading.Lock), UnpicklableError)
     assert "the result cannot be sent" in str(returned(threading.Lock))
-
-
-def test_ctrl_c_travels() -> None:
-    def fail() -> None:
-        raise KeyboardInterrupt
-
-    assert type(returned(fail)) is KeyboardInterrupt
 
 
 TRAINERS = (TorchTrainer, TFTrainer, Trainer, DataParallelTrainer)

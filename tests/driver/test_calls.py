@@ -1,15 +1,19 @@
-"""Which state and settings a spare validates, and who validates where there is no spare."""
+"""Which state and settings a spare validates, who validates where there is no spare, and how fast a call trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raysgd.driver import calls
 from raysgd.driver.calls import EpochCalls
+from raysgd.engine.shared.types import Heartbeat
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import WorkersLostError
+from raysgd.messages.epochs import EpochAnswer
 from raysgd.messages.settings import ReplicaSettings
 
 ASKED: Any = None
@@ -38,7 +42,7 @@ class Calls(EpochCalls):
         )
         unused: Any = None
         runner_cls = SimpleNamespace(validate_on_loan="function")
-        super().__init__(runner_cls, self.training, unused, unused, use_local=False, sharing=unused)
+        super().__init__(runner_cls, self.training, unused, unused, use_local=False, name="mine")
 
     def run_on_spare(self, loan: Any, function: Any, make_args: Any, on_wait: Any) -> Any:
         assert (loan, function) == ("loan", "function")
@@ -59,11 +63,11 @@ SMALL = NewestSnapshot(Snapshot("small", ()))
 
 
 def test_a_spare_is_given_settings_and_state_of_the_call_in_each_attempt() -> None:
-    calls = Calls(None, "answer")
-    validate = calls.begin(SMALL, "data")
-    calls.training.facts = ["facts of now"]
+    made = Calls(None, "answer")
+    validate = made.begin(SMALL, "data")
+    made.training.facts = ["facts of now"]
     assert validate(lambda: None) == ["answer"]
-    assert calls.args == [[SETTINGS, "small", "validation", ASKED, "data", 1, SHARING, "facts of then"]] * 2
+    assert made.args == [[SETTINGS, "small", "validation", ASKED, "data", 1, SHARING, "facts of then"]] * 2
 
 
 def test_where_there_is_no_spare_the_workers_that_train_validate_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +77,55 @@ def test_where_there_is_no_spare_the_workers_that_train_validate_at_once(caplog:
 
 
 def test_a_state_that_was_lost_on_its_way_is_not_replaced_by_a_later_one() -> None:
-    calls = Calls("answer")
+    made = Calls("answer")
     with pytest.raises(WorkersLostError):
-        calls.begin(Lost())(lambda: None)
-    assert calls.args == []
+        made.begin(Lost())(lambda: None)
+    assert made.args == []
+
+
+class Controller:
+    """Answers a call with what each rank has measured, after so many rejoins."""
+
+    def __init__(self, num_samples: list[int], used: int, num_continued: int = 0) -> None:
+        self.history = SimpleNamespace(events=[])
+        self._beats = [Heartbeat(num_samples=num) for num in num_samples]
+        self._used = used
+        self._num_rejoins = num_continued
+
+    def run(self, call: Any, max_retries: int) -> list[EpochAnswer]:
+        self.history.events += [SimpleNamespace(kind="continued")] * self._num_rejoins
+        return [EpochAnswer(None, None, 1, heartbeat=beat, num_used=self._used) for beat in self._beats]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: Iterator[float] = iter((10.0, 12.0))
+    monkeypatch.setattr(calls.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(calls, "Gauges", lambda name: SimpleNamespace(report=lambda *numbers: None))
+
+
+def after_a_call(controller: Any) -> EpochCalls:
+    unused: Any = None
+    found = EpochCalls(None, controller, unused, unused, use_local=False, name="mine")
+    assert found.samples_per_s is None
+    assert len(found._run_measured(None, max_retries=0)) == 2  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_samples_of_all_ranks_count() -> None:
+    assert after_a_call(Controller([30, 50], used=80)).samples_per_s == 40.0
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_call_without_samples_has_no_rate() -> None:
+    assert after_a_call(Controller([0, 0], used=0)).samples_per_s is None
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("used", "num_continued", "is_told"), [(100, 1, True), (80, 1, False), (100, 0, False)])
+def test_samples_whose_metrics_were_lost_are_named_in_the_log(
+    used: int, num_continued: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    after_a_call(Controller([30, 50], used, num_continued))
+    assert ("cover 80 of 100 samples" in caplog.text) is is_told

@@ -139,22 +139,6 @@ def test_a_target_is_met_at_its_bound_and_unknown_without_a_figure(
     assert common.Target("ms", 4.0, is_upper, measured).met is met
 
 
-def chosen(common: ModuleType, *arguments: str) -> Any:
-    known = {"here": "json", "absent": "no_such_package.part"}
-    parser = common.make_parser("words", repetitions=1, peers=known)
-    return common.choose_peers(parser.parse_args(arguments), known)
-
-
-def test_a_peer_that_is_not_installed_is_named_with_what_it_needs(common: ModuleType) -> None:
-    assert chosen(common).status() == {"here": "run", "absent": "not installed (needs `no_such_package.part`)"}
-
-
-def test_peers_are_left_out_of_a_smoke_test_unless_they_are_named(common: ModuleType) -> None:
-    assert chosen(common, "--smoke-test").selected == ()
-    assert chosen(common, "--smoke-test", "--peers", "here").selected == ("here",)
-    assert chosen(common, "--peers", "none").left_out == ("here", "absent")
-
-
 def report(common: ModuleType) -> Any:
     arguments = argparse.Namespace(smoke_test=False, num_workers=2, repetitions=2)
     return common.Report("trial", arguments, common.Peers(("peer",), {}, ()))
@@ -181,28 +165,11 @@ def test_contenders_take_turns_and_a_peer_that_fails_is_left_out(
     assert "it broke" in capsys.readouterr().out
 
 
-def test_a_job_that_fails_says_what_it_wrote(common: ModuleType, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit('a reason')")
-    with pytest.raises(common.JobError, match="a reason"):
-        common.run_job(str(script), "role")
-
-
 def test_a_job_that_takes_too_long_is_ended(common: ModuleType, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time; time.sleep(60)")
     with pytest.raises(common.JobError, match="ended after"):
         common.run_job(str(script), "role", timeout_s=0.5)
-
-
-def test_the_value_of_a_job_comes_back(common: ModuleType, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n"
-        "from _common import dispatch\n"
-        "dispatch({'double': lambda number: {'result': 2 * number}})\n"
-    )
-    assert common.run_job(str(script), "double", number=21) == {"result": 42}
 
 
 @pytest.mark.integration

@@ -28,27 +28,6 @@ def test_what_is_installed_is_left_alone(cache: Path, capsys: pytest.CaptureFixt
     assert not cache.exists()
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert install.main(["--dry-run", "--force"]) == 0
-    told = capsys.readouterr().out
-    for mend in recipe.MENDS:
-        assert f"would mend {mend.path}: {mend.reason}" in told
-    assert "HOROVOD_WITH_PYTORCH=1" in told
-    assert str(cache) in told
-    assert not cache.exists()
-
-
-def test_a_dry_run_names_the_wheel_that_was_built_before(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(install, "installed_version", lambda: None)
-    folder = cache / "horovod" / recipe.cache_key(install.find_target(), os.environ)
-    folder.mkdir(parents=True)
-    (folder / "horovod-0.whl").touch()
-    install.install(dry_run=True)
-    assert f"would install {folder / 'horovod-0.whl'}, built before" in capsys.readouterr().out
-
-
 def test_the_mends_are_applied_in_place(tmp_path: Path) -> None:
     for mend in recipe.MENDS:
         path = tmp_path / mend.path

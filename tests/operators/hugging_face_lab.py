@@ -222,39 +222,3 @@ def train_with_theirs(task: str, folder: Path, num_epochs: int = 2, **arguments:
 def weights(model: Any) -> torch.Tensor:
     """All but the biases of keys in attention: these change nothing, and so Adam makes steps of rounding errors."""
     return torch.cat([each.detach().flatten() for name, each in model.named_parameters() if "key.bias" not in name])
-
-
-def their_trainer(task: str, folder: Path, **arguments: Any) -> Trainer:
-    """One that is configured, with data in an order that it draws."""
-    _, labels, make_collator = TASKS[task]
-    options = {"learning_rate": LR, "num_train_epochs": 2, "per_device_train_batch_size": BATCH_SIZE, **arguments}
-    data = samples(labels)
-    own = {"eval_dataset": data[:5], "data_collator": make_collator(tokenizer())}
-    names = ("compute_metrics", "optimizers", "callbacks", "eval_dataset")
-    own |= {name: options.pop(name) for name in names if name in options}
-    trainer_class = options.pop("trainer_class", Trainer)
-    chosen = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **options)
-    trainer: Trainer = trainer_class(model=model_of(task), args=chosen, train_dataset=data, **own)
-    return trainer
-
-
-class OtherLoss(Trainer):
-    """One that has a loss of its own."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return 2 * super().compute_loss(*args, **kwargs)
-
-
-def losses_of(trainer: Trainer) -> list[float]:
-    """Train, and return the loss of each batch."""
-    found: list[float] = []
-    compute_loss = trainer.compute_loss
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        loss = compute_loss(*args, **kwargs)
-        found.append(float(loss.detach()))
-        return loss
-
-    trainer.compute_loss = noting  # type: ignore[method-assign]
-    trainer.train()
-    return found

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -9,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from raysgd import TorchTrainer
 from raysgd.exceptions import NotRegisteredError
 from raysgd.operators import ClassificationOperator
+from raysgd.operators.supervised import SupervisedOperator
+from raysgd.utils import BATCH_SIZE
 
 
 def two_bands(size: int = 90) -> TensorDataset:
@@ -48,14 +52,6 @@ class TestTraining:
         assert (trained[-1]["num_samples"], trained[-1]["batch_count"]) == (90, 9)
         assert validated["num_samples"] == 30
         assert validated["val_accuracy"] > 0.9
-
-    def test_functions_in_the_config_do_what_the_methods_do(self) -> None:
-        config = {"lr": 0.1, "seed": 0}
-        creators = {
-            "model_creator": lambda config: torch.nn.Linear(1, 2),
-            "data_creator": lambda config: (two_bands(), two_bands(30)),
-        }
-        assert train_losses({**config, **creators}, ClassificationOperator) == train_losses(config)
 
     def test_a_seed_decides_everything_and_another_seed_differently(self) -> None:
         assert train_losses({"seed": 1}) == train_losses({"seed": 1})
@@ -129,36 +125,49 @@ class TestParts:
             assert trainer.validate()["val_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_numbers_of_any_type_are_options() -> None:
+    config = {"lr": np.float32(0.5), "weight_decay": 0, "batch_size": np.int64(8), "seed": np.int64(5)}
+    operator = operator_of(Bands, **config)
+    assert (operator.optimizer.defaults["lr"], len(operator.train_loader)) == (0.5, 12)  # of 90 samples
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "said"),
         [
             ({"optimizer": "adma"}, "'adma'.*allowed are 'adam', 'adamw'"),
             ({"optimizer": None}, "allowed are 'adam'"),
-            ({"lr": 0}, "need a positive number"),
+            *[
+                ({"lr": lr}, r"`config\['lr'\]=.*`: need a positive number; without the key it is 0.001")
+                for lr in (0, None, "0.1", True, math.nan, math.inf, -1, [0.1])
+            ],
+            ({"weight_decay": -1}, "need a number of 0 or more"),
+            *[
+                ({"batch_size": size}, r"`config\['batch_size'\]=.*`: need an integer of at least 1")
+                for size in (None, "8", True, 0, -1, 2.0)
+            ],
+            ({BATCH_SIZE: 0}, "need an integer of at least 1"),
+            ({BATCH_SIZE: 4, "batch_size": 4}, "keep one"),
+            *[({"seed": seed}, r"`config\['seed'\]=") for seed in (True, -1, 1.5, "1", 2**63)],
         ],
     )
     def test_a_config_that_makes_no_sense(self, config: dict[str, Any], said: str) -> None:
         with pytest.raises(ValueError, match=said):
             local_trainer(Bands, config)
 
-    def test_no_model(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"override `build_model\(config\)`, or pass .*`config\['model_creator'\]`"
-        ):
-            local_trainer(ClassificationOperator, {})
-
-    def test_no_data(self) -> None:
-        with pytest.raises(ValueError, match=r"override `build_data\(config\)`"):
-            local_trainer(ClassificationOperator, {"model_creator": lambda config: torch.nn.Linear(1, 2)})
-
-    def test_a_creator_that_cannot_be_called(self) -> None:
-        with pytest.raises(ValueError, match=r"`config\['model_creator'\]=Linear.*need a function"):
-            local_trainer(ClassificationOperator, {"model_creator": NotCallable()})
+    @pytest.mark.parametrize("name", ["build_model", "build_data"])
+    def test_a_part_that_is_not_there(self, name: str) -> None:
+        without = type("Without", (Bands,), {name: vars(SupervisedOperator)[name]})
+        with pytest.raises(NotImplementedError, match=f"Override `Without.{name}` to return"):
+            local_trainer(without, {})
 
     def test_a_model_that_is_none(self) -> None:
+        class Listed(Bands):
+            def build_model(self, config: dict[str, Any]) -> Any:
+                return [torch.nn.Linear(1, 2)]
+
         with pytest.raises(TypeError, match="`build_model` returned a `list`"):
-            local_trainer(ClassificationOperator, {"model_creator": lambda config: [torch.nn.Linear(1, 2)]})
+            local_trainer(Listed, {})
 
     def test_data_that_is_none(self) -> None:
         class Forgetful(Bands):
@@ -167,8 +176,3 @@ class TestRefusals:
 
         with pytest.raises(TypeError, match="`build_data` returned None"):
             local_trainer(Forgetful, {})
-
-
-class NotCallable:
-    def __repr__(self) -> str:
-        return "Linear"

@@ -41,7 +41,7 @@ class ValidationCalls(EpochCalls):
 
     def __init__(self, controller: Any) -> None:
         unused: Any = None
-        super().__init__(SpareRunner, controller, unused, unused, use_local=False, sharing=unused)
+        super().__init__(SpareRunner, controller, unused, unused, use_local=False, name="simulated")
 
     def requests(self, name: str, asked: Any, *parts: Any, **named: Any) -> Any:
         return [(asked,)]

@@ -239,17 +239,6 @@ def test_a_pass_goes_on_with_another_number_of_workers(
     assert last.train()["num_samples"] == NUM_SAMPLES
 
 
-def test_a_file_of_the_old_library_is_loaded_into_workers(
-    three: TorchTrainer, alone: Callable[..., TorchTrainer], tmp_path: Path
-) -> None:
-    first = alone()
-    first.train()
-    torch.save(first.state_dict(), tmp_path / "legacy.pt")
-    three.load(tmp_path / "legacy.pt")
-    assert equal(three.state_dict(), first.state_dict())
-    assert three.train()["epoch"] == 2
-
-
 def test_what_was_loaded_is_not_taken_for_the_state_itself(
     three: TorchTrainer, drops: TorchTrainer, tmp_path: Path
 ) -> None:
@@ -290,14 +279,6 @@ def test_what_does_not_fit_leaves_the_workers_as_they_were(three: TorchTrainer, 
     assert equal(three.state_dict(), before)
     assert [info.pid for info in three.worker_group.infos] == pids
     assert three.train()["num_samples"] == NUM_SAMPLES - 24
-
-
-def test_what_could_not_be_loaded_back_is_refused_by_name(large: TorchTrainer, tmp_path: Path) -> None:
-    large.apply_all_operators(lambda operator: operator.load_state_dict({"when": slice(3)}))
-    with pytest.raises(ValueError, match=r'state\["operator"\]\["when"\].*slice'):
-        large.save(tmp_path / "last.pt")
-    assert list(tmp_path.iterdir()) == []
-    large.apply_all_operators(lambda operator: operator.load_state_dict(None))
 
 
 # ------------------------------------------------------------------------------------------------ in the background

@@ -118,13 +118,6 @@ def test_what_no_creator_made_is_absent() -> None:
         assert hasattr(operator, name)
 
 
-def test_a_scheduler_without_a_loss_is_not_taken_for_the_loss() -> None:
-    operator_cls = TrainingOperator.from_creators(create_model, create_optimizer, scheduler_creator=create_scheduler)
-    operator = make(operator_cls, scheduler_step_freq="manual")
-    assert not hasattr(operator, "criterion")
-    assert isinstance(operator.scheduler, torch.optim.lr_scheduler.StepLR)
-
-
 def test_a_dataset_in_the_place_of_a_loader_is_refused() -> None:
     def create_dataset(config: dict[str, Any]) -> Any:
         return TensorDataset(torch.zeros(4, 2), torch.zeros(4, 1))
@@ -132,12 +125,6 @@ def test_a_dataset_in_the_place_of_a_loader_is_refused() -> None:
     operator_cls = TrainingOperator.from_creators(create_model, create_optimizer, create_dataset)
     with pytest.raises(ValueError, match=r"`data_creator` returned a `TensorDataset`.*`DataLoader\(dataset"):
         make(operator_cls)
-
-
-def test_several_optimizers_can_train() -> None:
-    operator_cls = TrainingOperator.from_creators(create_models, create_optimizers, create_loaders, torch.nn.MSELoss)
-    operator = make(operator_cls)
-    assert operator.train_epoch(operator.train_loader)["batch_count"] == 3
 
 
 def test_a_loss_is_a_class_of_torch_or_what_a_function_makes_of_the_config() -> None:
@@ -199,10 +186,6 @@ def num_batches(loader: Any) -> int:
 def test_data_creators_that_return_something_else_are_refused(returned: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="data_creator"):
         make(TrainingOperator.from_creators(create_model, create_optimizer, lambda config: returned))
-
-
-def test_without_a_data_creator_the_data_comes_with_the_call() -> None:
-    assert make(TrainingOperator.from_creators(create_model, create_optimizer)).train_loader is None
 
 
 @pytest.mark.parametrize("serialize", [True, False])

@@ -30,7 +30,6 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
 from raysgd.engine.shared.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.constants import SCHEDULER_STEP
 from raysgd.torch.lightning.module import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.lightning_operator import LightningOperator
 from raysgd.torch.objects.precision import NativeAmp, Precision
@@ -805,15 +804,6 @@ def test_a_scheduler_whose_metric_is_elsewhere_waits(train_local: Train, caplog:
     assert module.lr_schedulers().best == 3.0
 
 
-def test_info_says_that_the_module_steps_schedulers(train_local: Train) -> None:
-    trainer, _ = train_local(scheduled())
-
-    def info(operator: Any) -> Any:
-        return operator._raysgd.info_of_call(None, 0)[SCHEDULER_STEP]
-
-    assert trainer.apply_all_operators(info) == ["ptl"]
-
-
 # ---------------------------------------------------------------------------------------- outputs of steps
 
 
@@ -948,20 +938,6 @@ def test_several_loaders_are_refused() -> None:
 
     with pytest.raises(ValueError, match="`val_dataloader` gave 2 loaders"):
         make(Several)
-
-
-def test_a_module_without_loaders_is_told_when_one_is_missing(train_local: Train) -> None:
-    class Bare(lightning.pytorch.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = torch.nn.Linear(1, 1)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=LR)
-
-    trainer, _ = train_local(Bare)
-    with pytest.raises(RuntimeError, match="`train_loader` was not registered"):
-        trainer.train()
 
 
 def test_data_is_prepared_once_for_each_node_or_once_at_all() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.lightning.subset import CALLED, NEVER_CALLED, OTHER_STAGES
+from raysgd.torch.lightning.module import NEVER_CALLED
 
 NUM_EPOCHS = 3
 X = torch.randn(18, 3, generator=torch.Generator().manual_seed(0))
@@ -320,6 +320,24 @@ def test_what_a_module_logs_is_what_lightning_shows() -> None:
         assert {name: reported[name] for name in expected} == pytest.approx(expected, rel=1e-6)
         assert len(expected) >= 14
 
+
+CALLED = (
+    *("prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start"),
+    *("train_dataloader", "val_dataloader", "on_train_start", "on_train_epoch_start"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start"),
+    *("optimizer_step", "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("on_before_backward", "backward", "on_after_backward"),
+    *("on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"),
+    *("on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start"),
+    *("on_validation_epoch_start", "on_validation_batch_start", "validation_step", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end"),
+    *("on_save_checkpoint", "on_load_checkpoint"),
+)
+"""Hooks and methods that are called as Lightning's own `Trainer` calls them in `fit`, in this order."""
+
+OTHER_STAGES = ("test_", "predict_", "on_test_", "on_predict_")
+"""How hooks begin that belong to other stages than training and validation: only `predict_step` is ever called."""
 
 HOOKS = [each for each in CALLED if "checkpoint" not in each]
 

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.training_operator import get_test_metrics_operator
-from raysgd.utils import BATCH_SIZE
 from tests.helpers.run_if import RunIf
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
@@ -199,28 +197,6 @@ def test_a_pass_uses_each_sample_once(shuffle: bool, lab: TorchTrainer) -> None:
     num_samples = 4 * lab.num_workers * 2 + 2 * lab.num_workers  # no rank has to repeat a sample
     findings = run_together(lab, Experiment(LinearOperator, {"num_samples": num_samples, "shuffle": shuffle}))
     assert numbers(findings) == list(range(num_samples))
-
-
-def test_a_rank_that_repeats_samples_does_not_count_them(three: TorchTrainer) -> None:
-    findings = run_together(three, Experiment(LinearOperator, {"num_samples": 4 * three.num_workers + 1}))
-    assert findings.results[0]["num_samples"] == 4 * three.num_workers + 1
-    assert len(numbers(findings)) == 5 * three.num_workers
-
-
-def test_trainers_of_every_size_agree(two: TorchTrainer, three: TorchTrainer, make_local: Callable[..., Any]) -> None:
-    for trainer in (two, three):
-        config = {"num_samples": 23, "num_validation_samples": 13, "batch_size": 4 * trainer.num_workers}
-        local = make_local(LinearOperator, config=config)
-        start_again = local.state_dict()
-        trainer.load_state_dict(start_again)
-        for _ in range(2):
-            found, expected = trainer.train(), local.train()
-            assert (found["num_samples"], found["batch_count"]) == (23, expected["batch_count"])
-            assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-6)
-            found, expected = trainer.validate(), local.validate()
-            assert found["num_samples"] == 13
-            assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
-        assert_close(trainer.get_model().state_dict(), local.get_model().state_dict())
 
 
 # ------------------------------------------------------------------------------------------------ uneven data
@@ -431,30 +407,3 @@ def test_without_merging_each_rank_has_the_value_of_its_own_share(three: TorchTr
         assert isinstance(own["accuracy"], float)
         assert own["accuracy"] == pytest.approx(accuracy_score(target, predicted))
     assert len({own["accuracy"] for own in findings.single[0]}) > 1
-
-
-def test_scores_have_the_numerics_of_old(three: TorchTrainer) -> None:
-    num_workers = three.num_workers
-    num_steps = math.ceil(600 / (4 * num_workers))
-    config = {
-        "num_samples": 600,
-        "num_validation_samples": 500,
-        "scores": [1] + [0] * num_steps,
-        "val_scores": [1] + [0] * math.ceil(500 / (4 * num_workers)),
-        "key": "score",
-    }
-    experiment = Experiment(get_test_metrics_operator(LinearOperator), config, (("train", None), ("validate", None)))
-    trained, validated = run_together(three, experiment).results
-    assert (trained["num_samples"], trained["batch_count"], trained["last_score"]) == (600, num_steps, 0)
-    assert trained["score"] == pytest.approx(num_workers / 600)
-    assert (validated["num_samples"], validated["last_score"]) == (500, 0)
-    assert validated["score"] == pytest.approx(num_workers / 500)
-
-
-def test_a_batch_size_of_the_group_makes_the_steps_of_old(two: TorchTrainer) -> None:
-    class Split(LinearOperator):
-        def make_loader(self, data: Any, shuffle: bool = False) -> Any:
-            return DataLoader(data, batch_size=self.config[BATCH_SIZE])
-
-    [found] = run_together(two, Experiment(Split, {"num_samples": 600, BATCH_SIZE: 21})).results
-    assert (found["num_samples"], found["batch_count"]) == (600, 30)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 import sys
 import uuid
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from raysgd._state.state_codec import StateEncoder, decode
+from raysgd._state.state_codec import decode
 from raysgd.arrays.data_kinds import CallData
 from raysgd.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
 from raysgd.messages.batch_options import BatchOptions
@@ -38,7 +37,7 @@ from raysgd.utils import IS_PADDING, AverageMeterCollection
 from raysgd.worker.state import copies
 from raysgd.worker.state.replica_state import RESUME
 from tests.torch.apex_double import StrictAmp
-from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, OwnEpochOperator, equal
+from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator, equal
 
 ALONE = World(rank=0, size=1)
 
@@ -254,53 +253,10 @@ def test_a_replica_in_the_driver_redraws_between_steps(call: Any) -> None:
 # ------------------------------------------------------------------------------------------------ state
 
 
-class StatefulOperator(DropoutOperator):
-    """Has a state of its own, a scheduler and draws from every generator."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2)
-        self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
-        self.scheduler = scheduler
-        self.noise: list[float] = []
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.noise.append(random.random() + numpy.random.random())
-        return super().train_batch(batch, batch_info)
-
-    def state_dict(self) -> Any:
-        return {"noise": list(self.noise)}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.noise = list(state_dict["noise"])
-
-
-def stateful_runner(**config: Any) -> TorchRunner:
-    runner = TorchRunner(TorchSettings(StatefulOperator, config, scheduler_step_freq="batch"), ALONE)
-    runner.setup()
-    return runner
-
-
 def snapshot(runner: TorchRunner) -> tuple[Any, Any]:
     capture = runner.capture(None)
     state = capture.shared_state if capture.token is None else runner.fetch(capture.token)
     return state, capture.rank_state
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_restored_replica_goes_on_exactly_as_the_first_one_did(shuffle: bool) -> None:
-    first = stateful_runner(shuffle=shuffle, optimizer="adam")
-    train(first, num_steps=8)
-    state, own_state = snapshot(first)
-    answers = [train(first, num_steps=9)]
-    end = first.state()
-    second = stateful_runner(shuffle=shuffle, optimizer="adam", seed=1)
-    second.restore(state, own_state)
-    answers.append(train(second, num_steps=9))
-    assert equal(second.state(), end)
-    assert values(answers[0]) == values(answers[1])
-    assert second.operator.global_step == 17
-    assert end["operator"] == {"noise": second.operator.noise}  # type: ignore[attr-defined]
 
 
 def test_a_snapshot_does_not_change_with_the_training_behind_it() -> None:
@@ -439,39 +395,6 @@ def test_a_new_worker_has_other_random_numbers_than_who_had_its_place_before(see
 def test_where_nothing_random_belongs_to_a_rank_it_goes_on_as_setup_left_it() -> None:
     options = {"batch_options": BatchOptions(deterministic=True)}
     assert drawn_at(World(1, 2), **options) == drawn_at(World(0, 2))
-
-
-def broken_states(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
-    weights = state["models"][0]
-    short = {name: tensor for name, tensor in weights.items() if name != "bias"}
-    wider = {**weights, "weight": torch.zeros(1, 9)}
-    groups = {**state["optimizers"][0], "param_groups": [{"lr": 1.0, "params": [0]}]}
-    return {
-        "no operator": ({key: value for key, value in state.items() if key != "operator"}, KeyError, "operator"),
-        "no models": ({key: value for key, value in state.items() if key != "models"}, KeyError, "models"),
-        "too few models": ({**state, "models": []}, ValueError, "shorter"),
-        "a tensor too few": ({**state, "models": [short]}, ValueError, r"Missing: \['bias'\]"),
-        "a tensor too many": (
-            {**state, "models": [{**weights, "scale": torch.ones(1)}]},
-            ValueError,
-            r"unknown: \['scale'\]",
-        ),
-        "another shape": ({**state, "models": [wider]}, ValueError, r"weight: \(1, 9\) instead of \(1, 3\)"),
-        "another optimizer": ({**state, "optimizers": [groups]}, ValueError, r"\[1\] parameters"),
-    }
-
-
-@pytest.mark.parametrize("what", list(broken_states({"models": [{}], "optimizers": [{}]})))
-def test_a_state_that_does_not_fit_changes_nothing(what: str) -> None:
-    runner = make_runner(optimizer="adam")
-    train(runner, num_steps=3)
-    before, own_state = snapshot(runner)
-    broken, kind, message = broken_states(decode(before, copy=True))[what]
-    with pytest.raises(kind, match=message):
-        runner.restore(StateEncoder().encode(broken), own_state)
-    assert equal(runner.state(), decode(before, copy=False))
-    train(runner, num_steps=1)
-    assert runner.operator.seen[-1] == [12, 13, 14, 15]  # type: ignore[attr-defined]
 
 
 def test_data_of_another_size_starts_a_fresh_pass(caplog: pytest.LogCaptureFixture) -> None:

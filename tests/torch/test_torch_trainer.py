@@ -6,7 +6,6 @@ Covers `raysgd.torch.driver.arguments` and `raysgd.driver.trainer`: what counts 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import os
 import pickle
@@ -21,7 +20,6 @@ from typing import Any
 
 import numpy
 import pytest
-import ray
 import torch
 import torch.distributed.fsdp
 
@@ -118,30 +116,7 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
     assert trainer.training_operator_cls is LinearOperator
     assert trainer.initialization_hook is hook
     assert trainer.config == {"lr": 0.1}
-    found = {
-        name: getattr(trainer, name)
-        for name in (
-            "backend",
-            "num_cpus_per_worker",
-            "max_replicas",
-            "serialize_data_creation",
-            "wrap_ddp",
-            "timeout_s",
-            "use_fp16",
-            "use_tqdm",
-            "add_dist_sampler",
-            "use_local",
-            "scheduler_step_freq",
-            "min_workers",
-            "spare_workers",
-            "recovery",
-            "accumulate_grad_batches",
-            "clip_grad_norm",
-            "_num_failures",
-            "_last_resize",
-        )
-    }
-    assert found == {
+    expected = {
         "backend": "nccl" if torch.cuda.is_available() else "gloo",
         "num_cpus_per_worker": 1,
         "max_replicas": 1,
@@ -161,6 +136,7 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
         "_num_failures": 0,
         "_last_resize": -math.inf,
     }
+    assert {name: getattr(trainer, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -366,6 +342,22 @@ def test_an_instance_is_told_from_a_class() -> None:
         TorchTrainer(training_operator_cls=Instance())  # type: ignore[arg-type]
 
 
+def test_creators_are_refused_before_the_missing_operator_class() -> None:
+    with pytest.raises(DeprecationWarning, match="`raysgd migrate`"):
+        TorchTrainer(model_creator=print)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="training_operator_cls"):
+        TorchTrainer(model_creator=None)  # type: ignore[call-arg]
+
+
+def test_a_trainer_may_have_creators_of_its_own() -> None:
+    class Own(TorchTrainer):
+        def __init__(self, model_creator: Any) -> None:
+            super().__init__(training_operator_cls=model_creator)
+
+    with pytest.raises(TypeError, match="need a subclass of `TrainingOperator`"):
+        Own(model_creator=print)
+
+
 def test_the_operator_class_is_required() -> None:
     with pytest.raises(TypeError, match="training_operator_cls"):
         TorchTrainer()  # type: ignore[call-arg]
@@ -457,25 +449,6 @@ class TenItems(LinearOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         return self.mean(val_iterator)
-
-
-SCENARIO = [(None, 0.5, 1), (5, 0, 2), (3, 1, 2), (5, 0.4, 3), (None, 5 / 7, 3)]
-
-
-def test_steps_go_on_where_the_last_call_stopped(make_local: MakeTrainer) -> None:
-    trainer = make_local(TenItems)
-    for num_steps, mean, epoch in SCENARIO:
-        result = trainer.train(num_steps=num_steps)
-        assert (result["mean"], result["epoch"]) == (pytest.approx(mean), epoch)
-
-
-def test_steps_of_validation_do_so_too_and_by_themselves(make_local: MakeTrainer) -> None:
-    trainer = make_local(TenItems)
-    for num_steps, mean, _ in SCENARIO:
-        trainer.train(num_steps=3)
-        result = trainer.validate(num_steps=num_steps)
-        assert result["mean"] == pytest.approx(mean)
-        assert "epoch" not in result
 
 
 def test_a_call_that_ends_with_the_data_is_followed_by_a_full_one(make_local: MakeTrainer) -> None:
@@ -666,15 +639,6 @@ def test_the_library_steps_the_scheduler_when_told(when: str, factor: float, mak
     assert lr == pytest.approx(1e-3 * factor)
 
 
-def test_a_scheduler_that_waits_for_a_metric_gets_it(make_local: MakeTrainer) -> None:
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau, {"factor": 0.1, "patience": 0}
-    trainer = make_local(Scheduled, config={"scheduler": plateau, "lr": 1.0}, scheduler_step_freq="manual")
-    for metric in (1.0, 2.0):
-        assert trainer.update_scheduler(metric) is None
-    [group] = trainer.get_local_operator().optimizer.param_groups  # type: ignore[attr-defined]
-    assert group["lr"] == pytest.approx(0.1)
-
-
 PLATEAU: dict[str, Any] = {"factor": 0.5, "patience": 2, "threshold": 0.9999}
 
 
@@ -747,11 +711,6 @@ def test_a_metric_without_a_scheduler_is_an_error(make_local: MakeTrainer) -> No
         make_local().update_scheduler(1.0)
 
 
-def test_a_scheduler_without_a_frequency_is_an_error(make_local: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match="scheduler_step_freq"):
-        make_local(Scheduled, config={"scheduler": step_lr()})
-
-
 # ------------------------------------------------------------------------------------------------ functions
 
 
@@ -800,12 +759,6 @@ def test_data_without_a_batch_are_told_of(make_local: MakeTrainer, caplog: pytes
     assert "the train data has no batches" in caplog.text
     assert trainer.validate()["batch_count"] == 0
     assert "the validation data has no batches" in caplog.text
-
-
-def test_functions_run_here(make_local: MakeTrainer) -> None:
-    trainer = make_local()
-    assert trainer.apply_all_workers(os.getpid) == [os.getpid()]
-    assert trainer.apply_all_operators(lambda operator: operator) == [trainer.get_local_operator()]
 
 
 def test_models_are_the_live_ones_unless_they_are_to_be_on_the_cpu(make_local: MakeTrainer) -> None:
@@ -904,13 +857,6 @@ def test_the_operator_outlives_its_trainer(make_local: MakeTrainer) -> None:
     trainer.shutdown()
     assert operator.validate([]) == {"batch_count": 0, "num_samples": 0}
     assert operator.model.weight.shape == (1, 3)  # type: ignore[attr-defined]
-
-
-def test_a_trainer_is_a_context() -> None:
-    with TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer:
-        assert trainer.train()["epoch"] == 1
-    with pytest.raises(RuntimeError, match="was shut down"):
-        trainer.train()
 
 
 def test_a_context_ends_with_the_users_own_exception() -> None:
@@ -1076,13 +1022,6 @@ def test_mixed_precision_on_a_cpu_trains_as_without(operator_cls: type, make_loc
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("use_fp16", [False, True])
-def test_the_state_of_mixed_precision_is_kept(use_fp16: bool, make_local: MakeTrainer) -> None:
-    state = make_local(use_fp16=use_fp16).state_dict()
-    assert ("amp_native" in state) == use_fp16
-    make_local(use_fp16=not use_fp16).load_state_dict(state)
-
-
 def test_one_worker_in_this_process_needs_no_ray() -> None:
     program = """
         import ray
@@ -1126,20 +1065,6 @@ def test_a_terminal_shows_one_bar_for_an_epoch_and_clears_it() -> None:
         assert any(f" {step}/5 " in frame for frame in drawn), drawn
     assert "loss=" in drawn[-1]
     assert frames[-1] == frames[-2] == "", "the bar is cleared"
-
-
-def test_constructing_leaves_ray_as_it_was(make_local: MakeTrainer) -> None:
-    before = ray.is_initialized()
-    make_local().train()
-    assert ray.is_initialized() == before
-
-
-def test_a_warning_about_cuda_comes_only_where_there_is_cuda(
-    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    make_local()
-    assert bool([r for r in caplog.records if "CUDA" in r.message]) <= torch.cuda.is_available()
 
 
 # ------------------------------------------------------------------------------------------------ steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,36 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ray.util import placement_group_table
 from torch.nn.utils.parametrizations import weight_norm
 
 from raysgd.exceptions import UnpicklableError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
-from tests.helpers.forked import SWITCH
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, samples_seen
 
 pytestmark = pytest.mark.integration
 
 
-def note_what_is_loaded() -> None:
-    os.environ["LOADED_BEFORE_THE_HOOK"] = " ".join(name for name in ("torch", "raysgd.torch") if name in sys.modules)
-    os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
-
-
 class Inspected(LinearOperator):
-    """Takes the batch size of the group, steps a scheduler by hand, and looks around in `setup`."""
+    """Takes the batch size of the group, and notes what it is told."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.ranks_in_setup = gathered_ranks(self)
-        self.hook = (os.environ["THE_HOOK_RAN_IN"], os.environ["LOADED_BEFORE_THE_HOOK"])
         super().setup({**config, "batch_size": config[BATCH_SIZE]})
-        _, _, self.scheduler = self.register(
-            models=self.model.module,
-            optimizers=self.optimizer,
-            schedulers=torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0),
-        )
-        self.model = self._models[0]
         self.told: list[dict[str, Any]] = []
 
     def make_loader(self, data: Any, shuffle: bool = False) -> Any:
@@ -69,8 +53,6 @@ def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
         training_operator_cls=Inspected,
         num_workers=2,
         config={BATCH_SIZE: 9, "batch_size": "untouched", "num_samples": 21},
-        scheduler_step_freq="manual",
-        initialization_hook=note_what_is_loaded,
     )
     yield trainer
     trainer.shutdown()
@@ -78,32 +60,18 @@ def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
 
 @pytest.fixture(scope="module")
 def single(ray_cluster: None) -> Iterator[TorchTrainer]:
-    """One worker with two CPUs, whose operator and hook exist in this function only."""
-    text = "from the closure"
+    """One worker, whose operator exists in this function only."""
 
     class OnlyHere(LinearOperator):
-        def setup(self, config: dict[str, Any]) -> None:
-            super().setup(config)
-            self.text = text
-
         def make_model(self) -> torch.nn.Module:
             return weight_norm(super().make_model())
 
-    def hook() -> None:
-        os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
-
-    trainer = TorchTrainer(training_operator_cls=OnlyHere, num_cpus_per_worker=2, initialization_hook=hook)
+    trainer = TorchTrainer(training_operator_cls=OnlyHere)
     yield trainer
     trainer.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------ what is started
-
-
-def test_each_worker_is_a_process_of_its_own(pair: TorchTrainer, single: TorchTrainer) -> None:
-    pids = pair.apply_all_workers(os.getpid) + single.apply_all_workers(os.getpid)
-    assert len({*pids, os.getpid()}) == 4
-    assert pair.num_workers == 2
 
 
 def test_operators_know_their_place(pair: TorchTrainer, single: TorchTrainer) -> None:
@@ -113,36 +81,6 @@ def test_operators_know_their_place(pair: TorchTrainer, single: TorchTrainer) ->
     cpu = torch.device("cpu")
     assert pair.apply_all_operators(place) == [(0, 0, True, cpu, None), (1, 1, True, cpu, None)]
     assert single.apply_all_operators(place) == [(0, 0, False, cpu, None)]
-
-
-def test_the_hook_runs_in_each_worker_before_torch_is_loaded(pair: TorchTrainer) -> None:
-    """Of a worker that is forked, PyTorch was there from the start; see `test_programs_integration` for others."""
-    found = pair.apply_all_operators(lambda operator: operator.hook)  # type: ignore[attr-defined]
-    loaded = "" if os.environ.get(SWITCH) == "0" else "torch"
-    assert found == [(str(pid), loaded) for pid in pair.apply_all_workers(os.getpid)]
-
-
-def test_setup_runs_inside_the_process_group(pair: TorchTrainer) -> None:
-    assert pair.apply_all_operators(lambda operator: operator.ranks_in_setup) == [[0, 1]] * 2  # type: ignore[attr-defined]
-
-
-def test_threads_follow_the_cpus_of_a_worker(pair: TorchTrainer, single: TorchTrainer) -> None:
-    def threads() -> Any:
-        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-    assert pair.apply_all_workers(threads) == [(1, "1")] * 2
-    assert single.apply_all_workers(threads) == [(2, "2")]
-
-
-def test_classes_and_functions_of_a_test_reach_the_workers(single: TorchTrainer) -> None:
-    factor = 3
-    [found] = single.apply_all_operators(lambda operator: operator.text * factor)  # type: ignore[attr-defined]
-    assert found == "from the closure" * 3
-
-
-def test_the_workers_are_reserved_together_and_spread(pair: TorchTrainer) -> None:
-    held = [entry for entry in placement_group_table().values() if entry["state"] == "CREATED"]
-    assert [entry["strategy"] for entry in held if len(entry["bundles"]) == 2] == ["SPREAD"]
 
 
 def test_a_batch_size_of_the_group_is_divided_and_lowered(pair: TorchTrainer) -> None:
@@ -174,12 +112,6 @@ def test_a_profile_is_that_of_a_single_worker(pair: TorchTrainer) -> None:
     profile = pair.train(profile=True)["profile"]
     assert {*profile} == {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"}
     assert all(isinstance(seconds, float) for seconds in profile.values())
-
-
-def test_steps_are_counted_for_each_worker(pair: TorchTrainer) -> None:
-    pair.train()
-    assert pair.train(num_steps=2)["num_samples"] == 16
-    assert pair.train()["num_samples"] == 5
 
 
 def test_the_info_reaches_every_worker(pair: TorchTrainer) -> None:
@@ -228,16 +160,6 @@ def test_random_numbers_that_a_validation_drew_are_in_the_file(pair: TorchTraine
     assert pair.apply_all_workers(draw) == drawn
 
 
-def test_every_worker_steps_its_scheduler(pair: TorchTrainer) -> None:
-    def rates(operator: Any) -> float:
-        return operator.optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
-
-    before = pair.apply_all_operators(rates)
-    for metric in (1.0, 2.0):
-        pair.update_scheduler(metric)
-    assert pair.apply_all_operators(rates) == [rate / 2 for rate in before]
-
-
 class Shards:
     """A dataset of numbered samples, as `train` wants it: one batch more for rank 0."""
 
@@ -253,8 +175,6 @@ def test_data_of_a_call_are_used_in_the_steps_of_one_process(pair: TorchTrainer)
     data = dataset(21, seed=3)
     with TorchTrainer(training_operator_cls=LinearOperator, use_local=True, config={"batch_size": 8}) as single:
         single.get_local_operator().model.load_state_dict(pair.get_model().state_dict())
-        rate = pair.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])[0]
-        single.get_local_operator().optimizer.param_groups[0]["lr"] = rate
         pair.apply_all_operators(samples_seen)
         for num_steps in (2, 2):  # of three steps; the second call goes on, and begins another pass
             pair.train(num_steps=num_steps, dataset=data)

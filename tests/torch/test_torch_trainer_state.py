@@ -239,6 +239,12 @@ def as_of_sgd(adam: dict[str, Any]) -> dict[str, Any]:
     return {**adam, "param_groups": [without(without(group, "betas"), "eps") for group in adam["param_groups"]]}
 
 
+def with_model(state: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A state with other tensors in its model; without those that are None."""
+    model = {name: value for name, value in {**state["models"][0], **changes}.items() if value is not None}
+    return {**state, "models": [model]}
+
+
 BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = [
     *[(f"no {key}", lambda s, key=key: without(s, key), KeyError, f"'{key}'") for key in ("epoch", "operator")],
     ("no models", lambda s: without(s, "models"), KeyError, "'models'"),
@@ -255,6 +261,9 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Excepti
         "without betas, eps",
     ),
     ("other model", lambda s: {**s, "models": [{"weight": torch.ones(2)}]}, ValueError, "nothing was loaded"),
+    ("a tensor too few", lambda s: with_model(s, {"2.bias": None}), ValueError, r"Missing: \['2.bias'\]"),
+    ("a tensor too many", lambda s: with_model(s, {"x": torch.ones(1)}), ValueError, r"unknown: \['x'\]"),
+    ("other shape", lambda s: with_model(s, {"2.bias": torch.ones(2)}), ValueError, r"2.bias: \(2,\) instead of"),
 ]
 
 
@@ -296,28 +305,6 @@ def test_saving_returns_the_path_and_loading_nothing(kind: type, tmp_path: Path,
     fresh = make_local(config={"seed": 1})
     assert fresh.load(path) is None
     assert equal(fresh.state_dict(), trainer.state_dict())
-
-
-def test_a_file_is_one_that_torch_reads_by_itself(tmp_path: Path, make_local: MakeTrainer) -> None:
-    trainer = stateful(make_local, extra={"best": numpy.float32(0.5), "curve": numpy.arange(3), "name": "x"})
-    trainer.train()
-    loaded = torch.load(trainer.save(tmp_path / "last.pt"), weights_only=False)
-    expected = trainer.state_dict()
-    assert list(loaded)[:5] == list(expected)
-    assert equal(
-        {key: loaded[key] for key in ("models", "optimizers", "schedulers")},
-        without(without(expected, "epoch"), "operator"),
-    )
-    assert loaded["operator"]["best"] == 0.5
-
-
-def test_numbers_of_numpy_survive(tmp_path: Path, make_local: MakeTrainer) -> None:
-    trainer = stateful(make_local, extra={"best": numpy.float32(0.5), "curve": numpy.arange(3)})
-    trainer.save(tmp_path / "last.pt")
-    trainer.load(tmp_path / "last.pt")
-    extra = trainer.get_local_operator().extra  # type: ignore[attr-defined]
-    assert extra["best"] == 0.5
-    assert extra["curve"].tolist() == [0, 1, 2]
 
 
 class Custom:
@@ -377,49 +364,13 @@ def test_an_older_file_of_the_old_library_is_loaded(tmp_path: Path, make_local: 
     trainer.load(tmp_path / "legacy.pt")
 
 
-def test_a_file_with_objects_is_loaded_by_those_who_trust_it(tmp_path: Path, make_local: MakeTrainer) -> None:
-    trainer = stateful(make_local)
-    path = tmp_path / "legacy.pt"
-    torch.save({**legacy_state(trainer), "operator": Custom()}, path)
-    with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
-        trainer.load(path)
-    assert trainer.get_local_operator().extra is None  # type: ignore[attr-defined]
-    trainer.load(path, weights_only=False)
-    assert isinstance(trainer.get_local_operator().extra, Custom)  # type: ignore[attr-defined]
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def hold_something_else(path: Path) -> None:
-    torch.save([1, 2, 3], path)
-
-
-def lack_a_part(path: Path) -> None:
-    torch.save({"epoch": 1, "models": []}, path)
-
-
 @pytest.mark.parametrize(
     ("damage", "kind"),
-    [
-        (Path.unlink, FileNotFoundError),
-        (truncate, CheckpointCorruptedError),
-        (flip_a_bit, CheckpointCorruptedError),
-        (empty, CheckpointCorruptedError),
-        (hold_something_else, ValueError),
-        (lack_a_part, ValueError),
-    ],
+    [(Path.unlink, FileNotFoundError), (truncate, CheckpointCorruptedError)],
 )
 def test_a_damaged_file_leaves_the_trainer_as_it_was(
     damage: Any, kind: type[Exception], tmp_path: Path, make_local: MakeTrainer
@@ -433,11 +384,6 @@ def test_a_damaged_file_leaves_the_trainer_as_it_was(
         trainer.load(path)
     assert equal(trainer.state_dict(), before)
     assert trainer.train()["batch_count"] == 2
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, make_local: MakeTrainer) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        make_local().save(tmp_path / "nowhere" / "last.pt")
 
 
 # ------------------------------------------------------------------------------------------------ resuming

@@ -15,7 +15,7 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.parallel.strategy import unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
-from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset, equal
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset
 
 pytestmark = pytest.mark.integration
 
@@ -75,15 +75,6 @@ def two(ray_cluster: None) -> Iterator[TorchTrainer]:
 # ------------------------------------------------------------------------------------------------ of creators
 
 
-def test_creators_reach_the_workers_and_keep_their_containers(two: TorchTrainer) -> None:
-    def found(operator: Any) -> Any:
-        wrapped = [isinstance(model, DistributedDataParallel) for model in operator.models]
-        kinds = type(operator.models), type(operator.optimizers), type(operator.schedulers)
-        return kinds, wrapped, operator.model is operator.models[0], type(operator.criterion)
-
-    assert two.apply_all_operators(found) == [((list, tuple, list), [True, True], True, torch.nn.MSELoss)] * 2
-
-
 def test_several_models_train_as_in_one_process(two: TorchTrainer, make_local: Callable[..., TorchTrainer]) -> None:
     class Joined(TwoModels):
         def register_data(self, **loaders: Any) -> None:
@@ -96,12 +87,6 @@ def test_several_models_train_as_in_one_process(two: TorchTrainer, make_local: C
     assert [type(model) for model in models] == [torch.nn.Linear, torch.nn.Sequential]
     for model, other in zip(models, expected, strict=True):
         torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-6)
-
-
-def test_each_component_has_its_place_in_the_state(two: TorchTrainer) -> None:
-    state = two.state_dict()
-    assert [len(state[key]) for key in ("models", "optimizers", "schedulers")] == [2, 2, 2]
-    assert [list(model) for model in state["models"]] == [["weight", "bias"], ["1.weight", "1.bias"]]
 
 
 def test_every_scheduler_is_stepped_by_the_trainer(two: TorchTrainer) -> None:
@@ -144,15 +129,6 @@ class Looks(LinearOperator):
 def look(two: TorchTrainer, function: Callable[[Any], Any], base: type = Looks, **options: Any) -> list[Any]:
     findings = run_together(two, Experiment(base, {"look": function}, options=options))
     return [own["found"] for own in findings.single[0]]
-
-
-def test_models_are_wrapped_and_known_without(two: TorchTrainer) -> None:
-    def found(operator: Any) -> Any:
-        return isinstance(operator.model, DistributedDataParallel), operator._original_models[
-            0
-        ] is operator.model.module
-
-    assert look(two, found) == [(True, True)] * 2
 
 
 def test_options_reach_the_wrapper(two: TorchTrainer) -> None:
@@ -375,14 +351,6 @@ def test_a_communication_hook_of_the_users_own_is_kept(two: TorchTrainer) -> Non
     assert look(two, lambda operator: len(operator.model._comm_hooks), Compresses) == [1, 1]
 
 
-def test_an_iterable_model_is_wrapped_as_one(two: TorchTrainer) -> None:
-    class Iterable(Looks):
-        def make_model(self) -> torch.nn.Module:
-            return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 2), torch.nn.Linear(2, 1))
-
-    assert look(two, lambda operator: type(operator.model.module).__name__, Iterable) == ["Sequential"] * 2
-
-
 # ------------------------------------------------------------------------------------------------ register_data
 
 
@@ -461,12 +429,3 @@ def test_processes_of_a_loader_may_read_ahead(two: TorchTrainer) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ mixed precision
-
-
-def test_mixed_precision_on_cpus_trains_as_without(two: TorchTrainer) -> None:
-    calls = (("train", None), ("validate", None))
-    found, expected = (
-        run_together(two, Experiment(LinearOperator, calls=calls, options={"use_fp16": use_fp16}))
-        for use_fp16 in (True, False)
-    )
-    assert equal(found.results, expected.results)

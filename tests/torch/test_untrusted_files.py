@@ -31,7 +31,6 @@ from tests.torch.mutations import archived, sealed
 from tests.torch.operators_for_tests import equal
 from tests.torch.test_torch_trainer_state import stateful
 
-MakeTrainer = Callable[..., TorchTrainer]
 ROOM_BYTES = 50 * 2**20
 
 

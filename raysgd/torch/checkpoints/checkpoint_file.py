@@ -79,13 +79,12 @@ _UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in what PyTorch says
 _allowing_former = threading.Lock()
 
 
-def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION) -> None:
+def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
 
     Args:
         path: Where to write: a path, whose folder must exist (a symbolic link is followed), or a URI.
         state: The state, with at least the keys in `REQUIRED_KEYS`. Pass it through `packed` first.
-        format_version: Stored in the file's state under its last key, `raysgd_format`.
 
     Raises:
         ValueError: `state` lacks keys that `read` insists on.
@@ -95,7 +94,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
 
     checked_state(state, "state", REQUIRED_KEYS)
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
-    content[FORMAT_KEY] = format_version
+    content[FORMAT_KEY] = FORMAT_VERSION
     with files.saving(path) as file:
         stream = _ChecksummedStream(file)
         stream.save(content)

@@ -26,54 +26,22 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ModelReport:
-    """The part of a file that a model took.
+class LoadReport:
+    """The part of a file that `load` took. Of several models, each name begins with the number of the model and a dot.
 
     Attributes:
-        missing: Names that the file lacks. They keep their values.
-        unexpected: Names that the model does not have.
+        parts: The parts that were loaded.
+        missing: Names of weights that the file lacks. They keep their values.
+        unexpected: Names in the file that no model has.
         mismatched: Names whose shapes differ: the shape in the file, and that of the model. They keep their values.
-        num_loaded: How many names were loaded.
+        num_loaded: How many weights were loaded.
     """
 
+    parts: tuple[str, ...]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
     num_loaded: int = 0
-
-    def __str__(self) -> str:
-        shapes = [f"{name}: {saved} in the file, {own} in the model" for name, (saved, own) in self.mismatched.items()]
-        kinds = {"missing": self.missing, "unexpected": self.unexpected, "other shapes": shapes}
-        told = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
-        return "; ".join([f"{self.num_loaded} loaded", *told])
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """The part of a file that `load` took.
-
-    Attributes:
-        parts: The parts that were loaded.
-        models: One report for each model; empty if models were not loaded.
-    """
-
-    parts: tuple[str, ...]
-    models: tuple[ModelReport, ...] = ()
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Names that the file lacks, of all models."""
-        return tuple(name for model in self.models for name in model.missing)
-
-    @property
-    def unexpected(self) -> tuple[str, ...]:
-        """Names in the file that no model has."""
-        return tuple(name for model in self.models for name in model.unexpected)
-
-    @property
-    def mismatched(self) -> dict[str, tuple[Shape, Shape]]:
-        """Names whose shapes differ, with the shapes in the file and in the model, of all models."""
-        return {name: shapes for model in self.models for name, shapes in model.mismatched.items()}
 
     @property
     def is_complete(self) -> bool:
@@ -81,7 +49,10 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        return "\n".join([f"loaded {', '.join(self.parts)}", *(f"model {i}: {m}" for i, m in enumerate(self.models))])
+        shapes = [f"{name}: {saved} in the file, {own} in the model" for name, (saved, own) in self.mismatched.items()]
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "other shapes": shapes}
+        told = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+        return "; ".join([f"loaded {', '.join(self.parts)}", f"{self.num_loaded} weights", *told])
 
 
 def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
@@ -131,14 +102,14 @@ def merged(
         ValueError: It holds another number of models.
     """
     state: dict[str, Any] = as_in_file(divided_state.whole(snapshot.shared_state, copy=True))
-    reports: tuple[ModelReport, ...] = ()
     parts = parts or _WEIGHTS
+    report = LoadReport(parts)
     for part in parts:
         if part == "models":
-            reports = _take_models(state["models"], _part(saved, part), strict)
+            report = _take_models(state["models"], _part(saved, part), strict, parts)
         else:
             state.update(_taken(part, saved))
-    return state, LoadReport(parts, reports)
+    return state, report
 
 
 def _taken(part: str, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,34 +127,32 @@ def _part(saved: Mapping[str, Any], part: str) -> Any:
     return saved[part]
 
 
-def _take_models(own: list[Any], saved: Any, strict: bool) -> tuple[ModelReport, ...]:
+def _take_models(own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...]) -> LoadReport:
+    """Puts saved models in the place of those that there are; unless strict, the weights that fit into these."""
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"
         raise ValueError(f"The file holds {found} models, but the operator registered {len(own)}. Nothing was loaded.")
-    reports = []
+    missing, unexpected, num_loaded = list[str](), list[str](), 0
+    mismatched: dict[str, tuple[Shape, Shape]] = {}
     for index, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
         theirs = with_plain_names(theirs)
         full = weights_file.with_tied(theirs, mine) if isinstance(theirs, Mapping) else theirs
         if strict:
-            own[index], report = full, ModelReport(num_loaded=len(full))
-        else:
-            report = _take_what_fits(mine, full)
-        reports.append(report)
-    return tuple(reports)
-
-
-def _take_what_fits(own: Any, saved: Mapping[str, Any]) -> ModelReport:
-    """Replaces in a model's state what is there in another one with the same shape."""
-    mismatched = {
-        name: (_shape(saved[name]), _shape(value))
-        for name, value in own.items()
-        if name in saved and _shape(saved[name]) != _shape(value)
-    }
-    fitting = [name for name in own if name in saved and name not in mismatched]
-    missing = tuple(name for name in own if name not in saved)
-    unexpected = tuple(str(name) for name in saved if name not in own)
-    own.update({name: saved[name] for name in fitting})
-    return ModelReport(missing, unexpected, mismatched, len(fitting))
+            own[index] = full
+            num_loaded += len(full)
+            continue
+        of_model, fitting = f"{index}." if len(own) > 1 else "", {}
+        for name, value in mine.items():
+            if name not in full:
+                missing.append(f"{of_model}{name}")
+            elif _shape(full[name]) != _shape(value):
+                mismatched[f"{of_model}{name}"] = _shape(full[name]), _shape(value)
+            else:
+                fitting[name] = full[name]
+        unexpected += [f"{of_model}{name}" for name in full if name not in mine]
+        mine.update(fitting)
+        num_loaded += len(fitting)
+    return LoadReport(parts, tuple(missing), tuple(unexpected), mismatched, num_loaded)
 
 
 def _shape(value: Any) -> Shape:

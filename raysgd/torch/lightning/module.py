@@ -1,10 +1,10 @@
-"""Facts about a `LightningModule`: its package, its hooks, its optimizers, and what is around it."""
+"""Facts about a `LightningModule`: its package, its hooks, its optimizers, what is around it, and what is refused."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,18 @@ logger = logging.getLogger(__name__)
 
 PER_BATCH = ("step", "batch")  # intervals of schedulers; the second is the word of this library
 PER_EPOCH = ("epoch",)
+NEVER_CALLED = {
+    "on_train_end": "nothing tells that a training has ended: call what it does in your program",
+    "on_fit_end": "nothing tells that a training has ended: call what it does in your program",
+    "teardown": "nothing tells that a training has ended: call what it does in your program",
+    "on_validation_model_train": "each part of the model is put back into its mode before the next training",
+    "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
+    "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to divide a model",
+}
+"""Hooks of a training that are not called, and what to do about it. A module that has one gets a warning.
+
+Tests hold it to Lightning, and `docs/lightning.md` shows it to users."""
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -282,3 +294,35 @@ def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_optimizer(part: Any) -> bool:
     return hasattr(part, "step") and hasattr(part, "zero_grad")
+
+
+def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
+    """Says in the log which hooks of a module have no effect.
+
+    Args:
+        hooks: Those of the module.
+        name: What its class is called.
+    """
+    for hook, advice in NEVER_CALLED.items():
+        if hooks.has(hook) and hooks.overrides(hook):
+            logger.warning("`%s.%s` is never called: %s", name, hook, advice)
+
+
+def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
+    """Refuses optimizers that would not train what the module says.
+
+    Raises:
+        ValueError: There are several and nothing says when each of them steps; or one computes gradients by itself.
+    """
+    name = type(module).__name__
+    if len(optimizers) > 1 and module.automatic_optimization:
+        raise ValueError(
+            f"`{name}.configure_optimizers` returned {len(optimizers)} optimizers: set `self.automatic_optimization = "
+            "False` in `__init__` and step each of them in `training_step` (`first, second = self.optimizers()`), or "
+            "return one optimizer with several groups of parameters."
+        )
+    if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        raise ValueError(
+            f"`{name}.configure_optimizers` returned `LBFGS`, which computes gradients several times in a step: use "
+            "another optimizer."
+        )

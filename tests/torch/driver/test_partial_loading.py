@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import TorchTrainer
-from raysgd.torch.driver.partial_loading import PARTS, LoadReport, ModelReport
+from raysgd.torch.driver.partial_loading import PARTS, LoadReport
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, LinearOperator, equal
 
 Make = Callable[..., TorchTrainer]
@@ -80,7 +80,7 @@ class TestParts:
         assert equal(after.pop("models"), saved["models"])
         assert before.pop("models")
         assert equal(after, before)
-        assert report == LoadReport(("models",), (ModelReport(num_loaded=4),))
+        assert report == LoadReport(("models",), num_loaded=4)
 
     def test_all_parts_are_the_whole_file(self, make_local: Make, trained: Any) -> None:
         path, saved = trained
@@ -136,16 +136,26 @@ class TestWhatFits:
         assert report is not None
         assert report.missing == ("3.weight", "3.bias")
         assert report.mismatched == {"2.weight": ((1, 8), (4, 8)), "2.bias": ((1,), (4,))}
-        assert (report.unexpected, report.is_complete, report.models[0].num_loaded) == ((), False, 2)
+        assert (report.unexpected, report.is_complete, report.num_loaded) == ((), False, 2)
         assert equal(after["0.weight"], saved["models"][0]["0.weight"])
         assert all(equal(after[name], before[name]) for name in ("2.weight", "2.bias", "3.weight", "3.bias"))
         assert str(report) == (
-            "loaded models\nmodel 0: 2 loaded; missing: 3.weight, 3.bias; other shapes: "
+            "loaded models; 2 weights; missing: 3.weight, 3.bias; other shapes: "
             "2.weight: (1, 8) in the file, (4, 8) in the model, 2.bias: (1,) in the file, (4,) in the model"
         )
         with pytest.raises(ValueError, match=r"does not fit the registered model, nothing was loaded"):
             trainer.load(path, parts=("models",))
         assert equal(trainer.state_dict()["models"][0], after)
+
+    def test_names_of_several_models_begin_with_the_number_of_the_model(
+        self, make_local: Make, trained: Any, tmp_path: Path
+    ) -> None:
+        saved = make_local(Two).state_dict()
+        other = saved["models"][1]
+        other["extra"] = other.pop(missing := next(iter(other)))
+        torch.save(saved, tmp_path / "two.pt")
+        report = make_local(Two).load(tmp_path / "two.pt", strict=False)
+        assert (report.missing, report.unexpected) == ((f"1.{missing}",), ("1.extra",))
 
     def test_another_number_of_models_is_refused(self, make_local: Make, trained: Any) -> None:
         with pytest.raises(ValueError, match="holds 1 models, but the operator registered 2"):
@@ -163,7 +173,7 @@ class TestSafetensors:
         other.train()
         epoch = other.train()["epoch"]
         report = other.load(path)
-        assert report == LoadReport(("models",), (ModelReport(num_loaded=4),))
+        assert report == LoadReport(("models",), num_loaded=4)
         assert equal(dict(other.state_dict()["models"][0]), weights)
         assert other.train()["epoch"] == epoch + 1, "nothing else has changed"
 

@@ -23,10 +23,6 @@ def test_the_points_are_evenly_spaced_below_ten_and_on_the_line(size: int) -> No
     torch.testing.assert_close(y, 2 * x + 5)
 
 
-def test_a_point_is_a_pair_of_tensors_with_one_element() -> None:
-    assert [tuple(part.shape) for part in LinearDataset(2, 5)[3]] == [(1,), (1,)]
-
-
 def test_the_creators_have_defaults() -> None:
     model = model_creator({})
     optimizer = optimizer_creator(model, {})
@@ -35,15 +31,6 @@ def test_the_creators_have_defaults() -> None:
     assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.SGD, 0.01)
     assert (len(train.dataset), len(validation.dataset), train.batch_size, validation.batch_size) == (1000, 400, 32, 32)  # type: ignore[arg-type]
     assert next(iter(train))[0][:2].flatten().tolist() == pytest.approx([0.0, 0.01])
-
-
-def test_the_creators_follow_the_config() -> None:
-    config = {"hidden_size": 3, "lr": 0.5, "data_size": 20, "val_size": 10, "batch_size": 4}
-    model = model_creator(config)
-    train, validation = data_creator(config)
-    assert model.weight.shape == (3, 1)
-    assert optimizer_creator(model, config).defaults["lr"] == 0.5
-    assert (len(train), len(validation)) == (5, 3)
 
 
 def test_the_scheduler_lowers_the_rate_by_a_tenth_every_five_steps() -> None:
