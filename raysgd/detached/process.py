@@ -40,7 +40,7 @@ _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
 )
-_NOT_TAKEN_UP = (*OF_ITERATORS, "epochs", "find_lr")
+_NOT_TAKEN_UP = (*OF_ITERATORS, "epochs")
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,16 @@ import logging
 import sys
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from raysgd import _arguments as checks
-from raysgd.driver.calls import asked
 from raysgd.driver.trainer import AnyOperatorT, ClassTrainer, naming_config_entry
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import Snapshot
 from raysgd.exceptions import OnFailure, RaySGDError, UnpicklableError
-from raysgd.messages.range_test import Loss, LrCurve, RangeTest
 from raysgd.messages.settings import ReplicaSettings
 from raysgd.utils import BATCH_SIZE
 
@@ -171,56 +167,6 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
         with suppress(RaySGDError):  # what has failed before is what to see
             if self._controller.group is not None:
                 self._on_all(self._runner_cls.drop_reload)
-
-    def find_lr(
-        self,
-        start: float = 1e-6,
-        end: float = 10.0,
-        num_steps: int = 100,
-        *,
-        metric: str = "train_loss",
-        stop_at: float = 4.0,
-    ) -> LrCurve:
-        """Trains some steps with learning rates that grow, to find a good one; then puts the state back.
-
-        Models, optimizers, schedulers, random numbers, the position in the data and the operator's own state are as
-        before. Attributes of your own that are not part of the state are not put back.
-
-        Args:
-            start: The first learning rate. If there are several parameter groups or optimizers, that of the first; the
-                others keep their ratios to it.
-            end: The last one.
-            num_steps: How many steps.
-            metric: What `train_batch` reports the loss as.
-            stop_at: It ends when the smoothed loss is this many times its minimum, or the loss is not finite.
-
-        Returns:
-            Rates and losses, the rate at which the loss falls fastest (`suggestion`), and `plot(path)`.
-
-        Raises:
-            ValueError: An argument cannot work, there is no such metric, or no rate can be set.
-            WorkerError: The operator raised; also of the class that it raised. The state is put back.
-        """
-        test = RangeTest(start, end, num_steps, stop_at)
-        self._check_takes_steps("find_lr")
-        snapshot = self._snapshot()
-        try:
-            return test.run(partial(self._steps_with, metric))
-        finally:
-            self._load_snapshot(snapshot)
-
-    def _check_takes_steps(self, name: str) -> None:
-        """Refuses a method where no loop of the library takes the steps."""
-
-    def _steps_with(self, metric: str, rates: Sequence[float]) -> list[list[Loss]]:
-        """Takes a step with each of these learning rates; returns the losses of each worker."""
-        request = asked(len(rates))
-
-        def requests(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-            shared = self._calls.requests("train", request, None, worlds)
-            return [(rates, metric, *each) for each in shared]
-
-        return self._controller.run(Call(self._runner_cls.take_steps, requests, changes_state=True, keeps_alike=True))
 
     def take_state_of(self, other: Any) -> None:
         """Loads the state of another trainer that is alive, past the driver and without a file.

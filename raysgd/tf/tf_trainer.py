@@ -239,12 +239,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
 
     def _check_reload(self, training_operator_cls: Any) -> None:
         arguments.resolve_operator(training_operator_cls, None, None)
-        self._check_takes_steps("reload")
-
-    def _check_takes_steps(self, name: str) -> None:
         if self._trains_with_fit:
             raise ValueError(
-                f"`{name}` needs an operator class, and this trainer has creator functions, whose steps are those of "
+                "`reload` needs an operator class, and this trainer has creator functions, whose steps are those of "
                 "Keras's `fit`. Pass `training_operator_cls`; or save, and load into a new trainer."
             )
 

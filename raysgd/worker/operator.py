@@ -17,7 +17,7 @@ from raysgd._numbers.timers import TimerCollection
 from raysgd._text.log_lines import Once
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
-from raysgd.worker.data.around_batch import AroundBatch, note, set_apart, with_logged
+from raysgd.worker.data.around_batch import note, set_apart, with_logged
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class Internals:
         meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
         lost: What ranks had measured in this call that are gone, on the rank that counts it.
         once: What was said already.
-        around_batch: What else happens around each batch of training.
         callbacks: What runs around each step in this worker.
         place: Where the batch is that is trained on or evaluated.
     """
@@ -96,7 +95,6 @@ class Internals:
         self.meters_to_fill: AverageMeterCollection | None = None
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
-        self.around_batch: list[AroundBatch] = []
         self.callbacks = InstalledCallbacks()
         self.place: Any = None
 

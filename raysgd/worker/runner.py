@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from raysgd._numbers.results import as_number
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import StateHandover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.facts import RunnerFacts
-from raysgd.messages.range_test import Loss
-from raysgd.utils import NUM_SAMPLES
-from raysgd.worker.data.around_batch import AroundBatch
 from raysgd.worker.data.epoch_run import RunState
-from raysgd.worker.data.loop import Loop
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.state.state_checks import check_parts
 from raysgd.worker.training import ReplicaCalls
@@ -148,26 +143,6 @@ class ClassRunner(ReplicaCalls, ABC):
         """Gives the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
         self._hosted.follow_config()
 
-    def take_steps(self, rates: Sequence[float], metric: str, request: EpochRequest, *share: Any) -> list[Loss]:
-        """Takes a step with each of these learning rates, or as many as the pass has left; returns the losses."""
-        losses: list[Loss] = []
-        internals, loop = self._hosted.operator._raysgd, self._hosted.loop
-        with internals.setting_rates() as set_rate:
-
-            def before() -> None:
-                set_rate(rates[min(len(losses), len(rates) - 1)])
-
-            def after(metrics: Any, batch: Any) -> Any:
-                losses.append(_loss(metrics, metric, loop))
-                return metrics
-
-            internals.around_batch.append(AroundBatch(after, before))
-            try:
-                self.train_epoch(request, *share)
-            finally:
-                internals.around_batch.clear()
-        return losses
-
     # ------------------------------------------------------------------------------------------------ the state
 
     def state(self) -> dict[str, Any]:
@@ -257,11 +232,3 @@ class ClassRunner(ReplicaCalls, ABC):
     def leave_call(self, number: int) -> None:
         """End this loan and all before it; called from a second thread."""
         self._last_left = max(self._last_left, number)
-
-
-def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:
-    loss = as_number(loop.plain(metrics.get(metric))) if isinstance(metrics, Mapping) else None
-    if loss is None:
-        found = ", ".join(f"`{name}`" for name in metrics) if isinstance(metrics, Mapping) else "no dict"
-        raise ValueError(f'`find_lr(metric="{metric}")`: `train_batch` reports no such number. It reports {found}.')
-    return float(loss), float(as_number(metrics[NUM_SAMPLES]))

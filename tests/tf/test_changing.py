@@ -6,7 +6,6 @@ Covers `raysgd.worker.runner` and `raysgd.tf.objects.learning_rates`, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,44 +171,11 @@ class TestUpdatingTheConfig:
             make_local().update_config(nota="second")
 
 
-@pytest.mark.keras_in_turns("keras2")
-class TestFindingARate:
-    def test_it_takes_steps_with_growing_rates_and_puts_all_back(self, make_local: Make, tmp_path: Path) -> None:
-        seen: list[float] = []
-
-        class Watched(Line):
-            def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-                seen.append(float(self.optimizer.learning_rate.numpy()))
-                return super().train_batch(batch, batch_info)
-
-        results = []
-        for finds in (True, False):
-            trainer = make_local(Watched, config={**CONFIG, "layers": "dense"})
-            trainer.train(num_steps=2)
-            if finds:
-                before = trainer.state_dict()
-                seen.clear()
-                curve = trainer.find_lr(1e-4, 10.0, 8)
-                assert seen == pytest.approx(curve.rates)
-                assert len(curve.losses) == 8
-                assert rate(trainer) == 0.04
-                assert is_same(trainer.state_dict(), before)
-            results.append((trainer.train(), trainer.state_dict()))
-        assert results[0][0] == results[1][0]
-        assert is_same(results[0][1], results[1][1])
-
-    @pytest.mark.soak
-    def test_what_has_no_rate_to_set_is_refused(self, make_local: Make) -> None:
-        with pytest.raises(ValueError, match="cannot set the learning rate of `SGD`, which follows a schedule"):
-            make_local(Scheduled).find_lr()
-
-
 @pytest.mark.keras_in_turns("keras3")
 def test_a_trainer_of_creators_says_what_it_cannot_do(keras_here: Any) -> None:
-    with TFTrainer(make_model, make_data, {"lr": 0.1}, use_local=True) as trainer:
-        for change in (trainer.find_lr, lambda: trainer.reload(Line)):
-            with pytest.raises(ValueError, match="needs an operator class, and this trainer has creator functions"):
-                change()
+    trainer = TFTrainer(make_model, make_data, {"lr": 0.1}, use_local=True)
+    with trainer, pytest.raises(ValueError, match="needs an operator class, and this trainer has creator functions"):
+        trainer.reload(Line)
 
 
 @pytest.mark.soak

@@ -53,8 +53,6 @@ def test_live_workers_go_on_with_another_class_and_with_the_state_of_others(ray_
     ):
         first.train()
         before = first.state_dict()
-        assert len(first.find_lr(num_steps=4).losses) == 4
-        assert not largest_difference(first.state_dict(), before)
         with pytest.raises(ZeroDivisionError, match="while it was edited"):
             first.reload(FailsOnOne)
         assert not largest_difference(first.state_dict(), before)

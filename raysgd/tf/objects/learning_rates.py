@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Rates = Sequence[float | None]
@@ -32,20 +32,3 @@ def differing(before: Rates, after: Rates) -> list[float | None]:
     """Return only the rates of `after` that differ from those before, for `apply`; an empty list if none does."""
     found = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
     return found if any(rate is not None for rate in found) else []
-
-
-def rate_setter(optimizers: Sequence[Any], chosen: Rates) -> Callable[[float], None]:
-    """Return what sets the rate of the first optimizer; the others keep the ratios that `setup` chose.
-
-    Raises:
-        ValueError: The rate of one cannot be set.
-    """
-    for optimizer, rate in zip(optimizers, chosen, strict=True):
-        if rate is None:
-            raise ValueError(
-                f"`find_lr` cannot set the learning rate of `{type(optimizer).__name__}`, which follows a schedule: "
-                "register an optimizer whose learning rate is a number."
-            )
-    first = next((rate for rate in chosen if rate), 1.0)
-    shares = [rate / first if rate else 1.0 for rate in chosen]
-    return lambda rate: apply([rate * share for share in shares], optimizers)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from raysgd.messages.settings import ReplicaSettings
 from raysgd.streams.source import StreamData
 from raysgd.tf.data.call_data import inputs
 from raysgd.tf.fit import FitStream
-from raysgd.tf.objects import learning_rates
 from raysgd.tf.objects.datasets import Sharding, num_samples
 from raysgd.tf.parallel.global_metrics import merged
 from raysgd.tf.parallel.keras_sync import Synchronizer
@@ -111,16 +110,6 @@ class TFInternals(Internals):
         import tensorflow as tf
 
         return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
-
-    @contextmanager
-    def setting_rates(self) -> Iterator[Callable[[float], None]]:
-        """Inside, what gives the first optimizer a learning rate, and all others theirs in proportion to it."""
-        optimizers = self.registered.optimizers
-        before = learning_rates.read(optimizers)
-        try:
-            yield learning_rates.rate_setter(optimizers, self.chosen_rates)
-        finally:
-            learning_rates.apply(before, optimizers)
 
     def forget_stale_steps(self) -> None:
         """Let the steps be traced again if variables or optimizers have changed since."""

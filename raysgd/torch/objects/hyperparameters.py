@@ -97,26 +97,6 @@ def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -
     ]
 
 
-def rate_setter(optimizers: Iterable[Any], chosen: Iterable[Hyperparameters]) -> Callable[[float], None]:
-    """Return what sets the learning rate of the first group; the others keep the ratios that `setup` chose.
-
-    Args:
-        optimizers: The optimizers.
-        chosen: What `read` returned after `setup`.
-    """
-    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
-    rates = [each.get(_FIRST_RATE, each.get(_RATE)) for groups_of_one in chosen for each in groups_of_one]
-    first = next((rate for rate in rates if rate), 1.0)
-    shares = [rate / first if rate else 1.0 for rate in rates]
-
-    def set_rate(rate: float) -> None:
-        for group, share in zip(groups, shares, strict=True):
-            if _RATE in group:
-                group[_RATE] = rate * share
-
-    return set_rate
-
-
 def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[], None]:
     """Return what puts all numbers back."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]

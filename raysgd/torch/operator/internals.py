@@ -325,11 +325,6 @@ class TorchInternals(Internals):
         self.chosen = hyperparameters.updated(self.chosen, new)
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 
-    @contextmanager
-    def setting_rates(self) -> Iterator[Callable[[float], None]]:
-        """Returns a function that sets the rate of the first parameter group, and the others in proportion."""
-        yield hyperparameters.rate_setter(self.registered.optimizers, self.chosen)
-
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """All parameters that are trained."""
         return (parameter for part in self.registered.trained for parameter in part.parameters())

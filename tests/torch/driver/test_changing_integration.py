@@ -67,8 +67,6 @@ def test_changes_reach_all_workers_and_those_that_come_later(trainer: TorchTrain
     pids = [pid for pid, *_ in trainer.apply_all_operators(place)]
 
     before = trainer.state_dict()
-    assert len(trainer.find_lr(num_steps=5).losses) == 5
-    assert equal(trainer.state_dict(), before)
     with pytest.raises(ZeroDivisionError, match="while it was edited"):
         trainer.reload(FailsOnOne)
     assert equal(trainer.state_dict(), before), "the old class is kept on all workers, whatever it took"
