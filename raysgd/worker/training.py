@@ -258,8 +258,7 @@ class ReplicaCalls:
             return ReplicaProgress(num_steps, loop.is_whole, obstacle or loop.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
         obstacle = obstacle or hosted.feed.obstacle_of_call(run.stream)
-        words, growth = loop.progress_text(), hosted.growth
-        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, words, growth=growth)
+        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Ask to stop between two steps, from a second thread; see `RegroupingReplica`."""
