@@ -210,23 +210,16 @@ class Group:
 
 
 class EarlyVotes:
-    """Votes on whether any rank says yes, held ahead. All ranks ask the same questions in the same order.
-
-    Up to `MOST` ranks tell each other. Of more, each tells the next one. While it waits for the answer, it tells what
-    it has heard by then to the second next, the fourth next and so on. So all ranks have to wait for the same answers.
-    """
+    """Votes on whether any rank says yes, held ahead. All ranks ask the same questions in the same order."""
 
     def __init__(self, world: World, mesh: Mesh) -> None:
-        self._mesh, self._rank, self._size = mesh, world.rank, world.size
-        self._rounds = doubled(world.size) if world.size > MOST else []
-        self._others = sorted(others(world.rank, world.size))
+        self._mesh, self._others = mesh, sorted(others(world.rank, world.size))
         self._own: deque[bool] = deque()
         self._num_asked = self._num_heard = 0
 
     def ask(self, says_yes: bool) -> Callable[[], bool]:
         """Says what this rank says; returns what waits until all ranks have and tells the answer, once."""
-        told = [(self._rank + 1) % self._size] if self._rounds else self._others
-        self._mesh.swap(dict.fromkeys(told, memoryview(bytes([says_yes]))), {})
+        self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1
         return partial(self._hear, self._num_asked)
@@ -237,23 +230,12 @@ class EarlyVotes:
         Answers before that one were not wanted any more, as when a `fit` ends before its data does.
         """
         while True:
-            answer = self._heard_in_rounds() if self._rounds else self._heard_from_all()
+            heard = {rank: bytearray(1) for rank in self._others}
+            self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
+            answer = self._own.popleft() or any(word[0] for word in heard.values())
             self._num_heard += 1
             if self._num_heard == number:
                 return answer
-
-    def _heard_from_all(self) -> bool:
-        heard = {rank: bytearray(1) for rank in self._others}
-        self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
-        return self._own.popleft() or any(word[0] for word in heard.values())
-
-    def _heard_in_rounds(self) -> bool:
-        answer, word = self._own.popleft(), bytearray(1)
-        for distance in self._rounds:
-            told = {(self._rank + distance) % self._size: memoryview(bytes([answer]))} if distance > 1 else {}
-            self._mesh.swap(told, {(self._rank - distance) % self._size: memoryview(word)})
-            answer |= bool(word[0])
-        return answer
 
 
 def _kind(exchange: int, numbers: Array) -> int:

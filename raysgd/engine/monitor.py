@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
 
 from raysgd._text.log_lines import Once, named
 from raysgd.engine.group import WorkerGroup
@@ -249,42 +248,34 @@ class Monitor:
 
     def _hold_where_due(self) -> None:
         """Stops the running call at a step boundary, where workers are to leave or can step in."""
-        group = self._lifecycle.group
+        lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
         if group is None or self._is_holding:
             return
-        facts = self._facts(group)
-        decision = decide_hold(**facts)
-        if decision == "start standby":
-            self._lifecycle.start_standby()
-            decision = decide_hold(**{**facts, "is_growth_due": False, **_standby_of(group)})
-        if decision is None:
-            return
-        self.reason = LEAVING if decision == "leave" else ROOM
-        if decision == "step in":
-            group.standby.kill_unresponsive()
-            if not group.standby.num_ready:
-                return
-        self._agree(group)
-
-    def _facts(self, group: WorkerGroup) -> dict[str, Any]:
-        """Return what there is to know; the cluster is asked only when that is due."""
-        lifecycle, now = self._lifecycle, self._lifecycle.now()
-        is_leaving = False
         if now >= self._next_nodes:
             self._next_nodes = now + _NODES_S
-            is_leaving = bool(lifecycle.leaving_nodes_in_use())
-        check_s, regroups = lifecycle.resizing.check_s, lifecycle.spec.regroups
-        if is_leaving or check_s is None or len(group) >= lifecycle.scaling.max_workers:
-            return {"is_leaving": is_leaving}
+            if lifecycle.leaving_nodes_in_use():
+                self._agree(group, LEAVING)
+                return
+        check_s = lifecycle.resizing.check_s
+        if check_s is None or len(group) >= lifecycle.scaling.max_workers:
+            return
         is_due = now >= self._next_growth
         if is_due:
             self._next_growth = now + check_s
-        num_more = lifecycle.find_room() if is_due and not regroups else 0
-        room = {"may_grow": True, "is_growth_due": is_due, "regroups": regroups, "num_more": num_more}
-        return {**room, **_standby_of(group)}
+        if not lifecycle.spec.regroups:  # only a restart makes it larger
+            if is_due and lifecycle.find_room():
+                self._agree(group, ROOM)
+            return
+        if is_due:
+            lifecycle.start_standby()
+        if group.standby.num_ready and not group.standby.num_coming:
+            group.standby.kill_unresponsive()
+            if group.standby.num_ready:
+                self._agree(group, ROOM)
 
-    def _agree(self, group: WorkerGroup) -> None:
+    def _agree(self, group: WorkerGroup, reason: str) -> None:
         """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
+        self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
         self._num_holds += 1
         number = self._num_holds
@@ -309,42 +300,6 @@ class Monitor:
         self._num_holds, is_agreed = max(told, default=(0, False))
         if self._num_holds:
             group.ask_beside("beside", replica.settle_hold, self._num_holds, is_agreed)
-
-
-def decide_hold(
-    *,
-    is_leaving: bool = False,
-    may_grow: bool = False,
-    is_growth_due: bool = False,
-    regroups: bool = True,
-    num_more: int = 0,
-    num_ready: int = 0,
-    num_coming: int = 0,
-) -> Literal["leave", "restart larger", "step in", "start standby"] | None:
-    """Pure: why the running call has to stop for a change of the group; or to start workers that can step in later.
-
-    Args:
-        is_leaving: Whether some of the workers are on nodes that are going away.
-        may_grow: Whether more workers are wanted, and looked for while a call runs.
-        is_growth_due: Whether it is time to look for room again.
-        regroups: Whether workers can step in without a restart.
-        num_more: How many more workers a restart would give; 0 if unknown.
-        num_ready: Standby workers that are ready.
-        num_coming: Standby workers that are starting.
-    """
-    if is_leaving:
-        return "leave"
-    if not may_grow:
-        return None
-    if not regroups:
-        return "restart larger" if num_more else None
-    if is_growth_due:
-        return "start standby"
-    return "step in" if num_ready and not num_coming else None
-
-
-def _standby_of(group: WorkerGroup) -> dict[str, int]:
-    return {"num_ready": group.standby.num_ready, "num_coming": group.standby.num_coming}
 
 
 def _place(heartbeat: Heartbeat | None) -> str:

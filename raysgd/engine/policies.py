@@ -5,7 +5,6 @@ Facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
@@ -109,8 +108,7 @@ class Resizing:
         check_s: How often a running call looks for room to grow; None: growing waits for the next call.
         num_awaited: Survivors of a failure wait for new workers until they are so many.
         num_awaited_by_call: So does a call that can grow while it runs, before it begins.
-        minds_memory: Whether survivors wait where their shares would take more memory than is free, and after all
-            where memory runs out in their first step.
+        minds_memory: Whether survivors wait after all where memory runs out in their first step.
     """
 
     check_s: float | None
@@ -310,17 +308,6 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
         return None
     whole = [(-report.progress, index) for index, report in enumerate(reports) if report.is_whole]
     return min(whole)[1] if whole else None
-
-
-def fewest(reports: Sequence[ReplicaProgress], num_before: int) -> int:
-    """Return with how few ranks, at least, the shares of all fit into the memory that is free.
-
-    Args:
-        reports: Of those that go on.
-        num_before: The number of ranks with which their shares were as they are.
-    """
-    growth = max(1.0, min((report.growth for report in reports), default=1.0))
-    return max(1, math.ceil(num_before / growth))
 
 
 def are_alike(reports: Sequence[ReplicaProgress]) -> bool:

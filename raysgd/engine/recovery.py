@@ -29,7 +29,6 @@ from raysgd.engine.policies import (
     choose_source,
     classify,
     failed_alike,
-    fewest,
     is_lack_of_memory,
     takers,
     words,
@@ -534,21 +533,11 @@ class Recovery:
         standby.kill_on(avoided)
         standby.start_more(missing - standby.num_coming - standby.num_ready, most, avoided)
         formed.joining += standby.take_ready(missing, 0.0)
-        needed = self._fewest(change, formed)
-        missing = max(change.num_awaited, self._scaling.min_workers, needed) - formed.num_workers
+        missing = max(change.num_awaited, self._scaling.min_workers) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
             return False
-        if needed > formed.num_workers:
-            few = "%s of %s workers are left: memory may be too small for their shares. Waiting for a new one"
-            logger.warning(few, formed.num_workers, len(self._lifecycle.running))
         formed.joining += standby.take_ready(missing, wait_s, self._monitor.poll)
         return True
-
-    def _fewest(self, change: Change, formed: NextGroup) -> int:
-        """Return with how few workers those who stay can go on after a failure, as far as memory is known."""
-        if change.kind != "continued" or not change.num_awaited or not self._lifecycle.resizing.minds_memory:
-            return 0
-        return fewest(formed.progress_reports, len(self._lifecycle.running))
 
     # ------------------------------------------------------------------------------- back to the last snapshot
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from raysgd.arrays import trees
@@ -44,35 +43,12 @@ class PredictRequest:
 
 
 @dataclass(frozen=True)
-class RowSlice:
-    """Rows of arrays, in one or more batches.
-
-    Attributes:
-        arrays: An array, or a tuple or dict of arrays.
-        sizes: Rows of each batch.
-        form: What becomes of them.
-    """
-
-    arrays: Any
-    sizes: Sequence[int]
-    form: BatchForm
-
-    def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
-        """The batches, and the rows of each."""
-        start = 0
-        for size in self.sizes:
-            stop = start + size
-            yield as_batch(trees.mapped(self.arrays, itemgetter(slice(start, stop))), self.form), size
-            start = stop
-
-
-@dataclass(frozen=True)
 class Batches:
     """Batches as the data gave them.
 
     Attributes:
         batches: The batches.
-        form: For dicts of columns of Ray Data; None for batches that are ready.
+        form: For arrays and dicts of columns; None for batches that are ready.
     """
 
     batches: Sequence[Any]
@@ -92,7 +68,7 @@ class Rows:
     ranges: Sequence[range]
 
 
-Work = RowSlice | Batches | Rows
+Work = Batches | Rows
 
 
 class PredictionPlace:

@@ -16,7 +16,7 @@ from raysgd.arrays.arrays import Arrays, as_arrays, check_columns, is_frame
 from raysgd.arrays.containers import ArrayContainer, Container, DataFrameContainer, RayDataContainer
 from raysgd.arrays.data_kinds import kind_of
 from raysgd.arrays.ray_batches import PLAIN_FORM, BatchForm, Columns, ray_batches
-from raysgd.messages.prediction import Batches, Rows, RowSlice, Work
+from raysgd.messages.prediction import Batches, Rows, Work
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -53,7 +53,7 @@ class PredictionSource:
 
 def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSource:
     """Return a source of rows that are known by their numbers, of something that every worker is given."""
-    ranges = _ranges(num_rows, batch_size)
+    ranges = [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
     return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
 
 
@@ -70,18 +70,12 @@ def source_of_arrays(arrays: Any, batch_size: int, form: BatchForm, has_target: 
         ValueError: The arrays differ in their number of rows.
     """
     num_rows = num_rows_of(arrays)
-    ranges = _ranges(num_rows, batch_size) or [range(0)]  # the operator alone knows what its predictions look like
-    row_bytes = trees.nbytes(arrays) / num_rows if num_rows else 0
+    starts = range(0, num_rows, batch_size) or [0]  # the operator alone knows what its predictions look like
 
-    def work(pieces: Sequence[range]) -> Work:
-        start, stop = (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
-        rows = trees.mapped(arrays, lambda array: _rows(array, start, stop))
-        return RowSlice(rows, [len(piece) for piece in pieces], form)
+    def batch_at(start: int) -> Any:
+        return trees.mapped(arrays, lambda array: _rows(array, start, min(start + batch_size, num_rows)))
 
-    def nbytes(piece: range) -> int:
-        return int(len(piece) * row_bytes)
-
-    return PredictionSource(iter(ranges), work, nbytes, len(ranges), has_target=has_target)
+    return replace(source_of_batches(map(batch_at, starts), len(starts), form), has_target=has_target)
 
 
 def source_of_batches(
@@ -92,13 +86,9 @@ def source_of_batches(
     Args:
         batches: The batches, in the order of their rows.
         num_batches: How many there are, if that is known.
-        form: For dicts of columns; None for batches that are ready.
+        form: For arrays and dicts of columns; None for batches that are ready.
     """
     return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
-
-
-def _ranges(num_rows: int, batch_size: int) -> list[range]:
-    return [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
 
 
 def _bytes_of_batch(batch: Any) -> int:

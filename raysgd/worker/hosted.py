@@ -22,7 +22,6 @@ from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.feed import Feed
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.memory import growth_in_node
 from raysgd.worker.state.replica_state import ReplicaState
 
 
@@ -121,11 +120,6 @@ class Hosted(ABC):
     @abstractmethod
     def as_array(self, value: Any) -> Any:
         """A tensor as an array; other values as they are."""
-
-    @property
-    def growth(self) -> float:
-        """How many times larger the share of this replica may get with the memory that is free."""
-        return growth_in_node(self.world.local_size)
 
     @property
     def group_obstacle(self) -> str | None:

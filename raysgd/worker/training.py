@@ -18,7 +18,7 @@ from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
-from raysgd.worker.data.around_batch import around_batches, completing, forget, take_outside
+from raysgd.worker.data.around_batch import around_batches, forget, take_outside
 from raysgd.worker.data.batch_streams import WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.loop import Loop
@@ -133,18 +133,16 @@ class ReplicaCalls:
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
         internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
-        around = callbacks.around_batch(operator, loop.step) if callbacks.are_there else []
+        after = callbacks.after_batch(operator, loop.step) if callbacks.are_there else None
         is_stock = loop.completes_metrics
-        if around or not is_stock:  # else the stock loop does it, where no one sees the metrics first
-            around.insert(0, completing(internals, loop.step))
         given = {"info": info, "num_steps": request.num_steps, "epoch_idx": run.epoch_idx}
         internals.place = loop.step
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(run, stream))
-                if around:
-                    stack.enter_context(around_batches(operator, "train_batch", loop.step, around))
+                if after is not None or not is_stock:  # else the stock loop does it: no one sees the metrics first
+                    stack.enter_context(around_batches(operator, "train_batch", loop.step, after))
                 if callbacks.are_there:
                     stack.enter_context(callbacks.listening(operator))
                 if request.profile:
@@ -260,8 +258,7 @@ class ReplicaCalls:
             return ReplicaProgress(num_steps, loop.is_whole, obstacle or loop.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
         obstacle = obstacle or hosted.feed.obstacle_of_call(run.stream)
-        words, growth = loop.progress_text(), hosted.growth
-        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, words, growth=growth)
+        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Ask to stop between two steps, from a second thread; see `RegroupingReplica`."""
@@ -356,7 +353,7 @@ class ReplicaCalls:
         with (
             self._hosted.evaluating(),
             feed.validating(request) as stream,
-            around_batches(operator, "validate_batch", stream.place, [completing(operator._raysgd, stream.place)]),
+            around_batches(operator, "validate_batch", stream.place),
         ):
             began_at = stream.num_steps_taken
             self._running = RunningCall(stream, began_at, request.num_steps, request.info, "validation")

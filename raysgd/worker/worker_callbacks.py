@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
-from raysgd.worker.data.around_batch import AroundBatch
 from raysgd.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"
@@ -60,14 +59,14 @@ class InstalledCallbacks:
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
-    def around_batch(self, operator: Any, step: PlaceInStep) -> list[AroundBatch]:
-        """Returns what is called after each step with its metrics; nothing where no callback sees them."""
+    def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
+        """Returns what is called with the metrics of each batch; None where no callback sees them."""
         watching = self._with("on_step_end")
 
-        def after(metrics: Any, batch: Any) -> Any:
+        def after(metrics: Any) -> Any:
             return _after_step(watching, operator, metrics) if step.is_boundary else metrics
 
-        return [AroundBatch(after)] if watching else []
+        return after if watching else None
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:

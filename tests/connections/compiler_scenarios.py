@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import pickle
 import pkgutil
@@ -210,11 +209,6 @@ def a_part_that_the_whole_does_not_import_is_found_too() -> None:
         importlib.import_module(f"{NAME}.there_is_no_such_part")
 
 
-def a_part_that_does_not_exist_is_missed_as_always() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"torch\._dynamo\.there_is_no_such_part"):
-        importlib.import_module(f"{NAME}.there_is_no_such_part")
-
-
 def an_import_that_fails_may_be_tried_again() -> None:
     stand_in = torch._dynamo
     sys.modules["torch._dynamo.config"] = None  # type: ignore[assignment]
@@ -234,25 +228,6 @@ def once_it_is_there_nothing_is_deferred() -> None:
     before = torch._dynamo
     defer_compiler()
     assert torch._dynamo is sys.modules[NAME] is before
-
-
-def deferring_it_twice_is_deferring_it_once() -> None:
-    before = torch._dynamo
-    defer_compiler()
-    assert torch._dynamo is sys.modules[NAME] is before
-
-
-def the_log_says_so() -> None:
-    del sys.modules[NAME]
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("raysgd.connections._compiler")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    defer_compiler()
-    assert len(lines) == 1
-    assert "deferred" in lines[0]
 
 
 def _scenarios() -> dict[str, Callable[[], None]]:

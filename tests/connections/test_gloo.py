@@ -19,7 +19,6 @@ from raysgd.connections._gloo import (
     OpenSocket,
     addresses_in,
     as_written,
-    between_ranks,
     open_sockets,
     opened_since,
 )
@@ -257,12 +256,6 @@ def test_an_address_is_told_alike_by_sockets_of_either_kind() -> None:
             assert of_near.ends == (of_far.ends[1], of_far.ends[0])
 
 
-def test_of_all_connections_those_are_kept_that_lead_to_where_a_rank_listens() -> None:
-    mine = [OpenSocket(5, 5, ("h:1", "h:2")), OpenSocket(6, 6, ("h:3", "h:4")), OpenSocket(7, 7, ("h:5", "h:6"))]
-    assert between_ranks(mine, {"h:2", "h:3", "h:9"}) == mine[:2]
-    assert between_ranks(mine, set()) == []
-
-
 def test_sockets_that_listen_are_found_where_they_came_since(sockets: Sockets) -> None:
     before = open_sockets()
     ends = sockets.connect()
@@ -272,23 +265,6 @@ def test_sockets_that_listen_are_found_where_they_came_since(sockets: Sockets) -
     assert address in found
     assert not {text(sockets.listener.getsockname()), *(text(end.getsockname()) for end in ends)} & set(found)
     assert address not in opened_since(open_sockets())[1]
-
-
-def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:
-    before = open_sockets()
-    near, far = sockets.connect()
-    received: list[bytes] = []
-    waiting = [
-        threading.Thread(target=lambda end=end: received.append(end.recv(1)), daemon=True) for end in (near, far)
-    ]
-    for thread in waiting:
-        thread.start()
-    [one] = found_of(near, opened_since(before)[0])
-    one.shut()
-    for thread in waiting:
-        thread.join(20)
-        assert not thread.is_alive(), "it still waits"
-    assert received == [b"", b""]
 
 
 def test_a_cut_leaves_the_number_to_whoever_owns_it(sockets: Sockets) -> None:

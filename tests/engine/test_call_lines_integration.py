@@ -109,14 +109,6 @@ def test_what_only_ray_can_send_goes_through_ray(group: WorkerGroup) -> None:
     assert values(ask(group, value_of, 1)) == [1, 1]
 
 
-def test_an_exception_comes_as_always_and_the_next_call_goes_by_a_line(group: WorkerGroup) -> None:
-    assert values(ask(group, value_of, 1)) == [1, 1]
-    report = ask(group, fail)
-    assert [found.failure.fault.type_name for found in report.outcomes if found.failure] == ["KeyError", "KeyError"]
-    assert values(ask(group, value_of, 2)) == [2, 2]
-    assert not any(line.is_ended for line in lines(group))
-
-
 @pytest.mark.parametrize("by_line", [True, False])
 def test_an_answer_that_the_driver_cannot_unpickle_is_an_error_of_the_user_either_way(
     group: WorkerGroup, by_line: bool

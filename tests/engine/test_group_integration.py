@@ -105,18 +105,6 @@ def test_an_exception_of_any_size_is_seen_at_once(group: WorkerGroup, tmp_path: 
     assert classify(report).faults[0].message.startswith(str(huge)[:100])
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_rank_that_fails_a_little_later_is_heard_too(kept: WorkerGroup) -> None:
-    report = on_all(kept, raise_in_turn)
-    assert kinds(report) == ["user", "user"]
-    assert report.all_answered
-
-
-def raise_in_turn(replica: CountingReplica) -> None:
-    time.sleep(0.2 * replica.world.rank)
-    raise ValueError(f"rank {replica.world.rank}")
-
-
 def make_lock(replica: CountingReplica) -> Any:
     return threading.Lock()
 
@@ -158,28 +146,6 @@ def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(ray_cluste
     report = group.start()
     assert kinds(report) == ["user", "user"]
     assert classify(report).ranks == [0, 1]
-    assert group.is_ended
-
-
-def test_who_dies_before_the_workers_are_connected_is_left_out_where_enough_are_ready(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    plan = FailurePlan(tmp_path).die(rank=0)
-    group = make_group(initialization_hook=partial(plan.check, 0), num_workers=3)
-    report = group.start(min_workers=2)
-    assert report.ok
-    assert (len(group), len(report.values), len(group.infos)) == (2, 2, 2)
-    group.kill()
-
-
-def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    group = make_group()
-    monkeypatch.setattr(WorkerGroup, "_create", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        group.start()
     assert group.is_ended
 
 

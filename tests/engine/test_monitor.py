@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.liveness import LivenessCheck
-from raysgd.engine.monitor import decide_hold, shown_together
+from raysgd.engine.monitor import shown_together
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Heartbeat, Outcome
 from raysgd.exceptions import WorkersLostError
@@ -346,6 +346,28 @@ def test_a_call_that_cannot_be_gone_on_with_is_not_held() -> None:
     assert [replica.proposals for replica in trainer.group.replicas] == [[]] * 3
 
 
+def test_a_call_is_held_to_grow_once_all_who_are_coming_are_ready() -> None:
+    trainer = Trainer(num_slots=4, max_workers=4, wait=False, resize_interval_s=60.0)
+    trainer.cluster.standby_is_slow = True
+    num_proposals: list[int] = []
+
+    def happens(second: int) -> None:
+        standby = trainer.group.standby
+        if len(trainer.group) != 2:
+            return
+        if second == 2:
+            standby.num_coming = 1
+            standby.arrive()
+            standby.num_coming = 1  # the other one
+        if second == 6:
+            standby.arrive()
+        num_proposals.append(len(trainer.group.replicas[0].proposals))
+
+    trainer.during_calls(9, happens)
+    assert trainer.walk(19, Lost((1, 2), after={0: 2, 3: 2})) == [19, 19, 19, 19]
+    assert (max(num_proposals[:6]), trainer.kinds) == (0, ["continued", "grown"])
+
+
 def test_a_full_group_is_not_held_to_grow() -> None:
     trainer = Trainer(num_slots=6, wait=False, resize_interval_s=1.0)
     trainer.during_calls(6)
@@ -438,26 +460,3 @@ def test_a_snapshot_on_its_way_is_not_overtaken_by_one_from_inside() -> None:
     trainer.during_calls(4, happens)
     trainer.walk(5)
     assert trainer.controller.snapshots.landed is None or not trainer.controller.snapshots.is_inside
-
-
-@pytest.mark.parametrize(
-    ("facts", "decision"),
-    [
-        (dict(), None),
-        (dict(is_leaving=True), "leave"),
-        (dict(is_leaving=True, may_grow=True, is_growth_due=True), "leave"),
-        (dict(is_growth_due=True, num_ready=1), None),
-        (dict(may_grow=True), None),
-        (dict(may_grow=True, is_growth_due=True), "start standby"),
-        (dict(may_grow=True, is_growth_due=True, num_ready=1), "start standby"),
-        (dict(may_grow=True, num_ready=2), "step in"),
-        (dict(may_grow=True, num_ready=2, num_coming=1), None),
-        (dict(may_grow=True, regroups=False), None),
-        (dict(may_grow=True, regroups=False, num_ready=1), None),
-        (dict(may_grow=True, regroups=False, num_more=2), "restart larger"),
-    ],
-)
-def test_a_call_stops_for_a_node_that_leaves_and_for_workers_that_are_all_ready(
-    facts: dict[str, Any], decision: str | None
-) -> None:
-    assert decide_hold(**facts) == decision

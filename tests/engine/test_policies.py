@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,6 @@ from raysgd.engine.policies import (
     choose_source,
     classify,
     failed_alike,
-    fewest,
     is_lack_of_memory,
     num_fitting,
     resizing,
@@ -344,25 +342,6 @@ def test_a_budget_without_end_is_never_spent() -> None:
     for _ in range(100):
         budget.pay_for_restart()
     assert (budget.num_spent, budget.is_spent) == (100, False)
-
-
-@pytest.mark.parametrize(
-    ("growths", "num_before", "needed"),
-    [
-        ([math.inf], 2, 1),
-        ([2.0], 2, 1),
-        ([1.9], 2, 2),
-        ([1.5, 1.5], 3, 2),
-        ([9.0, 1.2, 9.0], 4, 4),
-        ([1.4, 9.0], 4, 3),
-        ([1.0], 2, 2),
-        ([0.0, 9.0], 3, 3),
-    ],
-)
-def test_survivors_are_enough_if_their_shares_fit_into_memory(
-    growths: list[float], num_before: int, needed: int
-) -> None:
-    assert fewest([ReplicaProgress(growth=growth) for growth in growths], num_before) == needed
 
 
 @pytest.mark.parametrize(("num_short", "enough"), [(0, 1), (3, 4), (4, 5), (5, 6), (6, 6), (7, 6)])

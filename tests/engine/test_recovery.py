@@ -433,37 +433,22 @@ def four(keeps_global_batch: bool = True, **options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("options", "growth", "lost", "num_workers"),
+    ("options", "lost", "num_workers"),
     [
-        ({}, 9.0, (1,), 3),
-        ({}, 2.0, (1, 2), 2),
-        ({}, 1.5, (1, 2), 3),  # two would have twice the share: one new worker is waited for
-        ({}, 1.0, (1,), 4),
-        ({"keeps_global_batch": False}, 9.0, (1,), 4),
-        ({"min_workers": 4}, 9.0, (1,), 4),
-        ({"use_local": True}, 9.0, (1,), 3),
+        ({}, (1,), 3),
+        ({}, (1, 2), 2),
+        ({"keeps_global_batch": False}, (1,), 4),
+        ({"min_workers": 4}, (1,), 4),
+        ({"use_local": True}, (1,), 3),
     ],
 )
-def test_survivors_go_on_at_once_where_steps_stay_the_same_and_memory_is_free_for_their_shares(
-    options: dict[str, Any], growth: float, lost: tuple[int, ...], num_workers: int
+def test_survivors_go_on_at_once_where_steps_stay_the_same(
+    options: dict[str, Any], lost: tuple[int, ...], num_workers: int
 ) -> None:
     trainer = four(**options)
     after = {rank: 2 for rank in range(4) if rank not in lost}
-    for rank in after:
-        trainer.group.replicas[rank].growth = growth
     assert trainer.walk(5, Lost(lost, after=after)) == [5] * num_workers
     assert trainer.kinds == ["continued"]
-
-
-def test_a_survivor_without_memory_waits_but_not_where_a_spare_is_ready() -> None:
-    options: dict[str, Any] = {"max_workers": 2, "wait": "auto", "keeps_global_batch": lambda: True}
-    waiting, with_spare = Trainer(num_slots=2, **options), Trainer(num_slots=3, num_spares=1, **options)
-    [spare] = with_spare.group.standby.ready
-    for trainer in (waiting, with_spare):
-        trainer.cluster.standby_is_slow = True
-        trainer.group.replicas[0].growth = 1.5
-        assert trainer.walk(5, Lost((1,), after={0: 2})) == [5, 5]
-    assert with_spare.group.replicas[1] is spare
 
 
 def test_replicas_that_cannot_go_on_in_place_wait_for_all() -> None:

@@ -8,7 +8,6 @@ happen to them what a test scripted.
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -140,7 +139,6 @@ class SteppingReplica(CountingReplica):
         refuses_hold: Whether it is too late, whatever is proposed.
         proposals: Every proposal to stop, and what became of it.
         snapshot_at: After how many steps it took a snapshot inside the running call.
-        growth: How many times larger its share may get.
     """
 
     def __init__(self, world: World, is_large: bool = False) -> None:
@@ -155,7 +153,6 @@ class SteppingReplica(CountingReplica):
         self.holds_at: int | None = None
         self.snapshot_at = 0
         self.is_primed = False
-        self.growth = math.inf
 
     def restore(self, shared_state: float, own_state: int | None) -> None:
         super().restore(shared_state, own_state)
@@ -167,7 +164,7 @@ class SteppingReplica(CountingReplica):
 
     def replica_progress(self) -> ReplicaProgress:
         done = (self.num_done or 0) + self.has_answered
-        return ReplicaProgress(done, self.is_whole, self.obstacle, f"{done} steps done", growth=self.growth)
+        return ReplicaProgress(done, self.is_whole, self.obstacle, f"{done} steps done")
 
     def warm_up(self) -> None:
         self.total, self.is_primed = -1000.0, True  # practice leaves traces; they must be taken over

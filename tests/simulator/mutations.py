@@ -383,8 +383,8 @@ class _Agreeing:
 
 
 def _agrees_with_all(real: Any) -> Any:
-    def agree(self: Monitor, group: Any) -> None:
-        real(self, _Agreeing(group))
+    def agree(self: Monitor, group: Any, reason: str) -> None:
+        real(self, _Agreeing(group), reason)
 
     return agree
 

@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.stories import ROOT
+from tests.simulator.edits import edits_of, paths
+from tests.simulator.explained import EXPLAINED
 from tests.simulator.surviving import as_table, read, survivors, unexplained
 
 MOST_UNEXPLAINED = 10
 """A change of the engine brings other edits: those of what it changed."""
+
+
+@pytest.mark.soak
+def test_what_is_explained_is_an_edit_that_there_can_be() -> None:
+    edits = {str(edit) for module in paths() for edit in edits_of(module)}
+    assert sorted(EXPLAINED.keys() - edits) == []
 
 
 @pytest.mark.soak

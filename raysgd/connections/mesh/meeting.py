@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
-import math
 import os
 import secrets
 import select
@@ -30,8 +29,6 @@ from raysgd.exceptions import OnFailure
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_HANDSHAKE_S = 30.0  # a process that has proved nothing by then is disconnected
-_LOOK_S = 1.0  # between two looks for such a process
 _BACKLOG = 4096
 _MOST_STRANGERS = 128  # many would use up what a process may open
 _MOST_ACCEPTED = 256  # at a time: those accepted before have to get on, too
@@ -197,14 +194,14 @@ class _Pending:
     Attributes:
         connection: To the other side.
         handshake: What goes on there.
-        until: When it is given up. Its failure is then not this rank's: any process may have connected.
+        is_accepted: Whether the other side has connected. Its failure is not this rank's: it may be any process.
         events: What it waits for.
     """
 
-    __slots__ = ("connection", "events", "handshake", "until")
+    __slots__ = ("connection", "events", "handshake", "is_accepted")
 
-    def __init__(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
-        self.connection, self.handshake, self.until = connection, handshake, until
+    def __init__(self, connection: socket.socket, handshake: Handshake, is_accepted: bool) -> None:
+        self.connection, self.handshake, self.is_accepted = connection, handshake, is_accepted
         self.events = select.POLLIN
 
 
@@ -227,7 +224,6 @@ class _Handshakes:
         self._credentials, self._listener, self._most_accepted = credentials, listener, most_accepted
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
-        self._looks_at = 0.0
         self._postponed: list[ConnectionAttempt] = []
 
     def call(self, call: ConnectionAttempt) -> None:
@@ -240,11 +236,10 @@ class _Handshakes:
                 raise OSError(code, os.strerror(code))
             self._postponed.append(call)  # too many wait there to be accepted
             return
-        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), math.inf)
+        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), is_accepted=False)
         self._advance(connection.fileno())
 
     def _accept(self) -> None:
-        until = time.monotonic() + _HANDSHAKE_S
         for _ in range(_MOST_ACCEPTED):
             try:
                 connection, _ = self._listener.accept()
@@ -256,15 +251,15 @@ class _Handshakes:
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._start(connection, self._credentials.respond(connection), until)
+            self._start(connection, self._credentials.respond(connection), is_accepted=True)
             self._advance(connection.fileno())
 
     def _drop_oldest(self, num_left: int) -> None:
-        accepted = [number for number, one in self.pending.items() if one.until < math.inf]
+        accepted = [number for number, one in self.pending.items() if one.is_accepted]
         self.drop(accepted[: max(0, len(accepted) - num_left)])
 
-    def _start(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
-        self.pending[connection.fileno()] = _Pending(connection, handshake, until)
+    def _start(self, connection: socket.socket, handshake: Handshake, is_accepted: bool) -> None:
+        self.pending[connection.fileno()] = _Pending(connection, handshake, is_accepted)
         self._poll.register(connection, select.POLLIN)
 
     def poll(self) -> None:
@@ -278,7 +273,6 @@ class _Handshakes:
                 is_called = True
             else:
                 self._advance(number)
-        self._drop_late()
         if is_called:
             self._accept()
             self._drop_oldest(self._most_accepted)
@@ -292,19 +286,13 @@ class _Handshakes:
             self._poll.unregister(number)
             self.peers.append(end.value)
         except OSError:
-            if one.until == math.inf:
+            if not one.is_accepted:
                 raise
             self.drop([number])
         else:
             if events != one.events:
                 one.events = events
                 self._poll.modify(number, events)
-
-    def _drop_late(self) -> None:
-        now = time.monotonic()
-        if now > self._looks_at:
-            self._looks_at = now + _LOOK_S
-            self.drop([number for number, one in self.pending.items() if now > one.until])
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Disconnects processes that have proved nothing."""

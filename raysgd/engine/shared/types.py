@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -197,7 +196,6 @@ class ReplicaProgress:
         obstacle: Why it cannot go on in another group; None when it can.
         words: How far that is in the user's terms, for the log.
         admits: Whether others may join it where it is.
-        growth: How many times larger its share may get with the memory that is free.
     """
 
     progress: int = 0
@@ -205,7 +203,6 @@ class ReplicaProgress:
     obstacle: str | None = None
     words: str = ""
     admits: bool = True
-    growth: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,6 @@ class TFHosted(hosted.Hosted):
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
 
-    @property
-    def growth(self) -> float:
-        """TensorFlow takes all memory of a GPU at once, and does not say how much of that a step needs."""
-        import tensorflow as tf
-
-        return 1.0 if tf.config.get_visible_devices("GPU") else super().growth
-
     def build(self) -> RunnerFacts:
         """Give all ranks rank 0's weights, too."""
         settings, synchronizer = self.settings, self.synchronizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.worker.data.rank_rows import Part, Row
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.memory import largest_growth
 from raysgd.worker.operator import take_place
 
 logger = logging.getLogger(__name__)
@@ -94,18 +92,6 @@ class TorchHosted(hosted.Hosted):
         super().__init__(settings, world, feed, ledger)
         self._modes: ModuleModes | None = None  # of models that are evaluated, to give them back
         self._prediction: PredictionLoader | None = None
-
-    @property
-    def growth(self) -> float:
-        """As far as the allocator of a GPU knows. A share that is taken in parts needs no more memory."""
-        if self.settings.batch_options.micro_batch_size is not None:
-            return math.inf
-        if self._device.type != "cuda":
-            return super().growth
-        free, _ = torch.cuda.mem_get_info(self._device)
-        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        num_sharing = max(1, self.world.local_size // torch.cuda.device_count())
-        return largest_growth(torch.cuda.max_memory_allocated(self._device), free // num_sharing)
 
     @property
     def internals(self) -> TorchInternals:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ from raysgd.engine.shared.time_spent import UNDO
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.memory import free_in_node
 
 logger = logging.getLogger(__name__)
 
@@ -344,4 +345,12 @@ def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
     """Return the free memory of a GPU, or this worker's part of that of the node; None where that is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return free_in_node(num_sharing)
+    try:
+        words = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split(maxsplit=1)
+        free = int(words[0]) * 1024
+    except (OSError, IndexError):  # not Linux
+        return None
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    with suppress(OSError, ValueError):  # without a container, or without a limit
+        free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
+    return free // num_sharing

@@ -8,9 +8,8 @@ Metrics that operators report by `self.log` instead of returning them are added 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -70,57 +69,35 @@ def take_outside(internals: Any) -> dict[str, Any]:
     return taken
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class AroundBatch:
-    """A part of what happens around a batch.
-
-    Attributes:
-        after: Called with the metrics that the method returned and the batch; returns metrics.
-        before: Called before the method.
-    """
-
-    after: Callable[[Any, Any], Any]
-    before: Callable[[], None] = _nothing
-
-
-def completing(internals: Any, place: PlaceInStep) -> AroundBatch:
-    """Return what adds to the metrics of a batch: what was logged in it, and its samples, of which padding has none."""
-
-    def after(metrics: Any, batch: Any) -> Any:
-        metrics = internals.completed(metrics, batch)
-        if not place.is_padding or not isinstance(metrics, Mapping):
-            return metrics
-        return {**metrics, **{name: 0 for name in metrics if name == NUM_SAMPLES or is_weight(name)}}
-
-    return AroundBatch(after, internals.begin_batch)
-
-
 @contextmanager
-def around_batches(operator: Any, name: str, place: PlaceInStep, parts: Sequence[AroundBatch]) -> Iterator[None]:
-    """Inside, a method of the operator is called with all of this around it; without parts it is called as it is."""
+def around_batches(
+    operator: Any, name: str, place: PlaceInStep, after: Callable[[Any], Any] | None = None
+) -> Iterator[None]:
+    """Inside, a method of the operator also counts what it is called with, and reports what was logged in it.
+
+    Args:
+        operator: The operator.
+        name: The method.
+        place: The place in the step; a batch of padding has no samples.
+        after: Called with the metrics of each batch; returns metrics.
+    """
     internals, method, was_set = operator._raysgd, getattr(operator, name), name in vars(operator)
 
     @wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for part in parts:
-            part.before()
-        metrics, batch = method(*args, **kwargs), (*args, *kwargs.values())[0]
-        for part in parts:
-            metrics = part.after(metrics, batch)
-        return metrics
+        internals.begin_batch()
+        metrics = internals.completed(method(*args, **kwargs), (*args, *kwargs.values())[0])
+        if place.is_padding and isinstance(metrics, Mapping):
+            metrics = {**metrics, **{each: 0 for each in metrics if each == NUM_SAMPLES or is_weight(each)}}
+        return metrics if after is None else after(metrics)
 
-    if parts:
-        setattr(operator, name, wrapped)
+    setattr(operator, name, wrapped)
     place_before, internals.place = internals.place, place
     try:
         yield
     finally:
         internals.place = place_before
-        if parts and was_set:
+        if was_set:
             setattr(operator, name, method)  # the user's, set on the object
-        elif parts:
+        else:
             delattr(operator, name)

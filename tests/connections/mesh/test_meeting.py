@@ -36,7 +36,7 @@ HERE = LOOPBACK
 HOSTS = [LOOPBACK, "127.0.0.2"]  # where ranks listen under a name, and where at a port
 SECRET = secrets.token_bytes(32)
 HELLO = struct.pack("<II16s", 1, 0, b"n" * 16)
-SOON_S = 25.0  # less than a stranger is given to prove itself, though a busy machine may stand still for seconds
+SOON_S = 25.0  # a busy machine may stand still for seconds
 
 
 class Switch:

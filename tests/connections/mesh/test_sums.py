@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.connections.group import EarlyVotes, Group
+from raysgd.connections.group import Group
 from raysgd.connections.mesh.mesh import Bytes, Mesh, MeshBroken
 from raysgd.connections.mesh.sums import (
     LEAST_PART_BYTES,
@@ -202,20 +202,6 @@ def test_arrays_of_many_ranks_are_gathered_by_rank(make: Any, num_ranks: int) ->
     gathered = make(num_ranks).each(lambda group: group.gather(np.full((2, 3), group.rank, np.int32)))
     for found in gathered:
         assert [part.tolist() for part in found] == [[[rank] * 3] * 2 for rank in range(num_ranks)]
-
-
-@pytest.mark.parametrize("num_ranks", [9, 16, 21])
-def test_many_ranks_hear_of_each_vote_through_few_messages(make: Any, num_ranks: int) -> None:
-    ranks = make(num_ranks)
-
-    def asked(group: Group) -> list[bool]:
-        votes = EarlyVotes(World(group.rank, num_ranks), group._mesh)
-        votes.ask(True)  # and nobody waits for the answer
-        wanted = [votes.ask(group.rank == yes) for yes in (0, num_ranks // 2, num_ranks)]
-        return [vote() for vote in wanted]
-
-    assert ranks.each(asked) == [[True, True, False]] * num_ranks
-    assert {mesh.num_messages for mesh in ranks.meshes} == {4 * (num_ranks - 1).bit_length()}
 
 
 def test_ranks_are_told_apart_by_the_address_of_their_node() -> None:
