@@ -137,7 +137,7 @@ class FitRun:
         scaling: How many workers, and what each needs.
         datasets: The datasets, ready to be divided.
         dataset_config: How they are divided.
-        preprocessor: What dict checkpoints are to hold as their preprocessor.
+        preprocessor: What checkpoints are to hold as their preprocessor.
         validation: How checkpoints are validated; None where none is.
     """
 
