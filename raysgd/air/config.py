@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,14 @@ _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _HINT_WORKERS = "Pass a number, `num_workers=2`, or the least and the most, `num_workers=(1, 4)`."
 
 
+def _shown(config: Any) -> str:
+    """Return a config as you would write it: what differs from its defaults, without the keys of its storage."""
+    default = type(config)()
+    given = {each.name: getattr(config, each.name) for each in fields(config)}
+    shown = [f"{name}={masked(value)!r}" for name, value in given.items() if value != getattr(default, name)]
+    return masked(f"{type(config).__name__}({', '.join(shown)})")
+
+
 @dataclass
 class CheckpointConfig:
     """The rule that says which checkpoints of a run stay in its folder.
@@ -64,6 +72,8 @@ class CheckpointConfig:
     checkpoint_score_order: str = MAX
     checkpoint_frequency: int | None = 0
     checkpoint_at_end: bool | None = None
+
+    __repr__ = _shown
 
     def __post_init__(self) -> None:
         _check_count("num_to_keep", self.num_to_keep, "None, for all of them, or 0 or more")
@@ -99,6 +109,8 @@ class FailureConfig:
 
     max_failures: int = 0
     fail_fast: bool | str = False
+
+    __repr__ = _shown
 
     def __post_init__(self) -> None:
         if not is_integer(self.max_failures) or self.max_failures < -1:
@@ -136,6 +148,8 @@ class SyncConfig:
     sync_artifacts: bool = False
     sync_artifacts_on_checkpoint: bool = True
     sync_on_checkpoint: bool = True
+
+    __repr__ = _shown
 
     def __post_init__(self) -> None:
         _check_place("upload_dir", self.upload_dir)
@@ -184,8 +198,10 @@ class RunConfig:
     callbacks: list[Any] | None = None
     progress_reporter: Any = None
     log_to_file: bool | str | tuple[str, str] = False
-    local_dir: str | Path | None = field(default=None, repr=False)
+    local_dir: str | Path | None = None
     worker_runtime_env: Mapping[str, Any] | None = None
+
+    __repr__ = _shown
 
     def __post_init__(self) -> None:
         self.failure_config = checked_config("failure_config", self.failure_config, FailureConfig)
@@ -193,11 +209,6 @@ class RunConfig:
         self.sync_config = checked_config("sync_config", self.sync_config, SyncConfig)
         self._take_over_place()
         self._check()
-
-    def __repr__(self) -> str:
-        """Return the config without the keys of its storage."""
-        shown = {each.name: masked(getattr(self, each.name)) for each in fields(self) if each.repr}
-        return masked(f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})")
 
     def _take_over_place(self) -> None:
         """Make one folder of its three names."""
@@ -299,6 +310,8 @@ class ScalingConfig:
     label_selector: dict[str, str] | None = None
     elastic: bool = False
     spare_workers: int = 0
+
+    __repr__ = _shown
 
     def __post_init__(self) -> None:
         self.check()
@@ -520,6 +533,8 @@ class DatasetConfig:
     stream_window_size: float | None = None
     global_shuffle: bool | None = None
     randomize_block_order: bool | None = None
+
+    __repr__ = _shown
 
     def fill_defaults(self) -> DatasetConfig:
         """Return a config without None."""

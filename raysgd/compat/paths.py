@@ -33,6 +33,11 @@ _SESSION_C = (
     "get_node_rank get_trial_dir get_trial_id get_trial_name get_trial_resources get_world_rank get_world_size report"
 )
 _FIRST_CONSTANTS = "SCHEDULER_STEP SCHEDULER_STEP_BATCH SCHEDULER_STEP_EPOCH USE_FP16"
+_CONSTANTS = (
+    "BASIC_AUTOFILLED_KEYS DEFAULT_RESULTS_DIR DETAILED_AUTOFILLED_KEYS ENABLE_DETAILED_AUTOFILLED_METRICS_ENV "
+    "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV TIME_THIS_ITER_S TIMESTAMP TRAINING_ITERATION RESULT_FILE_JSON "
+    "RESULT_FETCH_TIMEOUT TUNE_CHECKPOINT_FILE_NAME TUNE_CHECKPOINT_ID DATE HOSTNAME NODE_IP PID TIME_TOTAL_S"
+)
 _EXECUTOR = "Backend BackendConfig BackendExecutor InactiveWorkerGroupError TrainingWorkerError"
 
 _SGD: dict[str, tuple[str, str]] = {
@@ -128,8 +133,9 @@ _SGD: dict[str, tuple[str, str]] = {
         "raysgd.train.callbacks.logging",
         "JsonLoggerCallback TBXLoggerCallback",
     ),
-    "ray.util.sgd.v2.session": ("raysgd.train.session", _SESSION_A),
+    "ray.util.sgd.v2.session": ("raysgd.train.session", f"{_SESSION_A} TrainingResultType"),
     "ray.util.sgd.v2.checkpoint": ("raysgd.train.checkpoint", "CheckpointStrategy"),
+    "ray.util.sgd.v2.constants": ("raysgd.train.constants", _CONSTANTS),
     "ray.util.sgd.v2.worker_group": ("raysgd.train.worker_group", _WORKER_GROUP),
     "ray.util.sgd.v2.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
     "ray.util.sgd.v2.backends.backend": ("raysgd.train.backend", f"{_EXECUTOR} CheckpointManager SGDBackendError"),
@@ -170,13 +176,16 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train.callbacks.profile": ("raysgd.train.callbacks.profile", "TorchTensorboardProfilerCallback"),
     "ray.train.callbacks.results_preprocessors": (
         "raysgd.train.callbacks.results_preprocessors",
-        "ExcludedKeysResultsPreprocessor IndexedResultsPreprocessor ResultsPreprocessor SequentialResultsPreprocessor",
+        "AverageResultsPreprocessor ExcludedKeysResultsPreprocessor IndexedResultsPreprocessor "
+        "MaxResultsPreprocessor ResultsPreprocessor SequentialResultsPreprocessor WeightedAverageResultsPreprocessor",
     ),
     "ray.train.checkpoint": ("raysgd.train.checkpoint", "CheckpointManager CheckpointStrategy"),
     "ray.train.collective": ("raysgd.train.collective", "barrier broadcast_from_rank_zero"),
     "ray.train.constants": (
         "raysgd.train.constants",
-        "EVALUATION_DATASET_KEY MODEL_KEY PREPROCESSOR_KEY TRAIN_DATASET_KEY WILDCARD_KEY",
+        f"{_CONSTANTS} ALL_RESERVED_KEYS EVALUATION_DATASET_KEY MODEL_KEY PREPROCESSOR_KEY PYTORCH_PROFILER_KEY "
+        "SESSION_MISUSE_LOG_ONCE_KEY TRAIN_CHECKPOINT_SUBDIR TRAIN_DATASET_KEY TRAIN_ENABLE_WORKER_SPREAD_ENV "
+        "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV WILDCARD_KEY",
     ),
     "ray.train.context": ("raysgd.train.session", "TrainContext get_context"),
     "ray.train.data_parallel_trainer": ("raysgd.train.data_parallel_trainer", "DataParallelTrainer"),
@@ -191,7 +200,7 @@ _TRAIN: dict[str, tuple[str, str]] = {
         "RayDDPStrategy RayFSDPStrategy RayLightningEnvironment RayTrainReportCallback prepare_trainer",
     ),
     "ray.train.predictor": ("raysgd.train.predictor", "Predictor PredictorNotSerializableException"),
-    "ray.train.session": ("raysgd.train.session", f"{_SESSION_A} SessionMisuseError"),
+    "ray.train.session": ("raysgd.train.session", f"{_SESSION_A} SessionMisuseError TrainingResultType"),
     "ray.train.tensorflow": (
         "raysgd.train.tensorflow",
         "TensorflowCheckpoint TensorflowConfig TensorflowPredictor TensorflowTrainer prepare_dataset_shard",
@@ -202,6 +211,7 @@ _TRAIN: dict[str, tuple[str, str]] = {
         "raysgd.train.trainer",
         "BaseTrainer GenDataset Trainer TrainWorkerGroup TrainingFailedError TrainingIterator",
     ),
+    "ray.train.utils": ("raysgd.train.utils", "construct_path"),
     "ray.train.worker_group": ("raysgd.train.worker_group", _WORKER_GROUP),
     "ray.air": ("raysgd.air", f"{_CONFIGS} Checkpoint DatasetConfig Result"),
     "ray.air.callbacks.comet": ("raysgd.air.callbacks.comet", "CometLoggerCallback"),
@@ -254,6 +264,7 @@ _ELSEWHERE = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own 
 _REPORTED = "`Result.best_checkpoints` has the checkpoints that were kept, with their metrics"
 _VALIDATION = "validate in the function before `report`, and report what you find with the checkpoint"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
+_EXAMPLES = "see `raysgd.torch.examples`, `raysgd.tf.examples` and the folder `examples`"
 _PIPELINE = "pass the dataset, which is read while it is used"
 _LIGHTNING_ON_RAY = (
     "make an operator of the module with `raysgd.TrainingOperator.from_ptl`, or " + _LIGHTNING + "; the migration page "
@@ -313,7 +324,9 @@ _GONE = {
     "ray.train.rl": _ELSEWHERE,
     "ray.train.sklearn": _ELSEWHERE,
     "ray.train.lightning.RayDeepSpeedStrategy": "divide the model with `RayFSDPStrategy`",
-    "ray.train.examples": "see `raysgd.torch.examples`, `raysgd.tf.examples` and the folder `examples`",
+    "ray.train.examples": _EXAMPLES,
+    "ray.air.examples": _EXAMPLES,
+    "ray.util.sgd.v2.examples": _EXAMPLES,
     "ray.train.lightgbm": _ELSEWHERE,
     "ray.train.xgboost": _ELSEWHERE,
     "ray.train.tensorflow.TensorflowCheckpoint.from_saved_model": "Keras 3 loads no SavedModel: pass a file of "
@@ -417,7 +430,12 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _missing(self, old: str, module: str) -> NewPlace:
-        return NewPlace(old, None, f"`{self._modules[module][0]}` has no such name")
+        """Return what became of a name that a listed package has not: its own, imported from a module within it?"""
+        new, names = self._modules[module]
+        for known, rest in _cuts(old.removeprefix(f"{module}.")):
+            if (name := known.rpartition(".")[2]) in names.split():
+                return NewPlace(old, f"{new}.{name}{rest}", module=new)
+        return NewPlace(old, None, f"`{new}` has no such name")
 
 
 def _means_two(name: str) -> bool:

@@ -702,7 +702,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
         """Begins again with another config, as a new trainer would: new operators, in the same worker processes.
 
-        With Horovod the processes are new, too. What was trained is gone: `save` it before if you need it. Random generators are seeded again only if the trainer has a `seed`.
+        With Horovod the processes are new, too. What was trained is gone: `save` it before if you need it.
+        Random generators are seeded again only if the trainer has a `seed`.
 
         Args:
             config: As for a new trainer.

@@ -27,7 +27,7 @@ from raysgd.exceptions import TrainingFailedError
 from raysgd.storage import Folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit import restore as restoring
-from raysgd.train.fit.data import check_datasets, prepared
+from raysgd.train.fit.data import check_datasets, check_preprocessor, prepared
 from raysgd.train.fit.fit_session import checkpoint_at
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitJob, FitRun
@@ -112,7 +112,7 @@ class BaseTrainer(ABC):
         self.scaling_config = checked_scaling(scaling_config)
         self.run_config: RunConfig = checked_config("run_config", run_config, RunConfig)
         self.datasets = check_datasets(datasets)
-        self.preprocessor = preprocessor
+        self.preprocessor = check_preprocessor(preprocessor)
         self.metadata = checked_metadata(metadata)
         self.resume_from_checkpoint = checked_resume(resume_from_checkpoint)
         self._job: FitJob | None = None

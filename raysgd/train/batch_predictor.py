@@ -56,6 +56,9 @@ class BatchPredictor:
         without_checkpoint: Any = None
         return cls(without_checkpoint, FunctionPredictor, function=pandas_udf)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(checkpoint={self._checkpoint!r}, predictor_cls={self._predictor_cls.__name__})"
+
     def get_preprocessor(self) -> Any:
         """Return what batches go through first: by itself that of the checkpoint; None for nothing."""
         return self._preprocessor

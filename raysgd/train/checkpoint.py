@@ -33,7 +33,7 @@ __all__ = [
     "CheckpointLostError",
     "CheckpointManager",
     "CheckpointStrategy",
-    "check_strategy",
+    "checked_strategy",
     "load_checkpoint",
     "write_checkpoint",
 ]
@@ -173,17 +173,21 @@ class CheckpointStrategy:
         CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # checks them
 
 
-def check_strategy(strategy: CheckpointStrategy | None) -> None:
-    """Check what says which checkpoints stay.
+def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> CheckpointStrategy | None:
+    """Return what says which checkpoints stay; of a `CheckpointConfig`, as Ray 2.0 takes it too, its rule.
 
     Raises:
-        TypeError: It is neither a strategy nor None.
+        TypeError: It is something else, and not None.
     """
+    if isinstance(strategy, CheckpointConfig):
+        score = strategy.checkpoint_score_attribute or TIMESTAMP
+        return CheckpointStrategy(strategy.num_to_keep, score, strategy.checkpoint_score_order)
     if strategy is not None and not isinstance(strategy, CheckpointStrategy):
         raise TypeError(
             f"`checkpoint_strategy={strategy!r}`: need a `CheckpointStrategy`, such as "
             "`CheckpointStrategy(num_to_keep=2)`, or None, which keeps all."
         )
+    return strategy
 
 
 def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict
 
 from raysgd._arguments import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig, ScalingConfig, checked_config
+from raysgd.air.config import DatasetConfig, RunConfig, ScalingConfig, checked_config
 from raysgd.detached.protocol import Detached
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
 from raysgd.train.executor import check_elastic, check_spares
-from raysgd.train.fit.data import merged_config, prepared
+from raysgd.train.fit.data import OWN_CONFIG, merged_config, prepared
 from raysgd.train.fit.run import FitRun, as_max_retries
 from raysgd.train.utils import without_arguments
 
@@ -84,6 +84,7 @@ class DataParallelTrainer(BaseTrainer):
         "elastic",
         "spare_workers",
     ]
+    _dataset_config: ClassVar[Mapping[str, DatasetConfig]] = OWN_CONFIG
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class DataParallelTrainer(BaseTrainer):
         self._loop = train_loop_per_worker
         self._loop_config = train_loop_config
         self._backend_config = checked_config("backend_config", backend_config, BackendConfig)
-        self._data_config = merged_config(dataset_config, self.datasets)
+        self._data_config = merged_config(dataset_config, self.datasets, self._dataset_config)
 
     def get_dataset_config(self) -> Any:
         """Returns who gets which data: the `DataConfig` you passed, or a copy of the dict of `DatasetConfig` in use."""

@@ -15,7 +15,7 @@ from weakref import WeakMethod, finalize
 
 from raysgd._arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
 from raysgd._text.log_lines import LogRelay
-from raysgd.air.config import ScalingConfig
+from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.lifecycle import ElasticRules
@@ -45,7 +45,7 @@ from raysgd.train.checkpoint import (
     CheckpointManager,
     CheckpointStrategy,
     CheckpointTaker,
-    check_strategy,
+    checked_strategy,
     load_checkpoint,
 )
 from raysgd.train.utils import without_arguments
@@ -119,7 +119,7 @@ class RunPlan:
         config: Any = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
-        checkpoint_strategy: CheckpointStrategy | None = None,
+        checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> RunPlan:
         """A plan of arguments as users pass them.
 
@@ -130,11 +130,11 @@ class RunPlan:
         """
         function = without_arguments(train_func, config)
         check_dataset(dataset)
-        check_strategy(checkpoint_strategy)
+        strategy = checked_strategy(checkpoint_strategy)
         begin_from = load_checkpoint(checkpoint)
         packed_bytes("`train_func`", train_func)
         packed_bytes("`config`", config)
-        return cls(function, dataset, begin_from, checkpoint_strategy)
+        return cls(function, dataset, begin_from, strategy)
 
 
 class BackendExecutor:
@@ -312,7 +312,7 @@ class BackendExecutor:
         run_dir: Path | Folder | None = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
-        checkpoint_strategy: CheckpointStrategy | None = None,
+        checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
         latest_checkpoint_id: int | None = None,
         *,
         config: Any = None,

@@ -83,6 +83,9 @@ class Predictor(ABC):
         """Return the predictions for an array, or for a dict of several, as either."""
         raise NotImplementedError(f"`{type(self).__name__}` has to override `_predict_pandas` or `_predict_numpy`.")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(preprocessor={self._preprocessor!r:.80})"
+
     def __reduce__(self) -> Any:
         raise PredictorNotSerializableException(
             f"`{type(self).__name__}` cannot be pickled: send the checkpoint, and call `from_checkpoint` where you "
@@ -109,7 +112,7 @@ class TensorPredictor(Predictor):
 
     @abstractmethod
     def call_model(self, inputs: Any) -> Any:
-        """Return what the model says: a tensor, or several by name. Safe to override."""
+        """Return what the model says: a tensor, several by name, or a data frame of your own. Safe to override."""
 
     @abstractmethod
     def _tensor(self, values: Any, dtype: Any) -> Any:
@@ -126,7 +129,15 @@ class TensorPredictor(Predictor):
         else:
             inputs = self._tensor(data, next(iter(dtype.values())) if isinstance(dtype, Mapping) else dtype)
         found = self.call_model(inputs)
+        if hasattr(found, "columns"):
+            return found  # a data frame
         named = found if isinstance(found, Mapping) else {PREDICTIONS: found}
+        for output in named.values():
+            if not hasattr(output, "__array__"):
+                raise ValueError(
+                    f"`{type(self).__name__}.call_model` returned a `{type(output).__name__}`: need a tensor, a dict "
+                    "of tensors, or a data frame of pandas, which is passed on as it is."
+                )
         return {name: self._array(output) for name, output in named.items()}
 
 

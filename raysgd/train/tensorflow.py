@@ -132,7 +132,7 @@ class TensorflowPredictor(TensorPredictor):
         return cls(model_definition, saved.get_preprocessor(), saved.get_model_weights(), use_gpu)
 
     def call_model(self, inputs: Any) -> Any:
-        """Return what the model says: a tensor, or several by name. Safe to override."""
+        """Return what the model says: a tensor, several by name, or a data frame of your own. Safe to override."""
         return self._model(inputs, training=False)
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from raysgd._arguments import is_integer, refuse_text, refuse_unknown
-from raysgd.air.config import ScalingConfig
+from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
 from raysgd.compat.names import MOVED, former_names
@@ -212,7 +212,7 @@ class Trainer:
         callbacks: Sequence[TrainingCallback | Callback] | None = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
-        checkpoint_strategy: CheckpointStrategy | None = None,
+        checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> list[T]:
         """Runs a function on all workers until it ends everywhere.
 
@@ -223,7 +223,7 @@ class Trainer:
                 order, then those of `raysgd.callbacks`.
             dataset: Divided over the workers, see `get_dataset_shard`: has `split(n, equal=True)`; or a dict of such.
             checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved one.
-            checkpoint_strategy: Which checkpoints stay on disk. Default: all.
+            checkpoint_strategy: Which checkpoints stay on disk, also as a `CheckpointConfig`. Default: all.
 
         Returns:
             What the function returned, by rank.
@@ -255,7 +255,7 @@ class Trainer:
         config: Any = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
-        checkpoint_strategy: CheckpointStrategy | None = None,
+        checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> TrainingIterator:
         """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)

@@ -93,9 +93,19 @@ def test_the_names_of_others_are_not_in_the_table(name: str) -> None:
     assert Paths().find(name) is None
 
 
-def test_todays_names_of_ray_are_in_it_if_the_user_means_the_old_ones() -> None:
-    found = [Paths(ray_train=True).find(name) for name in ("ray.train.Trainer", "ray.air.session.report")]
-    assert [place and place.new for place in found] == ["raysgd.train.Trainer", "raysgd.air.session.report"]
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ray.train.Trainer", "raysgd.train.Trainer"),
+        ("ray.air.session.report", "raysgd.air.session.report"),
+        ("ray.train.torch.config.TorchConfig.backend_cls", "raysgd.train.torch.TorchConfig.backend_cls"),
+        ("ray.train._checkpoint.Checkpoint", "raysgd.train.Checkpoint"),
+    ],
+)
+def test_todays_names_of_ray_are_in_it_if_the_user_means_the_old_ones(old: str, new: str) -> None:
+    place = Paths(ray_train=True).find(old)
+    assert place is not None
+    assert (place.new, new.startswith(f"{place.module}.")) == (new, True)
 
 
 def public_names_of_ray_train() -> Iterator[str]:

@@ -208,11 +208,16 @@ class TestMLflow:
         return list(client.search_runs([experiment.experiment_id]))
 
     def test_a_run_is_kept_with_its_config_and_metrics(self, tmp_path: Path) -> None:
-        play(MLflowLoggerCallback(experiment_name="test"), tmp_path, [result(3, loss=0.5, note="text")], error=True)
+        import mlflow
+
+        steps = [[result(step, loss=step / 2, note="text")] for step in (1, 2, 3)]
+        play(MLflowLoggerCallback(experiment_name="test"), tmp_path, *steps, error=True)
         [run] = self.runs_in(tmp_path / "mlruns")
         assert run.data.params == {"lr": "0.1"}
-        assert run.data.metrics["loss"] == 0.5
+        assert (run.data.metrics["loss"], run.data.metrics[TRAINING_ITERATION]) == (1.5, 3)
         assert run.info.status == "FAILED"
+        history = mlflow.tracking.MlflowClient(str(tmp_path / "mlruns")).get_metric_history(run.info.run_id, "loss")
+        assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
     def test_each_run_has_a_store_in_its_own_folder(self, tmp_path: Path) -> None:
         for name in ("first", "second"):

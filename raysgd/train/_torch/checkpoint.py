@@ -148,7 +148,7 @@ class TorchPredictor(TensorPredictor):
         return cls(saved.get_model(model), saved.get_preprocessor(), use_gpu)
 
     def call_model(self, inputs: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return what the model says: a tensor, or several by name. Safe to override."""
+        """Return what the model says: a tensor, several by name, or a data frame of your own. Safe to override."""
         found: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
         return found
 

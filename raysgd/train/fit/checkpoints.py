@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from raysgd.air._contents import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, METADATA_FILE
+from raysgd.air._contents import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, META_SUFFIX, METADATA_FILE
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import PREPROCESSOR_KEY
 from raysgd.air.trial import checkpoint_name
@@ -34,7 +34,7 @@ class FitCheckpoints(CheckpointTaker):
         next_index: The number of the first one.
         begin_from: What the run starts from.
         metadata: The metadata of each checkpoint that has no other.
-        preprocessor: What each dict is to hold as its preprocessor.
+        preprocessor: What each checkpoint is to hold as its preprocessor, if it has no other.
         on_attempt: Called before the function is started, for the first time or again.
 
     Attributes:
@@ -98,6 +98,8 @@ class FitCheckpoints(CheckpointTaker):
                 f"`storage_path`: the workers stored {name} in {self._folder}, and the driver does not find it there. "
                 "Use a folder that all nodes share, or a URI such as `s3://bucket/folder`."
             )
+        if self._preprocessor is not None:
+            _write_preprocessor(self._preprocessor, staged)
         if self._metadata or own_metadata:
             own = own_metadata or _metadata_in(staged)
             staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
@@ -130,6 +132,15 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 
     with staged.writing(DICT_FILE) as file:
         cloudpickle.dump(content, file, protocol=5)
+
+
+def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
+    """Writes a preprocessor beside what workers stored, unless that has one itself, as dicts have."""
+    file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
+    if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
+        from ray import cloudpickle
+
+        staged.write(file, cloudpickle.dumps(preprocessor))
 
 
 def _metadata_in(staged: Folder) -> dict[str, Any]:

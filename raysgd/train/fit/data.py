@@ -179,12 +179,29 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
     return {name: dataset for name, dataset in datasets.items() if dataset is not None}
 
 
-def merged_config(dataset_config: Any, datasets: Mapping[str, Any]) -> Any:
+def check_preprocessor(preprocessor: Any) -> Any:
+    """A preprocessor as it is, or None.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    if preprocessor is not None and not (hasattr(preprocessor, "fit") and hasattr(preprocessor, "transform")):
+        raise ValueError(
+            f"`preprocessor={preprocessor!r}`: need a preprocessor of `ray.data.preprocessors`, or something else "
+            "with `fit(dataset)` and `transform(dataset)`."
+        )
+    return preprocessor
+
+
+def merged_config(
+    dataset_config: Any, datasets: Mapping[str, Any], own: Mapping[str, DatasetConfig] = OWN_CONFIG
+) -> Any:
     """A `DataConfig` as it is; the config of a trainer with a user's dict of `DatasetConfig` over it.
 
     Args:
         dataset_config: What the user passed; None leaves the trainer its own.
         datasets: The datasets, by name.
+        own: The config of the trainer's class.
 
     Raises:
         ValueError: It is of another kind, or does not fit the datasets.
@@ -196,7 +213,7 @@ def merged_config(dataset_config: Any, datasets: Mapping[str, Any]) -> Any:
             f"`dataset_config={dataset_config!r}`: need a `raysgd.train.DataConfig`, or a dict of "
             "`raysgd.air.DatasetConfig` by the names of datasets."
         )
-    merged = DatasetConfig.merge(OWN_CONFIG, dataset_config)
+    merged = DatasetConfig.merge(own, dataset_config)
     DatasetConfig.validated(merged, datasets)
     return merged
 
@@ -216,9 +233,6 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
         datasets: Datasets, or functions without arguments that return one, by name.
         preprocessor: Has `fit(dataset)` and `transform(dataset)`; None for none.
         config: What `merged_config` returned.
-
-    Raises:
-        TypeError: The preprocessor is not one.
     """
     made = {name: dataset() if _makes_one(dataset) else dataset for name, dataset in datasets.items()}
     configs = OWN_CONFIG if config is None or is_data_config(config) else config
@@ -263,11 +277,6 @@ def _check_can_be_divided(name: str, dataset: Any, config: DataConfig) -> None:
 def _transformed(
     datasets: Mapping[str, Any], preprocessor: Any, configs: Mapping[str, DatasetConfig]
 ) -> dict[str, Any]:
-    if not hasattr(preprocessor, "fit") or not hasattr(preprocessor, "transform"):
-        raise TypeError(
-            f"`preprocessor={preprocessor!r}`: need a preprocessor of `ray.data.preprocessors`, or something else "
-            "with `fit(dataset)` and `transform(dataset)`."
-        )
     filled = {name: config.fill_defaults() for name, config in configs.items()}
     to_fit = next((name for name in datasets if filled[name].fit), None)
     if to_fit is not None and _lacks_fit(preprocessor):

@@ -35,6 +35,7 @@ WRONG = [
     ({"datasets": [1]}, ValueError, "`datasets`"),
     ({"datasets": {"train": "path"}}, ValueError, r"`datasets\['train'\]"),
     ({"datasets": {"val": 5}}, ValueError, r"`datasets\['val'\]=5`: need a dataset"),
+    ({"preprocessor": 3}, ValueError, "`preprocessor=3`"),
     ({"dataset_config": 3}, ValueError, "`dataset_config=3`"),
     ({"resume_from_checkpoint": {"epoch": 1}}, ValueError, "`resume_from_checkpoint=.*from_dict"),
     ({"metadata": [1]}, TypeError, "`metadata="),

@@ -55,6 +55,15 @@ def test_what_the_workers_have_stored_is_committed_as_one(folder: Folder) -> Non
     assert taken.next_index == 5
 
 
+def test_a_folder_gets_the_preprocessor_unless_it_has_one(folder: Folder) -> None:
+    taken = FitCheckpoints(folder, preprocessor="scaler")
+    for index, files in enumerate([{"model": b"a"}, {"_preprocessor": pickle.dumps("own")}]):
+        stored(folder, index, **files)
+        taken.add(None, None)
+    found = [Checkpoint.from_uri((folder / name).uri).get_preprocessor() for name in folder.committed()]
+    assert found == ["scaler", "own"]
+
+
 def test_a_dict_beside_folders_becomes_part_of_them(folder: Folder) -> None:
     taken = FitCheckpoints(folder)
     stored(folder, 0, rank_1=b"b")

@@ -212,10 +212,6 @@ class TestWhatIsDoneBefore:
         assert {name: data.values for name, data in made.items()} == {"train": (1, 2, 3, 4), "val": (10, 12)}
         assert preprocessor.fit_on == [(5, 6)]
 
-    def test_what_is_no_preprocessor_is_refused(self) -> None:
-        with pytest.raises(TypeError, match=r"`preprocessor=3`"):
-            prepared(TWO, 3)
-
     def test_shuffles_only_where_somebody_asked_for_it(self) -> None:
         datasets = {"train": Streamed(1, 2), "val": Numbers(3, 4)}
         given = {"train": DatasetConfig(randomize_block_order=True), "val": DatasetConfig(global_shuffle=True)}
