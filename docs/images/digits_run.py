@@ -68,7 +68,6 @@ def train(style: Any, folder: Path, epochs: int = 8) -> tuple[str, str]:
     with TorchTrainer(training_operator_cls=Digits, config=config, **options) as trainer:
         history = trainer.fit(epochs, callbacks=callbacks)
         cards = trainer._repr_html_(), history._repr_html_()
-        history.plot(folder / "curves.png", metrics=["train_loss", "val_loss", "val_accuracy"])
     return cards
 
 

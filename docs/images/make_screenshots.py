@@ -104,7 +104,6 @@ def main() -> None:
         photograph(folder / "report.html", "report-narrow-dark", 500, 1032, is_dark=True, is_page=True)
         card = (folder / "trainer.html").read_text(encoding="utf-8")
         write_card(folder, "trainer-card", card, is_dark=True, width="880px")
-        shutil.copy(folder / "curves.png", HERE / "history-plot.png")
         notebook_picture(folder)
         terminal_picture("tqdm", folder)
 

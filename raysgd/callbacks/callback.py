@@ -58,6 +58,15 @@ class Callback:
     def on_progress(self, run: Run, progress: CallProgress) -> None:
         """Called some ten times a second while an epoch runs. The workers are asked only if this is overridden."""
 
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        """Called while an epoch of a `TorchTrainer` runs, some time after every `log_every_n_steps` steps of `fit`.
+
+        Args:
+            run: The run.
+            step: How many batches a worker has trained on. No step comes twice, also after a failure.
+            metrics: Those that batches reported, averaged over all workers and the steps since the last call.
+        """
+
     def on_epoch_trained(self, run: Run) -> None:
         """Called after each epoch of a class-based trainer, before its result is told.
 

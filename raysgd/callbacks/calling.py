@@ -219,22 +219,22 @@ class CallbackCalls(Dispatcher):
         """
         self.on(hook, self._run, *args)
 
-    @property
-    def wants_progress(self) -> bool:
-        """True if a callback asks how far a running epoch is."""
-        return bool(self._watching)
-
-    @property
-    def _watching(self) -> list[Callback]:
-        return [each for each in self.callbacks if overrides(each, "on_progress")]
+    def wants(self, hook: str) -> bool:
+        """Return whether a callback does something in a hook."""
+        return any(overrides(each, hook) for each in self.callbacks)
 
     def progress(self, progress: CallProgress) -> None:
         """Tell callbacks how far a running epoch is. An error is kept until `check_progress` raises it."""
-        if self._failed_in_progress is not None:
-            return
+        self._tell_inside("on_progress", progress)
+
+    def step_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Tell callbacks what the last steps have measured, in the same way."""
+        self._tell_inside("on_step_metrics", step, metrics)
+
+    def _tell_inside(self, hook: str, *args: Any) -> None:
         try:
-            for callback in self._watching:
-                self.call(callback, "on_progress", self._run, progress)
+            if self._failed_in_progress is None:
+                self.tell(hook, *args)
         except CallbackError as error:
             self._failed_in_progress = error
 

@@ -36,6 +36,10 @@ class MetricsLogger(Callback):
         """Write one result."""
         self._sink.write(result, run.epoch)
 
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of some steps, under names of their own: results have another count."""
+        self._sink.write({f"steps/{name}": value for name, value in metrics.items()}, step)
+
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Close the sink."""
         self._sink.close(has_failed=error is not None)
@@ -62,16 +66,26 @@ class _FileLogger(MetricsLogger):
     def _check_run(self, run: Run) -> None:
         refuse_one_place(self, "path", run)
 
+    def on_run_begin(self, run: Run) -> None:
+        super().on_run_begin(run)
+        path = self._file.path
+        self._steps = SafeSink(self._format(path.with_stem(f"{path.stem}.steps")), type(self).__name__)
+        self._steps.begin(run, self._sink.first_step)
+
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of some steps to the file beside."""
+        self._steps.write({"epoch": run.epoch, "step": step, **metrics}, step)
+
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Write one result with its epoch."""
         super().on_result(run, {"epoch": run.epoch, **result})
 
 
 class CSVLogger(_FileLogger):
-    """Writes a table with a row for each epoch. A metric that comes later adds a column.
+    """Writes a table with a row for each epoch, and one of steps beside it. A metric that comes later adds a column.
 
     Args:
-        path: The file. Default: `metrics.csv` in the folder of the run.
+        path: The file. Default: `metrics.csv` in the folder of the run; that of the steps is then `metrics.steps.csv`.
 
     Attributes:
         path: The file.
@@ -84,7 +98,7 @@ class CSVLogger(_FileLogger):
 
 
 class JSONLogger(_FileLogger):
-    """Writes a file with a JSON object for each epoch, one a line.
+    """Writes a file with a JSON object for each epoch, one a line, and one of steps beside it.
 
     Args:
         path: The file. Default: `metrics.jsonl` in the folder of the run.
@@ -100,7 +114,7 @@ class JSONLogger(_FileLogger):
 
 
 class TensorBoardLogger(MetricsLogger):
-    """Writes files for TensorBoard, with tensorboardX. The step is the epoch.
+    """Writes files for TensorBoard, with tensorboardX. The step is the epoch; for metrics under `steps/` it is a step.
 
     Args:
         folder: Where they go. Default: `tensorboard` in the folder of the run.
@@ -172,7 +186,7 @@ class MLflowLogger(_ServiceLogger):
 class WandbLogger(_ServiceLogger):
     """Keeps a run of Weights & Biases: the config, and the metrics with the epoch as their step.
 
-    If a run is active already, it writes to that one and leaves it open.
+    If a run is active already, it writes to that one and leaves it open. It has no metrics of steps.
 
     Args:
         project: The project. Default: the environment variable WANDB_PROJECT, or what the service chooses.
@@ -197,6 +211,8 @@ class WandbLogger(_ServiceLogger):
         given = {"project": project, "mode": mode}
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(WandbRun(name, "`WandbLogger`", **options))
+
+    on_step_metrics = Callback.on_step_metrics  # a run of this service has one count of steps, and that is of epochs
 
 
 class CometLogger(_ServiceLogger):

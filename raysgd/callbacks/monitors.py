@@ -1,13 +1,15 @@
-"""Callbacks that measure: learning rates, norms of gradients, throughput, goodput, and traces of some steps."""
+"""Callbacks that measure: learning rates, norms of gradients, throughput, goodput, and single steps."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raysgd import _arguments as checks
+from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary, is_metric_object
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback, index_of, of_optimizer, optimizers_of, rank_of
 from raysgd.engine.shared.time_spent import goodput_of
@@ -160,6 +162,44 @@ def _like(value: Any, tensor: Any) -> Any:
     import torch
 
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+
+
+class StepMetrics(WorkerCallback):
+    """Averages the metrics of every so many steps of this worker, for callbacks with `on_step_metrics`.
+
+    Args:
+        every: After how many steps.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def on_begin(self, operator: Any) -> None:
+        self._last, self._open, self._closed = -1, operator._raysgd.new_meters(), dict[int, AverageMeterCollection]()
+
+    def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
+        last = step - 1 if self._last < 0 else self._last
+        if step <= last or not isinstance(metrics, Mapping):  # a step that is repeated after a failure counts once
+            return
+        values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
+        num_samples = values.pop(NUM_SAMPLES, 1)
+        with suppress(TypeError, ValueError):  # of what has no mean, only a loop of the user's can go on
+            self._open.update(values, num_samples)
+        if step // self._every > last // self._every:
+            self._closed[step], self._open = self._open, operator._raysgd.new_meters()
+        self._last = step
+
+    def summaries(self, after: int) -> dict[int, MetricSummary]:
+        """Return what was measured, by the last step of each mean, and forget all up to the step `after`."""
+        for step in [step for step in list(self._closed) if step <= after]:
+            del self._closed[step]
+        return {step: meters.summary() for step, meters in list(self._closed.items())}
+
+
+def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
+    """Return what a worker has measured since a step. It runs beside the training, for it may wait for the device."""
+    found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
+    return {} if found is None else found.summaries(after)
 
 
 class ProfilerTrace(WorkerCallback):

@@ -5,17 +5,15 @@ Python writes the words and tables of the page; the charts are drawn in the brow
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
 import json
 import os
 import platform
 import reprlib
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +26,8 @@ from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.engine.shared import time_spent
 from raysgd.history import readable
-from raysgd.history.charts import NUM_COLORS, color_of, grouped, shown_events, table_of, told_at
-from raysgd.history.history import History
+from raysgd.history.charts import grouped, shown_events, table_of, told_at
+from raysgd.history.history import History, evenly, plain
 from raysgd.writers.sink import failures_warned
 
 if TYPE_CHECKING:
@@ -39,12 +37,18 @@ if TYPE_CHECKING:
 DATA_ID = "raysgd-run"
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "use_gpu", "precision", "strategy", "min_workers", "spare_workers")
-_LONG_S, _SHARE = 0.05, 50  # a report that takes longer to write than this may take a fiftieth of the time
+_SHARE = 50  # writing it may take a fiftieth of the time
 _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
 _MOST_POINTS = 2000  # of each curve, in the data of the page
-_BAD = (time_spent.AGAIN, *time_spent.RECOVERY)
+_FOLDED = ("config", "about")
+_VIEW = (
+    '<p id="view"><label>over <select name="over"><option>epoch<option>step</select></label>'
+    '<label>axis <select name="axis"><option>linear<option>log</select></label>'
+    '<label>smoothing <input type="range" name="smoothing" max="0.99" step="0.01" value="0"></label></p>'
+    '<noscript>Charts need JavaScript.</noscript><div id="charts"></div>'
+)
 
 
 class HTMLReport(Callback):
@@ -70,9 +74,16 @@ class HTMLReport(Callback):
         self._given = Path(path).expanduser().absolute() if path is not None else None
         self._warned = Once()
         self._rest_until = 0.0
+        self._steps: list[dict[str, Any]] = []
 
     def on_run_begin(self, run: Run) -> None:
+        self._steps = []
         self._write(run, "running")
+
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        self._steps.append({"step": step, **metrics})
+        if time.monotonic() >= self._rest_until:
+            self._write(run, "running")
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
         self._write(run, "running")
@@ -101,26 +112,22 @@ class HTMLReport(Callback):
         with failures_warned(type(self).__name__, self._warned):
             began, path = time.monotonic(), self.path(run)
             path.parent.mkdir(parents=True, exist_ok=True)
-            page = page_of(facts_of(run, state, reason), run.history)
+            page = page_of(facts_of(run, state, reason), run.history, self._steps)
             with replacing(str(path)) as file:
                 file.write(page.encode("utf-8", errors="replace"))
-            took = time.monotonic() - began
-            self._rest_until = began + took * _SHARE if took > _LONG_S else 0.0
+            self._rest_until = began + _SHARE * (time.monotonic() - began)
 
 
 def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
-    """Return what there is to tell of a run besides its history, as plain data for the page.
-
-    Args:
-        run: The run.
-        state: "running", "finished", "stopped" or "failed".
-        reason: Why it was stopped or failed.
-    """
+    """Return what there is to tell of a run besides its history, as plain data for the page."""
     trainer = run.trainer
-    options = {"trainer": type(trainer).__name__, "num_workers": getattr(trainer, "max_replicas", None)}
-    options |= {name: getattr(trainer, name, None) for name in _OPTIONS}
-    loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}  # nothing is imported for this
-    versions = {name: str(getattr(module, "__version__", "unknown")) for name, module in loaded.items()}
+    about: dict[str, Any] = {"raysgd": __version__, "Python": platform.python_version()}
+    for name in _PACKAGES:  # nothing is imported for this
+        about[name] = getattr(sys.modules.get(name), "__version__", None)
+    about |= {"system": platform.platform(), "host": platform.node()}
+    if trainer is not None:
+        about |= {"trainer": type(trainer).__name__, "num_workers": getattr(trainer, "max_replicas", None)}
+        about |= {name: getattr(trainer, name, None) for name in _OPTIONS}
     texts = reprlib.Repr()
     texts.maxstring = texts.maxother = texts.maxlong = 300
     texts.maxdict = texts.maxlist = texts.maxtuple = 50
@@ -133,31 +140,31 @@ def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
         "epochs": run.epochs,
         "started_at": run.started_at,
         "written_at": time.time(),
-        "trainer": {name: str(value) for name, value in options.items() if value is not None} if trainer else {},
         "config": {str(name): texts.repr(value) for name, value in config},
-        "versions": {"raysgd": __version__, "Python": platform.python_version(), **versions},
-        "machine": {"system": platform.platform(), "host": platform.node()},
+        "about": {name: str(value) for name, value in about.items() if value is not None},
         "ledger": {} if trainer is None else trainer.ledger().total(),
     }
 
 
-def page_of(facts: Mapping[str, Any], history: History) -> str:
+def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[str, Any]]) -> str:
     """Return the page. It refreshes itself as long as the run goes on, and a browser runs no script but ours in it."""
-    files = Path(__file__).with_name("page")
-    style, scripts, policy = _parts(files)
+    files, nonce = Path(__file__).with_name("page"), secrets.token_urlsafe(16)
+    names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
+    style_of_charts, style, license_text, charts, script = ((files / name).read_text("utf-8") for name in names)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
     refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if facts["state"] == "running" else ""
-    folded = {name.capitalize(): facts[name] for name in ("trainer", "config", "versions", "machine")}
+    thinned, lines = history.thinned(_MOST_POINTS), [*grouped([*history, *steps]).items()]
+    shown = {"charts": lines if max(len(history), len(steps)) > 1 else [], "steps": plain(evenly(steps, _MOST_POINTS))}
+    content = json.dumps({"run": facts, "history": thinned.as_data(), **shown}, allow_nan=False)
+    data = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     sections = [
-        _header(facts),
-        _tiles(history),
-        _section("Metrics", _curves(history)),
-        _section("Over time", f'<div class="card"><div class="chart" id="times"></div></div>{_events(history)}'),
+        _header(facts, history),
+        _section("Metrics", _VIEW if shown["charts"] else _note("Curves begin with the second result.")),
+        _section("Over time", f'<div class="card" id="times"></div>{_events(history)}'),
         _section("Where the time went", _where_time_went(facts["ledger"])),
         _section("Results", _results(history)),
-        *(_folded(title, cards.two_column_table(rows.items(), "facts")) for title, rows in folded.items() if rows),
+        *(_folded(name.capitalize(), cards.two_column_table(facts[name].items(), "facts")) for name in _FOLDED),
     ]
-    content = json.dumps({"run": facts, "history": history.thinned(_MOST_POINTS).as_data()}, allow_nan=False)
-    data = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -166,7 +173,7 @@ def page_of(facts: Mapping[str, Any], history: History) -> str:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 {refresh}
 <title>{safe(facts["name"])}: {safe(facts["state"])}</title>
-<style>{style}</style>
+<style>{style_of_charts}{style}</style>
 </head>
 <body>
 <main>
@@ -174,76 +181,25 @@ def page_of(facts: Mapping[str, Any], history: History) -> str:
 <footer>Written by raysgd at {_moment(facts["written_at"])}. The data of this page is in its source, as JSON.</footer>
 </main>
 <script type="application/json" id="{DATA_ID}">{data}</script>
-{scripts}
+<script nonce="{nonce}">/*
+{license_text}*/
+{charts}</script>
+<script nonce="{nonce}">{script}</script>
 </body>
 </html>
 """
 
 
-@cache
-def _parts(files: Path) -> tuple[str, str, str]:
-    """Return the style of the page, its scripts (the library with its license, and ours), and what it may run."""
-    names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
-    style_of_charts, style, license_text, charts, script = ((files / name).read_text("utf-8") for name in names)
-    scripts = (f"/*\n{license_text}*/\n{charts}", script)
-    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
-    return style_of_charts + style, "".join(f"<script>{each}</script>" for each in scripts), policy
-
-
-def _header(facts: Mapping[str, Any]) -> str:
+def _header(facts: Mapping[str, Any], history: History) -> str:
     of = f" of {facts['epochs']}" if facts["epochs"] is not None else ""
     took = readable.seconds(max(0.0, facts["written_at"] - facts["started_at"]))
-    reason = f'<p class="reason">{safe(facts["reason"])}</p>' if facts["reason"] else ""
-    state = safe(facts["state"])
-    return (
-        f'<header><h1>{safe(facts["name"])}</h1><span class="state {state}">{state}</span>'
-        f"<p>epoch {facts['epoch']}{of}, {took}, started {_moment(facts['started_at'])}</p>{reason}</header>"
-    )
-
-
-def _tiles(history: History) -> str:
-    """Return the numbers that say most: the name, the value of now, and what it was before."""
-    tiles = []
-    for name in readable.most_telling(readable.metrics_of(history), 3):
-        values = [readable.number(row[name]) for row in history if readable.is_real(row.get(name))]
-        tiles.append((name, values[-1], f"from {values[0]}") if values else (name, "none", "no finite value"))
-    calls = [{**record.metrics, "seconds": record.seconds} for record in history.records if record.kind == "train"]
-    speeds = [speed for call in calls if (speed := readable.samples_per_s(call)) is not None]
-    if speeds:
-        last, best = (readable.rate(speed).removesuffix(" samples/s") for speed in (speeds[-1], max(speeds)))
-        tiles.append(("samples/s", last, f"at best {best}"))
-    if sizes := [record.num_workers for record in history.records]:
-        is_constant = min(sizes) == max(sizes)
-        tiles.append(("workers", str(sizes[-1]), "all the time" if is_constant else f"{min(sizes)} to {max(sizes)}"))
-    if lost := [event.seconds for event in history.events if event.is_failure]:
-        tiles.append(("failures of workers", str(len(lost)), f"{readable.seconds(sum(lost))} to recover"))
-    return '<div class="tiles">{}</div>'.format(
-        "".join(
-            f'<div class="tile"><div class="name">{safe(name)}</div><div class="value">{safe(value)}</div>'
-            f'<div class="below">{safe(below)}</div></div>'
-            for name, value, below in tiles
-        )
-    )
-
-
-def _curves(history: History) -> str:
-    """Return the places of the charts, and what changes all of them. The script of the page draws."""
-    if len(history) < 2:
-        return _note("Curves begin with the second result.")
-    places = [
-        f'<figure class="card"><figcaption>{safe(base)}</figcaption><div class="chart" data-lines="'
-        f'{safe(json.dumps([[name, color_of(name, index)] for index, name in enumerate(names)]))}"></div></figure>'
-        for base, names in grouped(history).items()
-    ]
-    has_steps = len(history) <= _MOST_POINTS and all(readable.is_real(row.get("batch_count")) for row in history)
-    over = '<label>over <select name="over"><option>epoch<option>step</select></label>' if has_steps else ""
-    return (
-        f'<p id="view">{over}<label><input type="checkbox" name="log">log axis</label><label>smoothing '
-        '<input type="range" name="smooth" min="0" max="0.99" step="0.01" value="0"></label></p>'
-        f'<noscript>{_note("Charts need JavaScript.")}</noscript><div class="charts">{"".join(places)}</div>'
-    )
+    told = [f"epoch {facts['epoch']}{of}", took, f"started {_moment(facts['started_at'])}"]
+    if sizes := sorted({record.num_workers for record in history.records}):
+        told.append(readable.counted(sizes[-1], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers")
+    told += readable.failures(history.events)
+    state, reason = safe(facts["state"]), f'<p class="reason">{safe(facts["reason"])}</p>' if facts["reason"] else ""
+    name = safe(facts["name"])
+    return f'<header><h1>{name}</h1><span class="state {state}">{state}</span><p>{", ".join(told)}</p>{reason}</header>'
 
 
 def _events(history: History) -> str:
@@ -253,29 +209,25 @@ def _events(history: History) -> str:
 
 
 def _where_time_went(ledger: Mapping[str, float]) -> str:
-    """Return what the time in training calls was spent on, as a bar and a table, and how long the rest took."""
+    """Return what the time in training calls was spent on, and how long the rest took."""
     inside = {name: took for name, took in ledger.items() if name not in time_spent.OUTSIDE and took > 0}
     total, goodput = sum(inside.values()), time_spent.goodput_of(ledger)
     if goodput is None:
         return _note("There is no account of it.")
     shown = [name for name in time_spent.BINS if inside.get(name, 0.0) >= time_spent.SHOWN_FROM * total]
-    colors = ["bad" if name in _BAD else str(index % NUM_COLORS) for index, name in enumerate(shown)]
-    parts = [(time_spent.BINS[name], color, inside.pop(name)) for name, color in zip(shown, colors, strict=True)]
+    parts = [(time_spent.BINS[name], inside.pop(name)) for name in shown]
     if inside:
-        parts.append((f"{len(inside)} more, each below {time_spent.SHOWN_FROM:.1%}", "other", sum(inside.values())))
-    bar = "".join(f'<i class="c{color}" style="flex-grow:{took / total:.5f}"></i>' for _, color, took in parts)
-    keys = "".join(
-        f'<tr><td><i class="swatch c{color}"></i>{safe(words)}</td><td>{readable.seconds(took)}</td>'
-        f"<td>{took / total:.1%}</td></tr>"
-        for words, color, took in parts
+        parts.append((f"{len(inside)} more, each below {time_spent.SHOWN_FROM:.1%}", sum(inside.values())))
+    rows = "".join(
+        f'<tr><td>{safe(words)}</td><td>{readable.seconds(took)}</td><td>{took / total:.1%}</td><td class="bar">'
+        f'<i style="width:{took / total:.2%}"></i></td></tr>'
+        for words, took in parts
     )
-    outside = [(time_spent.BINS[name], ledger[name]) for name in time_spent.OUTSIDE if name in ledger]
+    outside = {time_spent.BINS[name]: ledger[name] for name in time_spent.OUTSIDE if name in ledger}
+    told = ", ".join(f"{words} {readable.seconds(took)}" for words, took in outside.items())
     note = f"Time of all workers together. Goodput {goodput:.1%}: the share of it that was not lost to failures."
-    if outside:
-        note += (
-            f" Outside of training calls: {', '.join(f'{what} {readable.seconds(took)}' for what, took in outside)}."
-        )
-    return f'<div class="card"><div class="stack">{bar}</div><table class="keys">{keys}</table></div>{_note(note)}'
+    note += f" Outside of training calls: {told}." if told else ""
+    return f'<div class="card table"><table class="keys">{rows}</table></div>{_note(note)}'
 
 
 def _results(history: History) -> str:

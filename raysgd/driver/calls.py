@@ -15,7 +15,9 @@ from functools import cache, partial
 from typing import Any
 
 from raysgd import _arguments as checks
-from raysgd._numbers.results import CallProgress, ProgressKind, as_number
+from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary
+from raysgd._numbers.results import CallProgress, ProgressKind, as_number, merge
+from raysgd.callbacks.monitors import summaries_of_steps
 from raysgd.driver.sharing import DataSharing, Requests
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
@@ -23,6 +25,7 @@ from raysgd.engine.shared.types import Heartbeat, World
 from raysgd.engine.snapshots import NewestSnapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.exceptions import OnFailure
+from raysgd.history import readable
 from raysgd.history.accounts import Accounts
 from raysgd.history.gauges import Gauges
 from raysgd.messages import replica_calls
@@ -49,6 +52,8 @@ def asked(
 
 
 Listener = Callable[[CallProgress], None]
+
+_ASK_FOR_STEPS_S = 1.0
 
 
 class ProgressListeners:
@@ -103,6 +108,37 @@ class ProgressListeners:
         """Tells all listeners."""
         for listener in tuple(self.listeners):
             listener(progress)
+
+
+class StepListener:
+    """A listener that asks all ranks what `StepMetrics` has measured, once a second and at the end of a call.
+
+    Args:
+        controller: Has the workers.
+        tell: Called with a step that all ranks have reached, and the metrics of the steps since the one before, as
+            means over all ranks. No step comes twice.
+    """
+
+    def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
+        self._controller, self._tell = controller, tell
+        self._last_step, self._asked_at = 0, 0.0
+
+    def __call__(self, progress: CallProgress) -> None:
+        if progress.kind != "train" or not (progress.is_done or time.monotonic() > self._asked_at + _ASK_FOR_STEPS_S):
+            return
+        group = self._controller.ensure_group()
+        asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
+        try:
+            told: list[Mapping[int, MetricSummary]] = [each.result(1.0) for each in asked]
+        except Exception as error:  # they are asked again, unless the worker is lost
+            logger.debug("no news of the steps: %s", error)
+            told = [{}]
+        self._asked_at = time.monotonic()
+        until = (max if progress.is_done else min)(max(each, default=0) for each in told)
+        for step in sorted({step for each in told for step in each if self._last_step < step <= until}):
+            self._last_step = step
+            rows = [row for each in told if (row := each.get(step)) and row[NUM_SAMPLES]]  # padding has no mean
+            self._tell(step, readable.chosen(merge(rows), None))
 
 
 class EpochCalls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,9 +14,10 @@ from raysgd import _arguments as checks
 from raysgd._files import check_path, make_folder
 from raysgd.callbacks.callback import Run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
+from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
-from raysgd.driver.calls import asked
+from raysgd.driver.calls import Listener, StepListener, asked
 from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, WorkersLostError
 from raysgd.history.history import CallRecord, History, RecordBeside
@@ -50,6 +51,7 @@ class FitOptions:
     folder: Any = None
     validate: Any = INLINE
     progress: Any = False
+    log_every_n_steps: int = 50
 
     def __post_init__(self) -> None:
         if not checks.is_integer(self.epochs) or self.epochs < 0:
@@ -58,6 +60,10 @@ class FitOptions:
             raise InvalidCountError(
                 f"`validation_freq={self.validation_freq!r}`: need 0 (never), 1 (after each epoch), or after how many "
                 "epochs."
+            )
+        if not checks.is_integer(self.log_every_n_steps) or self.log_every_n_steps < 0:
+            raise InvalidCountError(
+                f"`log_every_n_steps={self.log_every_n_steps!r}`: need a number of steps, or 0 for epochs only."
             )
         if self.validate not in (INLINE, ASYNC):
             raise ValueError(
@@ -142,6 +148,10 @@ class Fit:
             may_validate=options.validation_freq > 0,
         )
         self._calls = CallbackCalls(self._callbacks, self._run)
+        self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
+        if options.log_every_n_steps and trainer._runs_worker_callbacks and self._calls.wants("on_step_metrics"):
+            self._worker_callbacks.append(StepMetrics(options.log_every_n_steps))
+            self._listeners.append(StepListener(trainer._controller, self._calls.step_metrics))
         self._sidecars = Sidecars()
         self._seen = trainer.history.extent
         self._num_events = len(trainer.history.events)
@@ -251,7 +261,9 @@ class Fit:
         if run.is_stopping:
             return None
         run.epoch += 1
-        with trainer._listeners.listening(self._calls.progress) if self._calls.wants_progress else nullcontext():
+        with ExitStack() as listening:
+            for listener in self._listeners:
+                listening.enter_context(trainer._listeners.listening(listener))
             given = {} if options.dataset is None else {"dataset": options.dataset}
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
             epoch = self._current = self._trained(trainer.train(info=info, **given))

@@ -496,6 +496,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         folder: str | Path | None = None,
         validate: Literal["inline", "async"] = "inline",
         progress: bool | None = None,
+        log_every_n_steps: int = 50,
     ) -> History:
         """Trains for some epochs, validates after each of them, and calls callbacks. Call it again for more epochs.
 
@@ -515,6 +516,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 one. Its row and what callbacks do about it are complete at the end of the next epoch.
                 An epoch waits for the validation before the last one; none is left out.
             progress: Whether to show a `raysgd.callbacks.ProgressBar`. None does so in a terminal and in a notebook.
+            log_every_n_steps: After how many steps loggers and reports get the metrics of training inside an epoch; 0
+                for epochs only. For `TorchTrainer`.
 
         Returns:
             One row per epoch, and all that happened.
@@ -525,7 +528,16 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             WorkerError, WorkersLostError: As in `train`.
         """
         options = FitOptions(
-            epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder, validate, progress
+            epochs,
+            callbacks,
+            validation_freq,
+            dataset,
+            validation_dataset,
+            resume_from,
+            folder,
+            validate,
+            progress,
+            log_every_n_steps,
         )
         return Fit(self, options).run()
 
@@ -541,6 +553,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         resume_from: str | Path | None = None,
         folder: str | Path | None = None,
         validate: Literal["inline", "async"] = "inline",
+        log_every_n_steps: int = 50,
     ) -> Iterator[dict[str, Any]]:
         """Trains as `fit` does, and gives you the results of each epoch when it ends.
 
@@ -556,6 +569,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             resume_from: A file to load first, or "auto".
             folder: Where callbacks put their files.
             validate: As in `fit`. A row that you have been given is filled in later.
+            log_every_n_steps: As in `fit`.
 
         Returns:
             The rows of the history, one after the other.
@@ -568,7 +582,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             ...     print(epoch["epoch"], epoch["train_loss"])
         """
         options = FitOptions(
-            epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder, validate
+            epochs,
+            callbacks,
+            validation_freq,
+            dataset,
+            validation_dataset,
+            resume_from,
+            folder,
+            validate,
+            log_every_n_steps=log_every_n_steps,
         )
         return Fit(self, options).epochs()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,20 +215,6 @@ class History(Sequence[dict[str, Any]]):
             record.metrics.update(_with_nan(record.metrics))
         history.records = records
         return history
-
-    def plot(self, path: str | os.PathLike[str], metrics: Sequence[str] | None = None) -> None:
-        """Draws metrics over epochs into a file, with matplotlib.
-
-        Args:
-            path: The file; its ending says what it is, such as `.png`, `.svg`, or `.pdf`.
-            metrics: Names of the metrics; all of them if None. `train_loss` and `val_loss` share a picture.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-            KeyError: There is no such metric.
-            ValueError: There is nothing to draw yet.
-        """
-        charts.save_plot(self, path, metrics)
 
     def __repr__(self) -> str:
         return charts.as_line(self._rows, self.events, self.stop_reason)

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._arguments import did_you_mean
 
-_NOT_A_RESULT = frozenset({"epoch", "batch_count", "num_workers"})
+_NOT_A_RESULT = frozenset({"epoch", "step", "batch_count", "num_workers"})
 _LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"
 
 

@@ -108,6 +108,10 @@ class InstalledCallbacks:
     def _with(self, method: str) -> list[WorkerCallback]:
         return [each for each in self._callbacks if getattr(type(each), method) is not getattr(WorkerCallback, method)]
 
+    def of_kind(self, kind: type) -> Any:
+        """Return the callback of a class; None if there is none."""
+        return next((each for each in self._callbacks if type(each) is kind), None)
+
     # ---------------------------------------------------------------------------------------------- their state
 
     def states(self) -> dict[str, Any]:

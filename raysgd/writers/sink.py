@@ -96,7 +96,7 @@ class SafeSink:
         self._sink, self._hidden = sink, hidden
         self._owner, self._warned = owner, Once()
         self._run: Any = None
-        self._first_step: int | None = None
+        self.first_step: int | None = None
         self._is_open = False
 
     def warns(self) -> AbstractContextManager[None]:
@@ -109,8 +109,12 @@ class SafeSink:
         Raises:
             Exception: It cannot be opened. Each row tries again.
         """
-        self._run, self._first_step, self._is_open = run, first_step, False
+        self.begin(run, first_step)
         self._open_once()
+
+    def begin(self, run: Any, first_step: int | None = None) -> None:
+        """Leave it to the first row to open the sink."""
+        self._run, self.first_step, self._is_open = run, first_step, False
 
     def write(self, row: Any, step: int) -> None:
         """Write one row, or warn."""
@@ -136,7 +140,7 @@ class SafeSink:
                 self._sink.close(has_failed=True)
 
         with OnFailure(end):
-            self._sink.open(self._run, self._first_step)
+            self._sink.open(self._run, self.first_step)
         self._is_open = True
 
 

@@ -158,8 +158,8 @@ class TestProgress:
     NEWS = CallProgress(1, 2, 0, None, None)
 
     def test_is_only_asked_for_if_someone_listens(self) -> None:
-        assert not calls_of(Callback()).wants_progress
-        assert calls_of(Callback(), Noting([])).wants_progress
+        assert not calls_of(Callback()).wants("on_progress")
+        assert calls_of(Callback(), Noting([])).wants("on_progress")
 
     def test_keeps_an_error_until_the_epoch_is_over_and_calls_no_more(self) -> None:
         noted: list[tuple[Any, ...]] = []

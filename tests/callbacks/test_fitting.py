@@ -272,6 +272,11 @@ class TestEpochs:
             ({"epochs": -1}, InvalidCountError, "`epochs=-1`: need a number of epochs"),
             ({"epochs": "3"}, InvalidCountError, "`epochs='3'`"),
             ({"epochs": 1, "validation_freq": 0.5}, InvalidCountError, r"need 0 \(never\), 1 \(after each epoch\)"),
+            (
+                {"epochs": 1, "log_every_n_steps": -1},
+                InvalidCountError,
+                "`log_every_n_steps=-1`: need a number",
+            ),
             ({"epochs": 1, "resume_from": 7}, TypeError, "`resume_from=7`: need a path"),
             ({"epochs": 1, "resume_from": ""}, ValueError, "`resume_from=''`: need a path"),
             ({"epochs": 1, "resume_from": "auto"}, ValueError, r"no callback finds checkpoints.*\[Checkpointing"),

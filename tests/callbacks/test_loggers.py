@@ -69,6 +69,19 @@ class TestFiles:
         assert [row["epoch"] for row in rows] == ["1", "2"]
 
     @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
+    def test_of_steps_are_beside_those_of_epochs_and_go_on_behind_a_checkpoint(
+        self, make_local: Make, tmp_path: Path, logger: Any, read: Callable[[Path], Any]
+    ) -> None:
+        first, later = make_local(), make_local()
+        first.fit(1, callbacks=[logger(tmp_path / "log.x")], log_every_n_steps=2)
+        first.save(tmp_path / "state")
+        first.fit(1, callbacks=[logger(tmp_path / "log.x")], log_every_n_steps=2)
+        later.fit(3, callbacks=[logger(tmp_path / "log.x")], resume_from=tmp_path / "state", log_every_n_steps=5)
+        steps = [(int(row["epoch"]), int(row["step"])) for row in read(tmp_path / "log.steps.x")]
+        assert steps == [(1, 2), (1, 4), (2, 10), (3, 15)]
+        assert [int(row["epoch"]) for row in read(tmp_path / "log.x")] == [1, 2, 3]
+
+    @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
     def test_of_a_run_that_resumes_go_on_behind_its_checkpoint(
         self, tmp_path: Path, logger: Any, read: Callable[[Path], Any]
     ) -> None:
@@ -126,6 +139,14 @@ class TestFiles:
 def test_tensorboard_is_shown_numbers_by_epoch(tmp_path: Path) -> None:
     play(TensorBoardLogger(), tmp_path, {"epoch": 1, "a": 1.0}, {"epoch": 2, "a": 0.5, "nested": {"b": 3}})
     assert list(events(tmp_path / "tensorboard")) == [("a", 1, 1.0), ("a", 2, 0.5), ("nested/b", 2, 3.0)]
+
+
+@RunIf(modules=["tensorboardX"])
+def test_a_training_of_one_epoch_is_a_curve(make_local: Make, tmp_path: Path) -> None:
+    [row] = make_local().fit(1, callbacks=[TensorBoardLogger()], folder=tmp_path, log_every_n_steps=1)
+    losses = [(step, value) for name, step, value in events(tmp_path / "tensorboard") if name == "steps/train_loss"]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5]
+    assert sum(value for _, value in losses) / 5 == pytest.approx(row["train_loss"])
 
 
 @RunIf(modules=["mlflow"])

@@ -4,14 +4,29 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd.callbacks import GoodputMonitor, GradientNorms, LearningRateMonitor, ProfilerTrace, Run, ThroughputMonitor
+from raysgd._numbers.meters import AverageMeterCollection, MetricSummary
+from raysgd._numbers.results import CallProgress
+from raysgd.callbacks import (
+    Callback,
+    GoodputMonitor,
+    GradientNorms,
+    LearningRateMonitor,
+    ProfilerTrace,
+    Run,
+    ThroughputMonitor,
+    WorkerCallback,
+)
+from raysgd.callbacks.monitors import StepMetrics
+from raysgd.driver.calls import StepListener
 from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
@@ -176,3 +191,101 @@ def test_ranks_are_a_list_of_numbers(ranks: Any, tmp_path: Path) -> None:
 def test_steps_are_a_pair(steps: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`steps="):
         ProfilerTrace(tmp_path, steps)
+
+
+class Steps(Callback):
+    """Keeps what it is told of steps."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, float]] = []
+
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        self.told.append((step, metrics["train_loss"]))
+
+
+class Batches(WorkerCallback):
+    """Keeps what single batches reported."""
+
+    def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
+        operator.reported = [*getattr(operator, "reported", ()), float(metrics["train_loss"])]
+
+
+class TestSteps:
+    @pytest.mark.parametrize("operator_cls", [LinearOperator, OwnBatchOperator])
+    def test_are_told_as_means_over_so_many_also_across_epochs(
+        self, operator_cls: type[TrainingOperator], make_local: Make
+    ) -> None:
+        trainer, steps = make_local(operator_cls), Steps()
+        trainer.fit(2, callbacks=[Batches(), steps], log_every_n_steps=4)
+        reported = trainer.get_local_operator().reported  # type: ignore[attr-defined]
+        assert steps.told == [(4, pytest.approx(sum(reported[:4]) / 4)), (8, pytest.approx(sum(reported[4:8]) / 4))]
+
+    def test_are_measured_only_where_a_callback_wants_them(self, make_local: Make) -> None:
+        seen: list[bool] = []
+
+        class Looks(Callback):
+            def on_epoch_trained(self, run: Run) -> None:
+                assert run.trainer is not None
+                seen.append(run.trainer.get_local_operator()._raysgd.callbacks.are_there)
+
+        for callbacks, every in (([], 1), ([Steps()], 0), ([Steps()], 1)):
+            make_local().fit(1, callbacks=[Looks(), *callbacks], log_every_n_steps=every)
+        assert seen == [False, False, True]
+
+    def test_that_are_repeated_count_once(self) -> None:
+        measured = StepMetrics(2)
+        operator = SimpleNamespace(_raysgd=SimpleNamespace(new_meters=AverageMeterCollection))
+        measured.on_begin(operator)
+        for step, value in ((7, 1.0), (8, 2.0), (9, 3.0), (8, 90.0), (9, 90.0), (10, 5.0), (12, 6.0), (13, 7.0)):
+            measured.on_step_end(operator, step, {"a": value, "num_samples": 2, "text": "x"})
+        assert {step: row["a"] for step, row in measured.summaries(0).items()} == {8: 1.5, 10: 4.0, 12: 6.0}
+        assert [*measured.summaries(10)] == [12]
+
+    def test_are_means_over_the_ranks_that_counted_samples_and_none_is_told_twice_or_too_early(self) -> None:
+        ranks, told = Ranks({}, {}), list[tuple[int, dict[str, float]]]()
+        listener = StepListener(cast("Any", ranks), lambda step, metrics: told.append((step, metrics)))
+        now, end = (CallProgress(1, 9, 0, 1, None, is_done=is_done) for is_done in (False, True))
+        listener(now)
+        ranks.answers = [{2: means(1.0, 6), 4: means(3.0, 2)}, {2: means(5.0, 2)}]
+        listener(now)
+        assert told == []  # they were asked less than a second ago
+        listener._asked_at = 0.0
+        listener(now)
+        assert told == [(2, {"a": 2.0})]
+        ranks.answers = [{4: means(3.0, 2), 6: means(1.0, 2)}, {2: means(5.0, 2), 4: means(math.nan, 0)}]
+        listener(end)
+        assert told[1:] == [(4, {"a": 3.0}), (6, {"a": 1.0})]
+        ranks.answers = [{8: means(1.0, 1)}, WorkersLostError("gone")]
+        listener(end)
+        ranks.answers = [{6: means(9.0, 1), 8: means(1.0, 1)}]
+        listener(end)
+        assert (told[3:], ranks.asked_after) == ([(8, {"a": 1.0})], [0, 0, 2, 6, 6])
+
+
+def means(value: float, num_samples: int) -> MetricSummary:
+    total = value * num_samples if num_samples else 0.0
+    return MetricSummary({"num_samples": num_samples, "a": value, "last_a": value}, {"a": (total, num_samples)})
+
+
+class Ranks:
+    """A group of ranks with these answers, and the controller that has it."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked_after: list[int] = []
+
+    def ensure_group(self) -> Ranks:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def fetch(self, rank: int, function: Any, after: int) -> Any:
+        self.asked_after += [] if rank else [after]
+
+        def result(timeout_s: float) -> Any:
+            if isinstance(self.answers[rank], Exception):
+                raise self.answers[rank]
+            return self.answers[rank]
+
+        return SimpleNamespace(result=result)

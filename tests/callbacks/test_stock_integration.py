@@ -63,6 +63,16 @@ class KillInSecondEpoch(Callback):
         self.seen.append(progress)
 
 
+class Steps(Callback):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[int, float]] = []
+
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        self.losses.append((step, metrics["train_loss"]))
+
+
 @dataclass
 class Story:
     """What came of a run."""
@@ -72,18 +82,19 @@ class Story:
     loss_of_average: float
     stopping: EarlyStopping
     saving: Checkpointing
+    steps: list[tuple[int, float]]
 
 
 def train(trainer: TorchTrainer, folder: Path, *more: Callback, epochs: int = 9, patience: int = 1) -> Story:
     ema, stopping = EMA(decay=0.8), EarlyStopping("val_loss", patience=patience, min_delta=0.3)
     saving = Checkpointing(folder / "checkpoints", metric="val_loss", keep_last=2)
-    callbacks = [saving, ema, GradientNorms(), LearningRateMonitor(), stopping, *more]
-    history = trainer.fit(epochs, callbacks=callbacks, resume_from="auto")
+    callbacks = [saving, ema, GradientNorms(), LearningRateMonitor(), stopping, steps := Steps(), *more]
+    history = trainer.fit(epochs, callbacks=callbacks, resume_from="auto", log_every_n_steps=1)
     own = trainer.validate()["val_loss"]
     with ema.swap(trainer):
         loss_of_average = trainer.validate()["val_loss"]
     assert trainer.validate()["val_loss"] == own != loss_of_average
-    return Story(history, ema.get_model(trainer).weight, loss_of_average, stopping, saving)
+    return Story(history, ema.get_model(trainer).weight, loss_of_average, stopping, saving, steps.losses)
 
 
 @pytest.fixture
@@ -111,6 +122,9 @@ def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
     assert [each.kind for each in killing.seen if each.is_done] == ["train", "validation"] * len(together.history)
     for name in ("val_loss", "grad_norm", "max_grad_norm", "lr"):
         assert together.history[name] == pytest.approx(alone.history[name], abs=1e-6)
+    assert [step for step, _ in together.steps] == [*range(1, 3 * len(alone.history) + 1)]
+    others = [number for number in range(len(alone.steps)) if number not in (3, 4)]  # which the lost worker measured
+    assert [together.steps[each][1] for each in others] == pytest.approx([alone.steps[each][1] for each in others])
     assert torch.allclose(together.average, alone.average, rtol=0, atol=1e-6)
     assert together.loss_of_average == pytest.approx(alone.loss_of_average, abs=1e-6)
     assert 3 <= len(alone.history) < 9

@@ -1,8 +1,7 @@
 "use strict";
 // Draws the charts of the report with uPlot, from the JSON in the page. Absent values are skipped, null is a gap.
-const { history } = JSON.parse(document.getElementById("raysgd-run").textContent);
+const { history, steps, charts } = JSON.parse(document.getElementById("raysgd-run").textContent);
 const controls = [...document.querySelectorAll("#view [name]")];
-const whole = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((power) => [power, 2 * power, 5 * power]);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 const drawable = (value) => (value === undefined || (typeof value === "number" && Math.abs(value) <= 1e100) ? value : null);
 
@@ -23,7 +22,7 @@ function smoothed(values, weight) {
 }
 
 // Draws lines of `{name, color, faint, values}` over `xs`, and marks of `{at, color, text}`.
-function draw(place, xs, lines, { label, shown, ticks, height = 220, log = false, marks = [] }) {
+function draw(place, xs, lines, { label, shown, ticks, log = false, marks = [] }) {
   const look = { stroke: css("--soft"), grid: { stroke: css("--rule"), width: 1 }, ticks: { show: false },
     font: "11px system-ui", labelFont: "11px system-ui" };
   const drawMarks = ({ ctx, bbox, valToPos }) => marks.forEach(({ at, color, text }) => {
@@ -37,7 +36,7 @@ function draw(place, xs, lines, { label, shown, ticks, height = 220, log = false
     ctx.fillText(text, x, bbox.top - 6);
   });
   return new uPlot({
-    width: place.clientWidth, height, padding: [marks.length ? 20 : 8, 14, 0, 0],
+    width: place.clientWidth - 32, height: 220, padding: [marks.length ? 20 : 8, 14, 0, 0],
     cursor: { y: false, sync: { key: label } },
     scales: { x: { time: label === "time" }, y: { distr: log ? 3 : 1 } },
     axes: [
@@ -47,56 +46,75 @@ function draw(place, xs, lines, { label, shown, ticks, height = 220, log = false
     ],
     series: [
       { label, value: (_, x) => (x === null ? "–" : shown(x)) },
-      ...lines.map(({ name, color, faint }) => ({ label: name, value: (_, value) => number(value),
-        stroke: css(color) + (faint ? "50" : ""), width: faint ? 1 : 2, class: faint ? "faint" : undefined,
-        points: { size: 5, fill: css(color), ...(faint && { show: false }) } })),
+      ...lines.map(({ name, color, faint, values }) => ({ label: name, value: (_, value) => number(value), stroke: css(color),
+        alpha: faint ? 0.3 : 1, width: 2, class: faint ? "faint" : undefined,
+        points: { size: 5, fill: css(color), show: !faint && values.filter(Number.isFinite).length <= 40 } })),
     ],
-    hooks: { draw: [drawMarks] },
+    hooks: { draw: [drawMarks], ready: [(chart) => chart.setLegend({ idx: xs.length - 1 })] },
   }, [xs, ...lines.map((line) => line.values)], place);
 }
 
-function drawMetrics(place, view) {
-  const rows = history.rows;
+// Rows with their places: epochs, or means over steps, and what only epochs have at their last steps.
+function placed(over) {
+  if (over !== "step") return history.rows.map((row, index) => [row.epoch ?? index + 1, row]);
+  const [rows, known] = [new Map(steps.map((row) => [row.step, row])), new Set(steps.flatMap(Object.keys))];
   let step = 0;
-  let xs = rows.map((row, index) => (view.over === "step" ? (step += row.batch_count) : row.epoch ?? index + 1));
+  for (const row of history.rows) {
+    step += row.batch_count;
+    const others = Object.entries(row).filter(([name]) => !known.has(name));
+    if (step >= 0) rows.set(step, { ...rows.get(step), ...Object.fromEntries(others) });
+  }
+  return [...rows].sort(([one], [other]) => one - other);
+}
+
+function drawMetrics(place, names, view) {
+  const rows = placed(view.over);
+  let xs = rows.map(([x]) => x);
   if (!xs.every((x, index) => Number.isFinite(x) && (!index || x > xs[index - 1]))) xs = rows.map((_, index) => index + 1);
-  let lines = JSON.parse(place.dataset.lines).map(([name, color]) => ({ name, color: `--c${color}`,
-    values: rows.map((row) => drawable(row[name])) }));
-  const log = view.log && lines.some(({ values }) => values.some((value) => value > 0));
+  let lines = names.map((name, index) => ({ name, color: `--c${name.startsWith("val_") ? 1 : index && index + 1}`,
+    values: rows.map(([, row]) => drawable(row[name])) }));
+  const log = view.axis === "log" && lines.some(({ values }) => values.some((value) => value > 0));
   if (log) lines.forEach((line) => { line.values = line.values.map((value) => (value <= 0 ? null : value)); });
-  if (+view.smooth) lines = lines.flatMap((line) => [{ ...line, faint: true },
-    { ...line, values: smoothed(line.values, +view.smooth) }]);
-  const ticks = { size: 24, incrs: whole, values: (_, values) => values.map(String) };
-  return draw(place, xs, lines, { label: view.over || "epoch", shown: String, ticks, log });
+  if (+view.smoothing) lines = lines.flatMap((line) => [{ ...line, faint: true },
+    { ...line, values: smoothed(line.values, +view.smoothing) }]);
+  const ticks = { size: 24, values: (_, values) => values.map((value) => (Number.isInteger(value) ? value : "")) };
+  return draw(place, xs, lines, { label: view.over, shown: String, ticks, log });
 }
 
 // The throughput over time; what happened to the workers is marked.
 function drawTimes(place) {
   const calls = history.records.filter(({ kind, metrics, seconds }) => kind === "train" && metrics.num_samples > 0 && seconds > 0);
-  if (calls.length < 2) return place.parentElement.remove();
+  if (calls.length < 2) return place.remove();
   const events = history.events.filter(({ kind }) => kind !== "started" && kind !== "restarted");
   const marks = events.map(({ kind, at }, index) => ({ at, text: String(index + 1),
     color: ["continued", "restored", "lost"].includes(kind) ? "--bad" : "--change" }));
   const values = calls.map((call) => drawable(call.metrics.num_samples / call.seconds));
   const ends = calls.map((call) => call.began_at + call.seconds);
   const shown = (at) => new Date(1000 * at).toLocaleString();
-  return draw(place, ends, [{ name: "samples/s", color: "--c0", values }], { label: "time", shown, ticks: { label: null }, height: 200, marks });
+  return draw(place, ends, [{ name: "samples/s", color: "--c0", values }], { label: "time", shown, ticks: { label: null, size: 40 }, marks });
 }
 
-let charts = [];
+const places = charts.map(([title, names]) => {
+  const [figure, caption] = ["figure", "figcaption"].map((tag) => document.createElement(tag));
+  [figure.className, caption.textContent] = ["card", title];
+  figure.append(caption);
+  document.getElementById("charts").append(figure);
+  return [figure, names];
+});
+let drawn = [];
 function drawAll() {
-  const view = Object.fromEntries(controls.map((each) => [each.name, each.type === "checkbox" ? each.checked : each.value]));
-  charts.forEach((chart) => chart.destroy());
-  charts = [...document.querySelectorAll("[data-lines]")].map((place) => drawMetrics(place, view));
-  charts.push(...[...document.querySelectorAll("#times")].map(drawTimes).filter(Boolean));
-  try { sessionStorage.raysgd = JSON.stringify(view); } catch { /* the page forgets its settings when it refreshes */ }
+  const view = Object.fromEntries(controls.map((each) => [each.name, each.value]));
+  drawn.forEach((chart) => chart.destroy());
+  drawn = places.map(([place, names]) => drawMetrics(place, names, view));
+  drawn.push(...[...document.querySelectorAll("#times")].map(drawTimes).filter(Boolean));
+  return view;
 }
 
-let kept = {};
-try { kept = JSON.parse(sessionStorage.raysgd || "{}"); } catch { /* there are none */ }
+// The address keeps the settings: a page that refreshes itself has them again.
+const kept = new URLSearchParams(location.hash.slice(1));
 for (const each of controls) {
-  if (each.name in kept) each[each.type === "checkbox" ? "checked" : "value"] = kept[each.name];
-  each.addEventListener("input", drawAll);
+  each.value = kept.get(each.name) ?? (each.name === "over" && history.rows.length < 2 ? "step" : each.value);
+  each.addEventListener("input", () => location.replace(`#${new URLSearchParams(drawAll())}`));
 }
 addEventListener("resize", () => requestAnimationFrame(drawAll));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
