@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import TrainingOperator
-from raysgd.worker.state.copies import StateCopy
+from raysgd._state.state_codec import StateEncoder
 
 if TYPE_CHECKING:  # workers load this module, and need no trainer
     from raysgd import TorchTrainer
@@ -274,17 +274,16 @@ _copies: list[tuple[float, float]] = []
 
 def watch_copies() -> None:
     """In this process, lets `copies_made` know when each copy of the state begins and how long it takes."""
-    original = StateCopy.made
+    original = StateEncoder.encode
 
     @functools.wraps(original)
-    def timed(self: StateCopy) -> Any:
-        was_made, began = self.is_made, time.perf_counter()
-        content = original(self)
-        if not was_made and self.seconds is not None:
-            _copies.append((began, self.seconds))
+    def timed(self: StateEncoder, state: Any) -> Any:
+        began = time.perf_counter()
+        content = original(self, state)
+        _copies.append((began, time.perf_counter() - began))
         return content
 
-    StateCopy.made = timed  # type: ignore[method-assign]
+    StateEncoder.encode = timed  # type: ignore[method-assign]
 
 
 def copies_made() -> list[tuple[float, float]]:

@@ -6,7 +6,7 @@ The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it lives in 
 in one remote worker, or in each of `--num-workers` remote workers; every repetition measures, in this order,
 
 * a call of `train(num_steps=1)`: its time, of that what is beyond the loop itself, and how long the copy of the
-  state takes that the worker makes before the next call;
+  state takes that the worker makes at its end;
 * right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than
   usual the next call of `train` takes, and when the file is complete (on the disk, with its checksum);
 * after such a call `apply_all_operators`, which may change the state, and the same save, both together, and again how

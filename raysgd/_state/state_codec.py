@@ -19,9 +19,9 @@ import io
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,24 +88,11 @@ class StateEncoder:
             pickle.PicklingError: Something in the state cannot be pickled; many classes say so by a
                 `TypeError`.
         """
-        encoded, fill = self.begin(state)
-        fill()
-        return encoded
-
-    def begin(self, state: Any) -> tuple[EncodedState, Callable[[], None]]:
-        """Do all of `encode` but the copy of the contents of tensors and arrays in host memory.
-
-        Returns:
-            The encoded state, and what copies these contents into it, in any thread. They must not change before.
-        """
         parts = _Parts()
         skeleton = _skeleton(state, parts)
         buffer = self._buffers.take_buffer(parts.num_bytes, pinned=parts.is_on_gpu)
-        encoded, fill = EncodedState(skeleton, buffer), partial(parts.copy_into, buffer)
-        if parts.is_on_gpu:  # behind what this thread has queued there
-            fill()
-            return encoded, _nothing
-        return encoded, fill
+        parts.copy_into(buffer)
+        return EncodedState(skeleton, buffer)
 
 
 def lend(state: Any) -> EncodedState:
@@ -294,10 +281,6 @@ def _loaded_torch() -> Any:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _nothing() -> None:
-    """Do nothing: it is done."""
 
 
 def _reduced(tensor: torch.Tensor) -> Any:

@@ -172,7 +172,7 @@ def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | Non
     if capture and not isinstance(value, HeldAtStep):
         began = time.perf_counter()
         part = cast(Replica, process._replica).capture(landed)
-        part = replace(part, seconds=part.seconds + time.perf_counter() - began)
+        part = replace(part, seconds=time.perf_counter() - began)
     return WorkerAnswer(value, part, log_lines.drain() if process._is_remote else ())
 
 
@@ -384,9 +384,8 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
-        """The replica, whose state may change from now on."""
+        """The replica."""
         assert self._replica is not None, "the worker has no replica yet"
-        self._replica.finish_copies()
         return self._replica
 
     def _failure(self, error: BaseException) -> Failure:

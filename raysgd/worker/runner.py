@@ -150,17 +150,12 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copies the state once, or begins to: rank 0 what all ranks share, every rank what is its own."""
+        """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
         return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
 
     def fetch(self, token: int) -> Any:
         """The copy of the state that `token` names."""
         return self._copies.fetch(token)
-
-    def finish_copies(self) -> None:
-        """Makes what is still to be copied of the state, before anything changes it."""
-        if self._copies.has_unmade:
-            self._copies.finish()
 
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot taken inside the running call after `number` steps."""

@@ -211,20 +211,6 @@ def test_training_after_encode_does_not_show() -> None:
     assert not got[1].any()
 
 
-def test_what_is_only_begun_has_the_contents_of_when_it_is_filled_and_all_else_of_when_it_began() -> None:
-    state: dict[str, Any] = {"tensor": torch.zeros(3), "array": np.zeros(3000), "epoch": 1, "small": np.zeros(2)}
-    encoded, fill = StateEncoder().begin(state)
-    for contents in (state["tensor"], state["array"], state["small"]):
-        contents[:] = 7
-    state["epoch"], state["more"] = 2, torch.ones(1)
-    fill()
-    got = decode(encoded, copy=True)
-    assert (got["epoch"], got["small"].tolist()) == (1, [0.0] * 2), "small arrays are in the skeleton"
-    assert got["tensor"].tolist() == [7.0] * 3
-    assert bool((got["array"] == 7).all())
-    assert "more" not in got
-
-
 def test_encode_keeps_no_tensor_alive() -> None:
     tensor = torch.zeros(3)
     reference = weakref.ref(tensor)

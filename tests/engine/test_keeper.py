@@ -16,9 +16,6 @@ from tests.helpers.fakes import NullConnection
 class Steps(list[int]):
     """Stands in for a replica."""
 
-    def finish_copies(self) -> None:
-        """Nothing was left to be copied."""
-
 
 def train(replica: list[int], step: int = 1) -> int:
     replica.append(step)

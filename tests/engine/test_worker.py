@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from raysgd.engine.shared.faults import describe_fault
-from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Failure, HeldAtStep, Rendezvous, StateHandover, World
 from raysgd.engine.worker import WorkerFailed, WorkerProcess, _HostedProcess
-from tests.helpers.fakes import CountingReplica, NullConnection, SteppingReplica, add, meeting, walk, walk_on
+from tests.helpers.fakes import CountingReplica, NullConnection, SteppingReplica, meeting, walk, walk_on
 
 
 def test_the_carrier_of_a_failure_is_brief_and_brings_all_of_it() -> None:
@@ -171,54 +170,6 @@ def test_in_a_process_of_its_own_it_answers_that_a_connection_is_lost_and_raises
     diary.fails_with = ValueError("odd")
     with pytest.raises(WorkerFailed):
         worker.regroup(World(rank=2, size=4), MEETING, StateHandover())
-
-
-class CopiesLater(SteppingReplica):
-    """Notes the total that it copies: when it has to, and not after a call."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.copied: list[float] = []
-        self.is_copied = True
-
-    def capture(self, landed_token: int | None) -> Capture:
-        self.is_copied = False
-        return Capture(token=1, seconds=60.0)
-
-    def finish_copies(self) -> None:
-        if not self.is_copied:
-            self.copied.append(self.total)
-        self.is_copied = True
-
-
-def test_what_is_still_to_be_copied_is_copied_before_anything_may_change_it() -> None:
-    worker, _ = hosted()
-    worker.build(SECOND, MEETING, CopiesLater, capture=False)
-    replica = worker._replica
-    assert isinstance(replica, CopiesLater)
-    call = pickle.dumps((add, True, None, [1.0], [], None))
-    for change in (
-        lambda: worker.on_packed(call),
-        lambda: worker.on_packed(call),
-        lambda: worker.on_replica(add, True, None, 1.0),
-        lambda: worker.host(add, 1.0),
-    ):
-        change()
-    assert replica.copied == [1.0, 2.0, 3.0]
-    for change in (
-        lambda: worker.leave_group("10.0.0.1"),
-        lambda: worker.regroup(World(rank=1, size=2), MEETING, StateHandover()),
-    ):
-        replica.is_copied = False
-        change()
-        assert replica.is_copied
-
-
-def test_the_time_of_a_copy_that_is_still_to_be_made_counts() -> None:
-    worker, _ = hosted()
-    worker.build(SECOND, MEETING, CopiesLater, capture=False)
-    part = worker.on_replica(add, True, None, 1.0).capture
-    assert 60.0 < part.seconds < 120.0
 
 
 def test_a_held_call_is_not_over_and_its_answer_carries_no_state_of_its_own() -> None:

@@ -104,9 +104,6 @@ class CountingReplica:
     def fetch(self, token: int) -> float:
         return self._kept[token]
 
-    def finish_copies(self) -> None:
-        pass
-
     def restore(self, shared_state: float, own_state: int | None) -> None:
         self.total = shared_state
         self.num_own_calls = own_state or 0

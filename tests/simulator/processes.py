@@ -329,7 +329,6 @@ class Process:
         yield from self._point("leave")
         self.connection.leave()
         assert self.replica is not None
-        self.replica.finish_copies()
         self.host.check_left(self.replica)
         progress = self.replica.replica_progress()
         self.replica.leave_group()
@@ -341,7 +340,6 @@ class Process:
         yield from self.connection.joining(rendezvous, world, even_alone=True)
         yield from self._point("joined")
         assert self.replica is not None
-        self.replica.finish_copies()
         return (yield from self.replica.regroup(world, handover))
 
     def _on_packed(self, packed: bytes, *values: Any) -> Task:
@@ -358,7 +356,6 @@ class Process:
     def _on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Task:
         yield from self._point("called")
         assert self.replica is not None
-        self.replica.finish_copies()
         value = function(self.replica, *args)
         if isinstance(value, Generator):
             value = yield from value

@@ -213,26 +213,18 @@ class SimReplica:
         return self._kept(self.copies.inside_call(self, self.world.rank, run.progress._replace(others={})))
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """A copy that is made later, of the state that there is then."""
-        copied: list[State] = []
-        size = 10**6 if self.around.is_large else 10
-        return None if rank else StateCopy(copied, size, fill=lambda: copied.append(self.state))
+        return None if rank else StateCopy(self.state, 10**6 if self.around.is_large else 10)
 
     def _kept(self, part: Capture) -> Capture:
         self._newest_token = part.token or self._newest_token
-        part = replace(part, seconds=0.0)  # of the clock on the wall
-        return part if part.shared_state is None else replace(part, shared_state=part.shared_state[0])
-
-    def finish_copies(self) -> None:
-        self.copies.finish()
+        return replace(part, seconds=0.0)  # of the clock on the wall
 
     def own(self) -> tuple[int, int]:
         """What only this rank knows."""
         return self.world.rank, self.state.steps
 
     def fetch(self, token: int) -> State:
-        [state] = self.copies.fetch(token)
-        return cast(State, state)
+        return cast(State, self.copies.fetch(token))
 
     def restore(self, shared_state: State, own_state: tuple[int, int] | None) -> None:
         assert own_state in (None, (self.world.rank, shared_state.steps)), f"{own_state} of another rank or time"

@@ -25,7 +25,7 @@ class Capture:
         token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to
             fetch.
         is_part: Whether the shared state is divided: under each rank's token is a part of it.
-        seconds: How long the copy took; where it is still to be made, how long the one before it did.
+        seconds: How long the copy took.
     """
 
     rank_state: Any = None
@@ -37,20 +37,13 @@ class Capture:
 
 
 class Replica(Protocol):
-    """A framework object in a worker process. All methods but `fetch` run one after the other.
-
-    `capture` may leave the copying to `fetch`, or to `finish_copies`, which is called before anything else that may
-    change the state.
-    """
+    """A framework object in a worker process. All methods but `fetch` run one after the other."""
 
     def setup(self) -> Any:
         """Builds the user's objects; the communication group exists already. Returns facts for the front end."""
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copies the state, once. `landed_token` names the newest shared state that the driver holds by now."""
-
-    def finish_copies(self) -> None:
-        """Makes what is still to be copied."""
 
     def fetch(self, token: int) -> Any:
         """Returns the shared state that `token` names. Called from a second thread, while the replica may train."""

@@ -102,8 +102,8 @@ class TorchState(ReplicaState):
             return StateCopy(part, part.num_bytes, is_part=True)
         if rank:
             return None
-        whole, fill = self._encoder.begin(self.read())
-        return StateCopy(whole, whole.num_bytes, fill=fill)
+        whole = self._encoder.encode(self.read())
+        return StateCopy(whole, whole.num_bytes)
 
     def decoded(self, state: EncodedState | StateInFolder | DividedValue | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):

@@ -209,9 +209,6 @@ class FunctionReplica:
         """A checkpoint that was too large to travel with its message."""
         return self._pending_checkpoints.fetch(token)
 
-    def finish_copies(self) -> None:
-        """Nothing: `capture` leaves nothing to be copied."""
-
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
         """Stores the folder that waits under a token, if there is one, without the names that lower ranks use too.
 

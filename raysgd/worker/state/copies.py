@@ -1,14 +1,9 @@
-"""Copies of the state on a worker: those that wait for the driver to fetch them, and those taken inside a call.
-
-Why a copy may be made after its call: ADR 4.
-"""
+"""Copies of the state on a worker: those that wait for the driver to fetch them, and those taken inside a call."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.engine.shared.replica import Capture
@@ -17,39 +12,19 @@ from raysgd.worker.ledger import Ledger
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a separate call would cost more
 
 
+@dataclass(frozen=True)
 class StateCopy:
-    """A copy of the state, or of this rank's part of a divided one, that may still have to be made.
-
-    Args:
-        content: What is copied, once it is made.
-        num_bytes: Its size.
-        is_part: Whether every rank has a part.
-        fill: Makes it, if that is still to be done. The state must not change before.
+    """A copy of the state, or of this rank's part of a divided one.
 
     Attributes:
-        seconds: How long making it took; None before that.
+        content: What was copied.
+        num_bytes: Its size.
+        is_part: Whether every rank has a part.
     """
 
-    def __init__(
-        self, content: Any, num_bytes: int, *, is_part: bool = False, fill: Callable[[], None] | None = None
-    ) -> None:
-        self._content, self.num_bytes, self.is_part, self._fill = content, num_bytes, is_part, fill
-        self._lock = threading.Lock()
-        self.seconds: float | None = None
-
-    @property
-    def is_made(self) -> bool:
-        """True if the state may change."""
-        return self._fill is None
-
-    def made(self) -> Any:
-        """The copy; any thread may ask for it, and the first one makes it."""
-        with self._lock:
-            if self._fill is not None:
-                began = time.perf_counter()
-                self._fill()
-                self._fill, self.seconds = None, time.perf_counter() - began
-            return self._content
+    content: Any
+    num_bytes: int
+    is_part: bool = False
 
 
 class StateCopies:
@@ -64,7 +39,6 @@ class StateCopies:
     Attributes:
         every: The same.
         newest: The number of steps before the newest snapshot inside the running call; 0 where there is none.
-        has_unmade: Whether a copy is still to be made, before the state changes.
     """
 
     def __init__(self, every: int | None, ledger: Ledger) -> None:
@@ -73,16 +47,13 @@ class StateCopies:
         self._changing = threading.Lock()
         self._claimed: int | None = None  # what will be fetched, so that it has to stay
         self._last_token = 0
-        self._usual_s: float | None = None
-        self.has_unmade = False
         self._parts: dict[int, Capture] = {}
         self.newest = 0
 
     def after_call(self, state: Any, rank: int, landed_token: int | None) -> Capture:
         """Copy the state once, between two calls; the driver has that of `landed_token`, and all before it, by now.
 
-        A large copy is made when the driver fetches it, or by `finish`; but for the first one, which says how long they
-        take. Perhaps a file is to be written of it, so it stays until it is fetched.
+        Perhaps a file is to be written of it, so it stays until it is fetched.
 
         Args:
             state: A `ReplicaState`.
@@ -93,59 +64,34 @@ class StateCopies:
             with self._changing:
                 kept = self._kept.items()
                 self._kept = {each: copy for each, copy in kept if landed_token is None or each > landed_token}
-            copy = state.copy_for_driver(rank)
-            if copy is not None and self._usual_s is None:
-                self._made(copy)
-            part = self._with(copy, Capture(state.own()))
+            part = self._with(state.copy_for_driver(rank), Capture(state.own()))
             self._claimed = part.token or self._claimed
-            self.has_unmade = copy is not None and not copy.is_made
-            return replace(part, seconds=self._usual_s or 0.0) if self.has_unmade else part
+            return part
 
     def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
-        """Do the same inside a call that is so far, and at once; a copy that was not claimed gives way to this one."""
+        """Do the same inside a call that is so far; a copy that was not claimed gives way to this one."""
         with self._ledger.copying():
             with self._changing:
                 self._kept = {each: copy for each, copy in self._kept.items() if each == self._claimed}
-            copy = state.copy_for_driver(rank)
-            if copy is not None:
-                self._made(copy)
-            return self._with(copy, Capture(state.own(), progress=progress))
+            return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
 
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
         """Return `part` with a copy: in it if the whole state is small, else under a token to fetch it by."""
         if copy is None:
             return part
         if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
-            return replace(part, shared_state=copy.made())
+            return replace(part, shared_state=copy.content)
         with self._changing:  # else it might go into the collection that `fetch` is about to replace
             self._last_token += 1
             self._kept[self._last_token] = copy
             return replace(part, token=self._last_token, is_part=copy.is_part)
-
-    def _made(self, copy: StateCopy) -> Any:
-        content = copy.made()
-        self._usual_s = copy.seconds
-        return content
-
-    def unmade(self) -> list[StateCopy]:
-        """Return the copies that have to be made before the state changes."""
-        with self._changing:
-            return [copy for copy in self._kept.values() if not copy.is_made]
-
-    def finish(self) -> None:
-        """Make what is still to be copied: the state is about to change."""
-        self.has_unmade, unmade = False, self.unmade()
-        if unmade:
-            with self._ledger.copying():
-                for copy in unmade:
-                    self._made(copy)
 
     def fetch(self, token: int) -> Any:
         """Return the copy that `token` names. A request for one says that the earlier ones have arrived."""
         with self._changing:
             self._kept = {each: copy for each, copy in self._kept.items() if each >= token}
             self._claimed, copy = token, self._kept[token]
-        return self._made(copy)
+        return copy.content
 
     # ------------------------------------------------------------------------------------ snapshots inside a call
 

@@ -43,7 +43,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """Begins to copy what the driver will fetch when all ranks copy the state: on rank 0 all, on others nothing.
+        """Copies what the driver will fetch when all ranks copy the state: on rank 0 all, on others nothing.
 
         Of a divided state every rank keeps its part.
         """

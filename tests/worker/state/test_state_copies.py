@@ -1,4 +1,4 @@
-"""Copies after a call are made later, and not too late; how long they take is told all the same."""
+"""Copies wait until they are fetched, or travel with the answer if they are small."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Counted:
         return "own"
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        copied: list[int] = []
-        return None if rank else StateCopy(copied, self._num_bytes, fill=lambda: copied.append(self.value))
+        return None if rank else StateCopy([self.value], self._num_bytes)
 
 
 @pytest.fixture
@@ -37,30 +36,18 @@ def after_call(copies: StateCopies, state: Counted, rank: int = 0) -> Capture:
     return copies.after_call(state, rank, None)
 
 
-def test_the_first_copy_is_made_at_once_and_later_ones_when_they_are_fetched(copies: StateCopies) -> None:
+def test_copies_wait_for_the_driver_in_turn(copies: StateCopies) -> None:
     state = Counted()
     first = after_call(copies, state)
     state.value = 1
     second = after_call(copies, state)
-    state.value = 2  # which no one may do
-    assert first.token is not None
-    assert second.token is not None
-    assert copies.fetch(first.token) == [0]
+    state.value = 2
+    assert copies.fetch(cast(int, first.token)) == [0]
     fetched: list[Any] = []
     thread = threading.Thread(target=lambda: fetched.append(copies.fetch(cast(int, second.token))))
     thread.start()
     thread.join()
-    assert fetched == [[2]]
-
-
-def test_what_is_finished_does_not_change_any_more(copies: StateCopies) -> None:
-    state = Counted()
-    after_call(copies, state)
-    later = after_call(copies, state)
-    copies.finish()
-    state.value = 1
-    copies.finish()
-    assert copies.fetch(cast(int, later.token)) == [0]
+    assert fetched == [[1]]
 
 
 def test_a_small_state_travels_with_the_answer(copies: StateCopies) -> None:
@@ -68,19 +55,8 @@ def test_a_small_state_travels_with_the_answer(copies: StateCopies) -> None:
     assert [after_call(copies, state).shared_state for _ in range(2)] == [[0], [0]]
 
 
-def test_ranks_that_copy_nothing_have_nothing_to_finish(copies: StateCopies) -> None:
-    assert [after_call(copies, Counted(), rank=1) for _ in range(2)] == [Capture("own")] * 2
-    copies.finish()
-
-
-def test_a_copy_that_is_made_later_is_said_to_take_as_long_as_the_one_before(copies: StateCopies) -> None:
-    state = Counted()
-    assert after_call(copies, state).seconds == 0.0, "the caller sees how long this one takes"
-    later = [after_call(copies, state).seconds]
-    copies.finish()
-    later.append(after_call(copies, state).seconds)
-    assert all(0.0 < seconds < 1.0 for seconds in later)
-    assert after_call(copies, Counted(SMALL)).seconds == 0.0
+def test_other_ranks_copy_nothing(copies: StateCopies) -> None:
+    assert after_call(copies, Counted(), rank=1) == Capture("own")
 
 
 def test_a_copy_inside_a_call_is_made_at_once() -> None:
