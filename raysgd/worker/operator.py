@@ -296,7 +296,8 @@ def class_of_creators(
 
     def setup(self: Any, config: dict[str, Any]) -> None:
         creators_cls.setup(self, config)
-        own.setup(self, config)
+        if own.setup is not BaseOperator.setup:
+            own.setup(self, config)
 
     return type(own.__name__, (own, creators_cls), {**members, "setup": setup, "__module__": own.__module__})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -177,7 +178,7 @@ class ReplicaCalls:
         extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
         answer = self._answer(returned, request, run.num_completed, extra)
         told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
-        num_samples = int(told) if isinstance(told, int | float) else loop.num_samples(run)
+        num_samples = int(told) if isinstance(told, int | float) and math.isfinite(told) else loop.num_samples(run)
         heartbeat = self._heartbeat("between calls", -1, num_samples)
         before, after = run.ledger_before, heartbeat.data
         num_used = after.used_since(before) if before and after else 0

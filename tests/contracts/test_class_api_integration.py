@@ -203,6 +203,13 @@ def test_an_operator_has_as_many_components_as_it_registers(make: Make, numbers:
     assert {name: stats[name] for name in several} == several
 
 
+def test_an_own_epoch_may_not_know_its_number_of_samples(make: Make) -> None:
+    def train_epoch(self: Any, iterator: Any, info: Any) -> dict[str, Any]:
+        return {NUM_SAMPLES: math.nan, "done": 1}
+
+    assert make(get_test_operator(Linear), config={"custom_func": train_epoch}).train()["done"] == 1
+
+
 def test_a_dataset_of_the_call_is_divided_and_continued(make: Make) -> None:
     creators = mlp_identity.model_creator, mlp_identity.optimizer_creator
     trainer = make(TrainingOperator.from_creators(*creators, loss_creator=nn.MSELoss))

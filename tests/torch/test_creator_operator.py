@@ -220,6 +220,15 @@ def test_the_lock_of_another_user_of_the_node_shuts_nobody_out(private_temp_dir:
             (private_temp_dir / ".raydata.lock").rmdir()
 
 
+def test_an_own_class_needs_no_setup_beside_creators() -> None:
+    class Own(TrainingOperator):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return {"mine": 2, "num_samples": 1}
+
+    operator = make(Own.from_creators(create_model, create_optimizer, create_loaders))
+    assert operator.train_epoch(operator.train_loader)["mine"] == 2
+
+
 def test_an_operator_of_creators_can_be_subclassed() -> None:
     base = TrainingOperator.from_creators(create_model, create_optimizer, create_loaders, torch.nn.MSELoss)
 
