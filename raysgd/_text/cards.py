@@ -5,7 +5,6 @@ All text in HTML is escaped.
 
 from __future__ import annotations
 
-import base64
 import html
 import shutil
 import textwrap
@@ -67,12 +66,6 @@ def folded(summary: str, lines: Sequence[str]) -> str:
 def note(text: str) -> str:
     """A line of text."""
     return f'<div class="raysgd-note">{safe(text)}</div>'
-
-
-def picture(content: bytes, told: str) -> str:
-    """A picture in PNG, as part of the page, with what it shows in words."""
-    data = base64.b64encode(content).decode()
-    return f'<img style="max-width:100%" alt="{safe(told)}" src="data:image/png;base64,{data}">'
 
 
 def fitted(text: str, indent: int = 2) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from raysgd._imports import require
+from raysgd._text import cards
 from raysgd._text.log_lines import Once
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.history import readable
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PHASES = {"train": "train", "validation": "validate", "test": "test", "predict": "predict"}
 _MOST_VALUES = 3
+_MOST_IN_ROW = 4
 Style = Literal["auto", "tqdm", "plain"]
 STYLES = ("auto", "tqdm", "plain")
 _QUIET_S = 60.0
@@ -45,7 +48,8 @@ class ProgressBar(Callback):
     Args:
         style: "tqdm" draws with the package of that name; "plain" writes lines only. "auto" takes tqdm if it is
             installed. Where the output is no terminal and no notebook, all styles write lines.
-        metrics: Names of the metrics to show. None shows all in the lines, and the first three of a batch in the bar.
+        metrics: Names of the metrics to show. None shows the four most telling in the lines, or what fits in one of
+            the terminal, and the first three of a batch in the bar.
         stream: Where to draw; standard error by default.
 
     Raises:
@@ -78,8 +82,8 @@ class ProgressBar(Callback):
         for name in self._metrics or ():
             if name not in result and self._once.is_first(name):
                 logger.warning("`ProgressBar`: %s", readable.unknown(name, readable.metrics_of([result])))
-        values = _as_text(readable.chosen(result, self._metrics))
-        self._bar.row(self._label(run), {**values, **self._circumstances(result)})
+        values, most = readable.chosen(result, self._metrics), _MOST_IN_ROW if self._metrics is None else None
+        self._bar.row(self._label(run), values, self._circumstances(result), most)
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
         self._num_workers = event.old_size
@@ -223,9 +227,23 @@ class LineBar:
     def clear(self) -> None:
         """Take away what was drawn."""
 
-    def row(self, label: str, values: Mapping[str, str]) -> None:
-        """Write a result, which stays."""
-        self.line(self._in_columns(label, values))
+    def row(self, label: str, metrics: Mapping[str, Any], told: Mapping[str, str], most: int | None) -> None:
+        """Write a result, which stays.
+
+        Args:
+            label: Of what.
+            metrics: What it says. Of more than `most`, or than fit in a line of the terminal, it has the most telling.
+            told: What it says besides.
+            most: None shows all.
+        """
+        width = cards.width() if is_terminal(self._stream) else math.inf
+        text = self._in_columns(label, {**_as_text(metrics), **told}) if most is None else ""
+        for number in range(most or 0, 0, -1):
+            shown = {name: metrics[name] for name in readable.most_telling(metrics, number)}
+            text = self._in_columns(label, {**_as_text(shown), **told})
+            if len(text) <= width:
+                break
+        self.line(text)
 
     def line(self, text: str) -> None:
         """Write a line, which stays."""

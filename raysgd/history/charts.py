@@ -76,7 +76,8 @@ def grouped(rows: Rows) -> dict[str, list[str]]:
     """
     groups: dict[str, dict[str, list[Any]]] = {}
     for name in sorted(readable.metrics_of(rows), key=lambda name: name == "lr"):
-        base, values = name.removeprefix("train_").removeprefix("val_"), [row.get(name) for row in rows]
+        base = name.removeprefix("train_").removeprefix("val_")
+        values: list[Any] = [row.get(name) for row in rows]
         can_be_drawn = any(readable.is_real(value) and abs(float(value)) <= _LARGEST for value in values)
         if can_be_drawn and values not in groups.get(base, {}).values():
             groups.setdefault(base, {})[name] = values

@@ -351,3 +351,24 @@ def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
     first, second, end = screen(streams["stderr"])[-3:]
     assert (first, second) == ("epoch 1/2  train_loss 0.5000", "epoch 2/2  train_loss 0.2500")
     assert end.startswith("finished in ")
+
+
+@pytest.mark.parametrize(
+    ("stream", "columns", "shown"),
+    [
+        (Terminal(), 80, ["val_loss", "val_accuracy"]),
+        (Terminal(), 120, ["train_loss", "grad_norm", "val_loss", "val_accuracy"]),
+        (io.StringIO(), 80, ["train_loss", "grad_norm", "val_loss", "val_accuracy"]),
+    ],
+)
+def test_a_line_of_results_has_at_most_four_metrics_and_fits_the_terminal(
+    stream: io.StringIO, columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar, run = ProgressBar("plain", stream=stream), make_run()
+    bar.on_result(run, {**ROW, "grad_norm": 0.5, "lr": 0.1, "val_accuracy": 0.75, "odd": 1.0})
+    [line] = stream.getvalue().splitlines()
+    assert [
+        name for name in ("train_loss", "grad_norm", "lr", "val_loss", "val_accuracy", "odd") if name in line
+    ] == shown
+    assert len(line) <= columns or type(stream) is io.StringIO

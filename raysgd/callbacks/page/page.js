@@ -78,7 +78,7 @@ function drawMetrics(place, names, view) {
   if (+view.smoothing) lines = lines.flatMap((line) => [{ ...line, faint: true },
     { ...line, values: smoothed(line.values, +view.smoothing) }]);
   const ticks = { size: 24, values: (_, values) => values.map((value) => (Number.isInteger(value) ? value : "")) };
-  return draw(place, xs, lines, { label: view.over, shown: String, ticks, log });
+  return draw(place, xs, lines, { label: view.over || "epoch", shown: String, ticks, log });
 }
 
 // The throughput over time; what happened to the workers is marked.
@@ -101,6 +101,8 @@ const places = charts.map(([title, names]) => {
   document.getElementById("charts").append(figure);
   return [figure, names];
 });
+// Nothing to choose where nothing counts steps.
+if (!steps.length && !history.rows.every((row) => row.batch_count)) controls.shift()?.parentElement.remove();
 let drawn = [];
 function drawAll() {
   const view = Object.fromEntries(controls.map((each) => [each.name, each.value]));
