@@ -192,7 +192,7 @@ class SamplerOrder:
     The sampler is drawn once per pass, with the generators of torch, `random` and numpy, and the sampler's own
     `generator` of torch, seeded from (seed, pass index). They get their state back afterwards. A sampler with
     `set_epoch` is told the pass index first. Randomness of any other kind may give each rank another order, which the
-    ranks find out.
+    ranks notice.
     """
 
     sampler: Any
