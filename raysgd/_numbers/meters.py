@@ -16,7 +16,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 BATCH_WEIGHT = "batch_weight"
@@ -56,55 +55,6 @@ def as_weight(name: str, value: Any) -> float:
     return weight
 
 
-Flat = tuple[Any, Sequence[float]]
-"""The state of a metric object, as its framework lays it out: the meaning of its numbers, and the numbers."""
-
-
-@dataclass
-class Tally:
-    """The counts of a metric object so far.
-
-    >>> tally = Tally(96.0, {"loss": (28.8, 96.0, 0.2)})
-    >>> tally.layout, tally.numbers
-    ((('loss',), ()), [96.0, 28.8, 96.0, 0.2])
-    >>> Tally.of(tally.layout, tally.numbers) == tally
-    True
-
-    Attributes:
-        num_samples: Sum of the samples of all batches.
-        sums: Of each mean the sum, the weight, and the last value.
-        objects: Of each metric object its state.
-    """
-
-    num_samples: float
-    sums: dict[Any, tuple[float, float, float]] = field(default_factory=dict)
-    objects: dict[Any, Flat] = field(default_factory=dict)
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """The meaning of the numbers."""
-        objects = ((name, meaning, len(numbers)) for name, (meaning, numbers) in self.objects.items())
-        return tuple(self.sums), tuple(objects)
-
-    @property
-    def numbers(self) -> list[float]:
-        """All of it as one row."""
-        return [self.num_samples, *itertools.chain(*self.sums.values(), *(each for _, each in self.objects.values()))]
-
-    @classmethod
-    def of(cls, layout: tuple[Any, ...], numbers: Sequence[float]) -> Tally:
-        """Return what was made a row of."""
-        names, objects = layout
-        num_samples, *left = numbers
-        tally = cls(num_samples)
-        for name in names:
-            total, count, last, *left = left
-            tally.sums[name] = (total, count, last)
-        for name, meaning, length in objects:
-            tally.objects[name], left = (meaning, left[:length]), left[length:]
-        return tally
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -113,62 +63,25 @@ CapturedMetric = Any
 
 CaptureObject = Callable[[Any], CapturedMetric]
 
-FlatObjects = Any
-"""Makes rows of numbers of what metric objects have seen, and lets them forget: `raysgd.torch.objects.metric_objects`.
-
-* `flat(metric)` gives the state of a metric object, or of a captured one; None where it has no fixed size.
-* `captured_like(metric, flat)` gives such a state of a metric object like this one; None where it is none of one.
-* `remember_all(metrics)` remembers what they have seen, and returns what lets them forget the rest.
-"""
+RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
+"""Remembers what metric objects have seen, and returns what lets them forget the rest."""
 
 
 class ObjectMeter:
     """The metric object last seen under one name, and what was captured of it so far."""
 
-    __slots__ = ("_capture", "_captured", "_flat", "_live", "_name", "weight_name")
+    __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
 
     def __init__(self, name: str, capture: CaptureObject) -> None:
         self._name, self.weight_name = name, weight_of(name)
         self._capture = capture
         self._live: Any = None
         self._captured: CapturedMetric | None = None
-        self._flat: tuple[CapturedMetric, Flat | None] | None = None  # of what was captured
 
     @property
     def live(self) -> Any:
         """The object, if it was seen since it was captured last."""
         return self._live
-
-    def drop(self) -> None:
-        """Let the object forget what it has seen."""
-        if self._live is not None:
-            self._capture(self._live)
-
-    def flat(self, objects: FlatObjects) -> Flat | None:
-        """Return what was captured and what the object has seen since, as numbers; None if that has no fixed size."""
-        states = [] if self._captured is None else [self._flat_of_captured(self._captured, objects)]
-        states += [] if self._live is None else [objects.flat(self._live)]
-        flats = [state for state in states if state is not None]
-        if len(flats) < len(states):
-            return None
-        layout = tuple((meaning, len(numbers)) for meaning, numbers in flats)
-        return layout, [number for _, numbers in flats for number in numbers]
-
-    def _flat_of_captured(self, state: CapturedMetric, objects: FlatObjects) -> Flat | None:
-        if self._flat is None or self._flat[0] is not state:
-            self._flat = state, objects.flat(state)
-        return self._flat[1]
-
-    def captured_like(self, flat: Flat, objects: FlatObjects) -> CapturedMetric | None:
-        """Return what `flat` of another one said; None where that one is another kind of metric."""
-        like, (layout, numbers) = self._live if self._captured is None else self._captured, flat
-        states: list[CapturedMetric] = []
-        for meaning, length in layout:
-            state, numbers = objects.captured_like(like, (meaning, numbers[:length])), numbers[length:]
-            if state is None:
-                return None
-            states.append(state)
-        return states[0].merged_with(states[1:])
 
     def add(self, value: Any, weight: int | float) -> None:
         if not is_metric_object(type(value)):
@@ -257,9 +170,6 @@ class NumberMeter:
         self.count += count
         if self.last is _UNREAD and not self.pending:
             self.last = last
-
-    def drop(self) -> None:
-        """Nothing: it has what was counted to itself."""
 
     def fold(self, floats: list[float]) -> None:
         """Replace the pending tensors by their values."""
@@ -405,6 +315,18 @@ class AverageMeter:
             self.avg = self.sum / self.count
 
 
+def _add_to(sums: dict[Any, tuple[float, float, float]], metrics: Mapping[str, Any], n: int | float) -> None:
+    """Add to sums what `update` would count; what that would refuse is left out."""
+    weight_of_batch = metrics.get(BATCH_WEIGHT, n)
+    for name, value in metrics.items():
+        if is_weight(name) or is_metric_object(type(value)):
+            continue
+        with suppress(TypeError, ValueError, RuntimeError):
+            weight, number = float(metrics.get(weight_of(name), weight_of_batch)), float(value)
+            total, count, _ = sums.get(name, (0.0, 0.0, 0.0))
+            sums[name] = (total + number * weight if weight else total), count + weight, number
+
+
 class AverageMeterCollection:
     """Weighted means of named metrics over the batches of one pass.
 
@@ -424,7 +346,7 @@ class AverageMeterCollection:
         to_floats: Reads a list of tensors; called once for each summary. Default: `float` of each.
         capture_object: Takes the state out of a metric object and resets the object. Default: metric objects
             are refused.
-        flat_objects: Makes numbers of what metric objects have seen, for `tally`. Default: it leaves them out.
+        remember_objects: Lets metric objects forget what did not count. Default: they keep it.
 
     Attributes:
         n: Sum of the weights of all updates.
@@ -437,11 +359,11 @@ class AverageMeterCollection:
         self,
         to_floats: ToFloats | None = None,
         capture_object: CaptureObject | None = None,
-        flat_objects: FlatObjects | None = None,
+        remember_objects: RememberObjects | None = None,
     ) -> None:
         self._to_floats = to_floats or float_each
         self._capture_object = capture_object
-        self._flat_objects = flat_objects
+        self._remember_objects = remember_objects
         self._forget_rest: Callable[[], None] | None = None
         self._meters: dict[str, NumberMeter | ObjectMeter] = {}
         self.num_batches = 0
@@ -497,8 +419,8 @@ class AverageMeterCollection:
         """Say that what metric objects have seen by now counts, whatever becomes of the batches that follow."""
         meters = self._meters.values()
         metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
-        objects = self._flat_objects if metrics else None
-        self._forget_rest = None if objects is None else objects.remember_all(metrics)
+        remember = self._remember_objects if metrics else None
+        self._forget_rest = None if remember is None else remember(metrics)
 
     def drop_held(self) -> None:
         """Forget what was held back, and what metric objects have seen since the last boundary: it does not count."""
@@ -532,52 +454,36 @@ class AverageMeterCollection:
                     values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
-    def tally(self, coming: Mapping[str, Any] | None = None, n: int | float = 0) -> Tally:
-        """Return the running sums, those of batches that are held back included.
+    def tally(self, coming: Mapping[str, Any] | None = None, n: int | float = 0) -> tuple[tuple[Any, ...], list[float]]:
+        """Return the running sums, those of batches that are held back included, and without metric objects.
 
         Args:
             coming: The metrics of a batch that will be counted once its step is done; None without one.
             n: As for `update`.
+
+        Returns:
+            The names, and one row: the samples, then of each mean the sum, the weight, and the last value.
         """
         self._read_pending()
-        tally = Tally(float(self.n))
+        num_samples, sums = float(self.n), dict[Any, tuple[float, float, float]]()
         for name, meter in self._meters.items():
             if isinstance(meter, NumberMeter):
-                tally.sums[name] = meter.total, float(meter.count), float(meter.last)
-            elif self._flat_objects is not None and (flat := meter.flat(self._flat_objects)) is not None:
-                tally.objects[name] = flat
-        for metrics, num_samples in (*self.held, *([] if coming is None else [(coming, n)])):
-            self._add_to(tally, metrics, num_samples)
-        return tally
+                sums[name] = meter.total, float(meter.count), float(meter.last)
+        for metrics, n_of_batch in (*self.held, *([] if coming is None else [(coming, n)])):
+            num_samples += float(n_of_batch)
+            _add_to(sums, metrics, n_of_batch)
+        return tuple(sums), [num_samples, *itertools.chain(*sums.values())]
 
-    def _add_to(self, tally: Tally, metrics: Mapping[str, Any], n: int | float) -> None:
-        """Add to a tally what `update` would count; what that would refuse is left out."""
-        tally.num_samples += float(n)
-        weight_of_batch = metrics.get(BATCH_WEIGHT, n)
-        for name, value in metrics.items():
-            if is_weight(name) or is_metric_object(type(value)):
-                continue
-            with suppress(TypeError, ValueError, RuntimeError):
-                weight, number = float(metrics.get(weight_of(name), weight_of_batch)), float(value)
-                total, count, _ = tally.sums.get(name, (0.0, 0.0, 0.0))
-                tally.sums[name] = (total + number * weight if weight else total), count + weight, number
-
-    def summary_of(self, tally: Tally) -> MetricSummary:
+    def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
         """Return what a collection that counted so much would return as its summary."""
-        num_samples = tally.num_samples
+        num_samples, *left = row
         values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
-        for name, (total, count, last) in tally.sums.items():
+        totals: dict[str, tuple[float, float]] = {}
+        for name in names:
+            total, count, last, *left = left
             values[name], values[f"last_{name}"] = total / count if count else float("nan"), last
-        objects = {name: state for name, flat in tally.objects.items() if (state := self._captured(name, flat))}
-        values.update({name: value_here(state, name=name) for name, state in objects.items()})
-        return MetricSummary(values, {name: (total, count) for name, (total, count, _) in tally.sums.items()}, objects)
-
-    def _captured(self, name: Any, flat: Flat) -> CapturedMetric | None:
-        """Return what another metric object has seen that is like the one of this name here."""
-        meter = self._meters.get(name)
-        if not isinstance(meter, ObjectMeter) or self._flat_objects is None:
-            return None
-        return meter.captured_like(flat, self._flat_objects)
+            totals[name] = total, count
+        return MetricSummary(values, totals)
 
     def go_on_from(self, summary: MetricSummary) -> None:
         """Count what another collection, perhaps in a process that is gone, had counted when it made `summary`."""
@@ -596,11 +502,8 @@ class AverageMeterCollection:
             holder.add_captured(state)
 
     def correct(self, summary: MetricSummary) -> None:
-        """Count what `summary` says instead of what was counted. Metric objects that it does not have go on."""
-        for name, meter in list(self._meters.items()):
-            if isinstance(meter, NumberMeter) or name in summary.objects:
-                meter.drop()
-                del self._meters[name]
+        """Count what `summary` says, which has sums only, instead of what was counted. Metric objects go on."""
+        self._meters = {name: each for name, each in self._meters.items() if isinstance(each, ObjectMeter)}
         self.n = 0
         self.go_on_from(summary)
 

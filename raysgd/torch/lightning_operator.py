@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._imports import require
 from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.messages.epochs import VALIDATES
-from raysgd.torch.data.batch_streams import length_of
+from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.lightning.module import (
     PER_BATCH,
     PER_EPOCH,

@@ -19,7 +19,7 @@ from raysgd._numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.batches import count_samples, samples_of
-from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder
+from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
@@ -415,11 +415,3 @@ def tell_epoch(loader: Any, pass_index: int) -> None:
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)
             return
-
-
-def length_of(loader: Any) -> int | None:
-    """`len(loader)`, or None if it has none."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None

@@ -192,7 +192,7 @@ class SamplerOrder:
     The sampler is drawn once per pass, with the generators of torch, `random` and numpy, and the sampler's own
     `generator` of torch, seeded from (seed, pass index). They get their state back afterwards. A sampler with
     `set_epoch` is told the pass index first. Randomness of any other kind may give each rank another order, which the
-    ranks find out.
+    ranks notice.
     """
 
     sampler: Any
@@ -268,13 +268,12 @@ def _draws_each_once(sampler: RandomSampler) -> bool:
     return not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
-def has_no_length(sized: Any) -> bool:
-    """Return whether a dataset or a sampler does not say how many samples it has."""
+def length_of(sized: Any) -> int | None:
+    """Return the length of a loader, a dataset or a sampler; None if it does not say it."""
     try:
-        len(sized)
+        return len(sized)
     except (TypeError, NotImplementedError):
-        return True
-    return False
+        return None
 
 
 def divides_data(sampler: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from raysgd.streams.loaders import end_with_parent
 from raysgd.torch.data.batch_sampler import ElasticBatchSampler, GlobalBatchRule, SeededIndices
-from raysgd.torch.data.sample_order import BatchesOrder, divides_data, has_no_length, order_of
+from raysgd.torch.data.sample_order import BatchesOrder, divides_data, length_of, order_of
 from raysgd.torch.objects import rng
 
 logger = logging.getLogger(__name__)
@@ -165,8 +165,8 @@ _RULES: tuple[tuple[Callable[[Any], bool], str, bool], ...] = (
     (_has_own_iteration, "its class overrides the iteration of DataLoader", True),
     (lambda loader: loader.batch_sampler is None, "it forms no batches (`batch_size=None`)", True),
     (_divides, _DIVIDES, False),
-    (lambda loader: has_no_length(loader.dataset), "its dataset has no length", True),
-    (lambda loader: has_no_length(_own_sampler(loader)), "its sampler has no length", True),
+    (lambda loader: length_of(loader.dataset) is None, "its dataset has no length", True),
+    (lambda loader: length_of(_own_sampler(loader)) is None, "its sampler has no length", True),
 )
 
 

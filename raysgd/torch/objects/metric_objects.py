@@ -11,7 +11,6 @@ merged there.
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd._imports import require
-from raysgd._numbers.meters import Flat
 from raysgd._private_names import require_names
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-MAX_NUMBERS = 4096
-"""Larger states are not told in each step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,45 +73,6 @@ def capture(metric: Metric) -> MetricState:
     state = MetricState((_disconnected_copy(metric),))
     metric.reset()
     return state
-
-
-def flat(metric: Metric | MetricState) -> Flat | None:
-    """Return the state of a metric as numbers; None where it may grow, or is large."""
-    joined = _joined(metric.parts) if isinstance(metric, MetricState) else metric
-    layout, numbers = list[Any](), list[float]()
-    for inner in _metrics_in(joined):
-        states: dict[str, Any] = inner.metric_state
-        if not all(isinstance(state, torch.Tensor) and not state.is_complex() for state in states.values()):
-            return None
-        layout.append(tuple((name, tuple(state.shape), state.dtype) for name, state in states.items()))
-        numbers.append(float(inner.update_count))
-        if sum(state.numel() for state in states.values()) + len(numbers) > MAX_NUMBERS:
-            return None
-        for state in states.values():
-            numbers += state.detach().reshape(-1).double().tolist()
-    return tuple(layout), numbers
-
-
-def captured_like(metric: Metric | MetricState, flat: Flat) -> MetricState | None:
-    """Return such a state, of a metric like this one; None where it is none of such a metric."""
-    clone = _cleared_copy(metric.parts[0] if isinstance(metric, MetricState) else metric)
-    (layout, numbers), inner_metrics = flat, list(_metrics_in(clone))
-    if [{*inner.metric_state} for inner in inner_metrics] != [{name for name, _, _ in states} for states in layout]:
-        return None
-    for inner, states in zip(inner_metrics, layout, strict=True):
-        inner._update_count, numbers = int(numbers[0]), numbers[1:]
-        for name, shape, dtype in states:
-            size = math.prod(shape)
-            setattr(inner, name, torch.tensor(numbers[:size], dtype=torch.float64).reshape(shape).to(dtype))
-            numbers = numbers[size:]
-    return MetricState((clone,))
-
-
-def _cleared_copy(metric: Metric) -> Metric:
-    _prepare_for_copying(metric)
-    clone = _disconnected_copy(metric)
-    clone.reset()
-    return clone
 
 
 def remember(*holders: Any) -> Callable[[], None]:

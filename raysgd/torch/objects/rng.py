@@ -110,7 +110,7 @@ def restore(state: Any) -> None:
     Raises:
         ValueError: As in `check`; no generator has changed.
     """
-    writers = (torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state)
+    writers: list[Any] = [torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state]
     for write, own in zip(writers, _checked(state), strict=True):
         if own is not None:
             write(own)

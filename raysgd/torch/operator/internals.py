@@ -423,7 +423,7 @@ class TorchInternals(Internals):
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: step.is_padding}
 
     def new_meters(self) -> AverageMeterCollection:
-        return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects)
+        return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects.remember_all)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
         """Returns what the stock `predict_batch` returns."""

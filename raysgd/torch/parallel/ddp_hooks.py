@@ -63,7 +63,7 @@ def register(
     """Installs the hook that the user passed, or raysgd's once training begins; returns whether it did.
 
     Raises:
-        ValueError: The user registered one by hand; PyTorch allows one each. Or the model has a group of its own.
+        ValueError: The user registered one by hand; PyTorch allows one each. Or the model has its own group.
     """
     if model.process_group is not dist.group.WORLD:
         raise ValueError(

@@ -63,19 +63,25 @@ class LogicalShards:
         row = self._rows[self._num_kept]
         start = 0
         for each in parameters:
-            target = row[start : start + _size(each)]
-            start += _size(each)
+            target = row[start : start + each.numel()]
+            start += each.numel()
             if each.grad is None:
                 target.zero_()
             else:
-                target.copy_(_as_row(each.grad))
+                target.copy_(each.grad.reshape(-1))
         row[start:] = torch.tensor([each.grad is not None for each in parameters], dtype=row.dtype)
         self._num_kept += 1
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
         """A row for each shard of this rank: its numbers, and behind them which parameters have a gradient at all."""
-        shape = (max(1, self._counts()[self._rank]), sum(map(_size, parameters)) + len(parameters))
+        num_numbers = sum(each.numel() for each in parameters)
+        shape = (max(1, self._counts()[self._rank]), num_numbers + len(parameters))
         if self._rows.shape != shape:
+            if any(each.is_complex() for each in parameters):
+                raise ValueError(
+                    "`deterministic=True` does not work with complex parameters: omit it, or make real ones of their "
+                    "parts (`torch.view_as_real`)."
+                )
             self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
 
     def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
@@ -86,8 +92,8 @@ class LogicalShards:
         sums = self._summed(self._rows[: counts[self._rank]], counts)
         start, flags = 0, sums[-len(parameters) :].tolist()
         for each, has_gradient in zip(parameters, flags, strict=True):
-            each.grad = _as_gradient(sums[start : start + _size(each)], each) if has_gradient else None
-            start += _size(each)
+            each.grad = sums[start : start + each.numel()].to(each.dtype).view_as(each) if has_gradient else None
+            start += each.numel()
         self._is_summed = True
         rng.seed_alike(seed)  # what follows is done by all ranks alike
 
@@ -128,24 +134,4 @@ def _in_order(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _dtype_of(parameters: Iterable[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(each.dtype.to_real() == torch.float64 for each in parameters) else torch.float32
-
-
-def _size(parameter: torch.Tensor) -> int:
-    """Return how many real numbers its gradient has."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _as_row(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the real numbers of a gradient."""
-    pairs = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    return pairs.reshape(-1)
-
-
-def _as_gradient(row: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return what `_as_row` made a row of."""
-    numbers = row.to(parameter.dtype.to_real())
-    if not parameter.is_complex():
-        return numbers.view_as(parameter)
-    pairs = numbers.view(*parameter.shape, 2)
-    return torch.complex(pairs[..., 0], pairs[..., 1])
+    return torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32

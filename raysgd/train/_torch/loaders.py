@@ -24,7 +24,7 @@ from raysgd.air._running import running_session
 from raysgd.engine.shared.types import World
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
+from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, length_of, order_of
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.train._torch.prepared import accelerator_of
@@ -183,7 +183,7 @@ def _check_batches(loader: DataLoader[Any]) -> None:
 
 
 def _divided_sampler(sampler: Any, world: World, exact: bool) -> DistributedSampler[Any]:
-    if has_no_length(sampler):
+    if length_of(sampler) is None:
         raise ValueError(
             f"`sampler={type(sampler).__name__}(...)` cannot be divided over the workers: it has no `__len__`. Define "
             "it, or divide what it draws yourself, and pass `add_dist_sampler=False`."

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, Tally
+from raysgd._numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd._numbers.results import num_samples_of, with_lost
 from raysgd.arrays.data_kinds import DataPosition
 from raysgd.engine.shared.types import DataLedger
@@ -222,8 +222,7 @@ class EpochRun:
             coming: That, so far as it is known yet; None if it is not.
             num_samples: The samples of that batch.
         """
-        tally = self.meters.tally(coming, num_samples)
-        return tally.layout, tally.numbers
+        return self.meters.tally(coming, num_samples)
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
@@ -232,7 +231,7 @@ class EpochRun:
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
     def _read(self, row: Any) -> MetricSummary:
-        return self.meters.summary_of(Tally.of(*row.part(METRICS)))
+        return self.meters.summary_of(*row.part(METRICS))
 
     def settle(self, present: Collection[str] | None) -> None:
         """Goes on in another group, of these ranks: of others there is what they had told, which is not counted yet."""
@@ -253,7 +252,4 @@ class EpochRun:
     def _tell_what_is_missing(self, lost: Sequence[MetricSummary]) -> None:
         for name in self.meters.object_names:
             if any(num_samples_of(each) and name not in each.objects for each in lost):
-                logger.warning(
-                    "metric `%s` does not cover what lost workers had seen: its state may grow, or is large",
-                    name,
-                )
+                logger.warning("the metric object `%s` does not cover what lost workers had seen", name)

@@ -17,9 +17,9 @@ from raysgd.torch.data.batch_streams import (
     LoaderSource,
     PlainSource,
     TorchBatchStream,
-    length_of,
     tell_epoch,
 )
+from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ranks import Ranks

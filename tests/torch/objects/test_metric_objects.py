@@ -151,11 +151,6 @@ def close(left: Any, right: Any) -> None:
 
 @pytest.mark.parametrize(("make_metric", "make_batch"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 class TestMergingEqualsOneMetricFedWithEverything:
-    def test_over_uneven_shares(self, make_metric: Any, make_batch: Any) -> None:
-        data = batches(make_batch)
-        first, *others = (capture(fed(make_metric(), share)) for share in split(data))
-        close(first.merged_with(others).value(), capture(fed(make_metric(), data)).value())
-
     def test_however_the_merging_is_grouped(self, make_metric: Any, make_batch: Any) -> None:
         data = batches(make_batch)
         first, second, third = (capture(fed(make_metric(), share)) for share in split(data))
@@ -316,18 +311,6 @@ class TestTensorsInMeters:
         meters.update({"loss": (torch.ones((), requires_grad=True) * 2).as_subclass(OnDevice)}, n=3)
         assert meters.summary()["loss"] == 2.0
         assert [tensor.requires_grad for tensor in read] == [False]
-
-    def test_a_tensor_that_goes_on_changing_counts_as_it_was(self) -> None:
-        running = torch.zeros(())
-        meters = AverageMeterCollection()
-        for _ in range(3):
-            running += 1
-            meters.update({"running": running})
-        assert (meters.summary()["running"], meters.summary()["last_running"]) == (2.0, 3.0)
-
-    def test_several_elements_are_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"metric `logits` has shape `\(2, 3\)`"):
-            AverageMeterCollection().update({"logits": torch.zeros(2, 3)})
 
 
 # ------------------------------------------------------------------------------------------------ forgetting

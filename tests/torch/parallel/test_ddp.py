@@ -108,15 +108,6 @@ def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None
         assert model._comm_hooks
 
 
-def test_in_a_new_group_all_models_learn_and_frozen_ones_are_left_alone() -> None:
-    parallel = DDP()
-    first, second = (parallel.wrap(a_model(), None, {}) for _ in range(2))
-    frozen = parallel.wrap(a_model().requires_grad_(False), None, {})
-    reformed(parallel)
-    assert [gradient(parallel, model) for model in (first, second)] == [[1.0, 1.0]] * 2
-    assert not isinstance(frozen, DistributedDataParallel)
-
-
 def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     assert "not kept equal" in str(NoParallel().obstacle)
     plain = DDP()

@@ -113,12 +113,22 @@ def test_exact_numbers_tell_the_last_bit_and_not_the_order(dtype: torch.dtype) -
     assert (first != last).any()
 
 
-def test_other_numbers_of_threads_make_no_difference() -> None:
+@pytest.mark.parametrize(
+    ("optimizer_cls", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.1}),
+        (torch.optim.RMSprop, {"lr": 0.003}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+    ],
+)
+def test_other_numbers_of_threads_make_no_difference(optimizer_cls: Any, options: dict[str, Any]) -> None:
     """Of the weights either: two replicas take the same gradients, and clip and step on one and on two threads."""
     torch.manual_seed(0)
     replicas = [torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 7)) for _ in range(2)]
     replicas[1].load_state_dict(replicas[0].state_dict())
-    optimizers = [torch.optim.Adam(replica.parameters(), foreach=False) for replica in replicas]
+    optimizers = [optimizer_cls(replica.parameters(), foreach=False, **options) for replica in replicas]
     threads = torch.get_num_threads()
     told = {}
     try:

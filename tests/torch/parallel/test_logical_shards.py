@@ -42,22 +42,10 @@ def test_a_parameter_without_a_gradient_in_all_shards_has_none() -> None:
     assert [float(each.grad.sum()) for each in (parameters[0], parameters[2]) if each.grad is not None] == [12.0, 6.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_gradients_keep_their_imaginary_parts_beside_real_ones(dtype: torch.dtype) -> None:
+def test_complex_parameters_are_refused() -> None:
     shards = LogicalShards(2, rank=0, world_size=1)
-    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))]
-    gradients = [[torch.randn(3), torch.randn(2, 2, dtype=dtype)] for _ in range(2)]
-    gradients[1][1] = gradients[1][1].conj()
-    for index, pair in enumerate(gradients):
-        shards.begin_batch(index == 0, seed=index)
-        for parameter, gradient in zip(parameters, pair, strict=True):
-            parameter.grad = gradient
-        shards.keep(parameters)
-    shards.add_up(parameters, seed=0)
-    for parameter, first, second in zip(parameters, *gradients, strict=True):
-        assert parameter.grad is not None
-        assert parameter.grad.dtype == parameter.dtype
-        assert torch.equal(parameter.grad, first + second)
+    with pytest.raises(ValueError, match=r"does not work with complex parameters: .*`torch\.view_as_real`"):
+        shards.keep([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
 
 
 def test_shards_of_a_short_global_batch_count_as_nothing() -> None:

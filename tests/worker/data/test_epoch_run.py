@@ -384,13 +384,13 @@ def test_whoever_steps_in_knows_what_was_told_and_who_was_lost_before() -> None:
     assert {name: lost["num_samples"] for name, lost in new.rows.lost.items()} == {"long ago": 2, "a": 4, "b": 4}
 
 
-def test_a_metric_object_whose_state_was_not_told_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_object_that_lacks_what_lost_workers_had_seen_is_named(caplog: pytest.LogCaptureFixture) -> None:
     run, gone = after_steps("a", 1, 1.0), after_steps("b", 1, 5.0)
     metric = torchmetrics.CatMetric()
     metric.update(torch.tensor([1.0]))
-    run.meters = AverageMeterCollection(None, metric_objects.capture, metric_objects)
+    run.meters = AverageMeterCollection(None, metric_objects.capture)
     run.meters.update({"grows": metric}, n=2)
     run.rows.note(0, dict([told("b", gone)]))
     run.settle({"a"})
     run.with_lost(EpochAnswer(averages(loss=1.0), None, 1))
-    assert "`grows` does not cover what lost workers had seen" in caplog.text
+    assert "the metric object `grows` does not cover what lost workers had seen" in caplog.text
