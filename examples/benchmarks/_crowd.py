@@ -46,7 +46,6 @@ class Idle:
     def capture(self, landed_token: int | None) -> Capture:
         return Capture(None, shared_state=None if self.world.rank else 0)
 
-
     def restore(self, shared_state: Any, own_state: Any) -> None: ...
 
     def shutdown(self) -> None: ...

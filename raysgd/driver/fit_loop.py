@@ -78,19 +78,8 @@ class FitOptions:
             check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
 
 
-@dataclass(frozen=True)
-class FitProgress:
-    """The progress of a call of `fit`, for a process that continues it.
-
-    Attributes:
-        sidecar: The history of the run, and the states of its callbacks.
-        epochs: The last epoch.
-        folder: Where callbacks put their files, if that is known yet.
-    """
-
-    sidecar: Sidecar
-    epochs: int
-    folder: Any
+FitProgress = tuple[Sidecar, Any]
+"""How far a `fit` is, for a process that continues it; and where callbacks put their files, if that is known yet."""
 
 
 @dataclass
@@ -142,7 +131,7 @@ class Fit:
             config=trainer.config,
             trainer=trainer,
             epochs=options.epochs,
-            folder=options.folder if self._kept is None else self._kept.folder,
+            folder=options.folder if self._kept is None else self._kept[1],
             callbacks=self._callbacks,
             save=lambda run, location: self._save(location),
             may_validate=options.validation_freq > 0,
@@ -174,7 +163,7 @@ class Fit:
             ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
         """
         if self._kept is not None:
-            self._run.epochs = self._kept.epochs
+            self._run.epochs = self._kept[0].epochs
         elif self._options.resume_from is None:
             self._run.epochs = self._epochs_done() + self._options.epochs
         self._check()
@@ -398,12 +387,12 @@ class Fit:
         """Tells a detached trainer how far the run is."""
         run, note = self._run, self._trainer._note_fit
         if note is not None:
-            note(FitProgress(self._sidecar(), self._last_epoch, vars(run).get("folder", run._folder)))
+            note((self._sidecar(), vars(run).get("folder", run._folder)))
 
     def _resume(self) -> None:
         if self._kept is not None:  # and no worker is asked: they may be in the next epoch by now
-            self._take_over(self._kept.sidecar)
-            self._run.epoch = self._kept.sidecar.epoch
+            self._take_over(self._kept[0])
+            self._run.epoch = self._kept[0].epoch
         else:
             location = self._place_to_resume()
             if location is not None:

@@ -908,6 +908,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """A config that this trainer can work with."""
         return checks.check_config(config)
 
+    # -------------------------------------------------------------------------------- code in the workers, and the end
+
     def apply_all_workers(self, fn: Callable[[], T]) -> list[T]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
         return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # it may seed, say
@@ -1007,8 +1009,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return f"{type(self).__name__} of {self.training_operator_cls.__name__}"
 
     def _in_words(self) -> str:
-        num_workers = None if self._controller.is_stopped else self.num_workers
-        return ", ".join(in_words(num_workers, self.max_replicas, self.backend, self.history))
+        most = readable.counted(self.max_replicas, "worker")
+        told = ["shut down" if self._controller.is_stopped else f"{self.num_workers} of {most}"]
+        if self.history.records:
+            told.append(f"epoch {self.history.records[-1].epoch}")
+        return ", ".join([*told, self.backend, *readable.failures(self.history.events)])
 
     def _snapshot(self) -> Snapshot:
         """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""
@@ -1102,22 +1107,6 @@ def _send_by_value(operator_cls: type[Any]) -> None:
         import ray.cloudpickle
 
         ray.cloudpickle.register_pickle_by_value(module)
-
-
-def in_words(num_workers: int | None, max_replicas: int, backend: str, history: History) -> list[str]:
-    """Return how a trainer is doing, from what the driver knows.
-
-    Args:
-        num_workers: How many workers there are; None after the end.
-        max_replicas: How many there are at most.
-        backend: How they are connected.
-        history: What the trainer did.
-    """
-    most = readable.counted(max_replicas, "worker")
-    told = ["shut down" if num_workers is None else f"{num_workers} of {most}", backend]
-    if history.records:
-        told.insert(1, f"epoch {history.records[-1].epoch}")
-    return told + readable.failures(history.events)
 
 
 def show_options(trainer: object, *settings: Any) -> None:

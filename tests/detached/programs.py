@@ -88,7 +88,7 @@ def address_of_ray() -> Iterator[str]:
 
     yield str(ray.get_runtime_context().gcs_address)
     for name in cluster._names():
-        cluster._stop(name, cluster._find(name))
+        cluster._stop(name, cluster.find(name))
 
 
 class Program:

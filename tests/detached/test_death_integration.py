@@ -144,7 +144,7 @@ def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(a
         pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); trainer.train(); pids(trainer)")
         other.run("import os, raysgd; trainer = raysgd.attach('run')")
         os.kill(host_pid(program), signal.SIGKILL)
-        known = ray.get(cluster._find("run").describe.remote())
+        known = ray.get(cluster.find("run").describe.remote())
         assert (len(known["programs"]), known["ends_in_s"]) == (2, None)  # without a call of theirs
         assert program.run("len(trainer.history), trainer.config['num_samples']") == [1, 40]
         program.run("call = trainer.train(blocking=False)")

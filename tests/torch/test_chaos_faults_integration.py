@@ -1,9 +1,12 @@
-"""What is hard to lose a worker over: long steps, frozen processes, loaders with processes, a driver that trains."""
+"""What is hard to lose a worker over: long steps, frozen processes, loaders with processes, several optimizers."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import testing
 from raysgd.messages.recovery import Recovery
+from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
@@ -138,6 +142,55 @@ def test_a_survivor_keeps_its_objects_and_the_batch_follows_the_group(ray_cluste
         assert equal(after[0]["parameters"], after[1]["parameters"])
         assert survivor["pid"] in [seen["pid"] for seen in after]
         assert kinds(trainer) == ["continued", "grown"]
+
+
+# ------------------------------------------------------------------------------------------------ several optimizers
+
+
+class Pair(GANOperator):
+    """Two networks; the first time, rank 1 ends when both ranks are between the steps of their optimizers."""
+
+    def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+    def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
+        return torch.nn.Linear(self.noise_dim, 1)
+
+    def build_data(self, config: dict[str, Any]) -> Any:
+        numbers = 3 + torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
+        return numbers, numbers[:8]
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self._optimizers[0].register_step_post_hook(self.meet)
+
+    def meet(self, *_: Any) -> None:
+        marks = Path(self.config["marks"])
+        if self.global_step != 3 or (marks / "over").exists():
+            return
+        (marks / f"rank {self.world_rank}").touch()
+        if self.world_rank == 1:
+            while not (marks / "rank 0").exists():
+                time.sleep(0.01)
+            (marks / "over").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def parameters_of_all(operator: Pair) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for model in operator._models for parameter in model.parameters()]
+
+
+def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with_unless_it_is_undone(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    config = {"noise_dim": 2, "batch_size": 8, "seed": 0, "marks": str(tmp_path)}
+    options = {"config": config, "recovery": Recovery(undo=False)}
+    with TorchTrainer(training_operator_cls=Pair, num_workers=2, **options) as trainer:
+        result = trainer.train()
+        assert kinds(trainer) == ["restored"]
+        assert (result["num_samples"], result["epoch"]) == (64, 1)
+        first, second = trainer.apply_all_operators(parameters_of_all)
+        assert equal(first, second)
 
 
 # ------------------------------------------------------------------------------------------------ driver and worker

@@ -1,6 +1,6 @@
 """The same modules in Lightning's own `Trainer` and in a `LightningOperator`, in one process: equal to 1e-6.
 
-Covers `raysgd.torch.lightning.subset`: what is supported is what these tests hold to Lightning.
+Covers `raysgd.torch.lightning.module`: what is supported is what these tests hold to Lightning.
 """
 
 from __future__ import annotations
