@@ -58,11 +58,11 @@ def test_a_position_that_does_not_fit_a_stream_is_refused_until_another_one_is_l
     first, other = feed_over([12]), feed_over([13])
     used = take(first, 2)
     position = first.position()
-    with pytest.raises(ValueError, match=r"other shards \(1 then, 1 now\), or other versions"):
+    with pytest.raises(ValueError, match=r"over other data \(digest of names, lengths and versions of shards"):
         other.check_position(position)
     other.go_to(1, position)
     for _ in range(2):
-        with pytest.raises(ValueError, match="other shards"):
+        with pytest.raises(ValueError, match="over other data"):
             take(other, 1)
     take(first)
     border = first.position()
