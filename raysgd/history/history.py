@@ -15,7 +15,7 @@ from raysgd._imports import require
 from raysgd._numbers.metric_names import name_in_test, validation_name
 from raysgd._numbers.results import Metrics, as_number
 from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.history import charts, readable
+from raysgd.history import readable
 
 Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
@@ -217,13 +217,13 @@ class History(Sequence[dict[str, Any]]):
         return history
 
     def __repr__(self) -> str:
-        return charts.as_line(self._rows, self.events, self.stop_reason)
+        return readable.history_as_line(self)
 
     def __str__(self) -> str:
-        return charts.as_text(self._rows, self.events, self.stop_reason)
+        return readable.history_as_text(self)
 
     def _repr_html_(self) -> str:
-        return charts.as_card(self._rows, self.events, self.stop_reason)
+        return readable.history_as_card(self)
 
 
 def plain(value: Any) -> Any:

@@ -67,7 +67,7 @@ class Page(HTMLParser):
     @property
     def charts(self) -> list[list[str]]:
         """The names of the lines of each chart."""
-        return [lines for _, lines in self.data["charts"]]
+        return list(self.data["charts"])
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
@@ -157,7 +157,7 @@ def test_the_ledger_tells_of_the_time_in_training_calls(tmp_path: Path) -> None:
         ("useful steps", "1 min 20 s", "79.8%"),
         ("waiting for data", "10.0 s", "10.0%"),
         ("recovery: forming a new group", "10.0 s", "10.0%"),
-        ("2 more, each below 0.5%", "0.30 s", "0.3%"),
+        ("the rest, each part below 0.5%", "0.30 s", "0.3%"),
     ]
     assert [each["style"] for each in page.all("i")][1:] == ["width:9.97%", "width:9.97%", "width:0.30%"]
     assert "Goodput 89.9%" in page.text
@@ -251,6 +251,7 @@ def test_config_entries_that_cannot_or_should_not_be_shown(tmp_path: Path) -> No
         [math.inf, 1.0, -math.inf],
         [0.0, 0.0],
         [1e300, -1e300],
+        [10**400, -(10**400)],
         [5e-324, 1.0],
         [1e-9, 1.0000001e-9],
         [np.float32(0.5), np.int64(3)],

@@ -1,6 +1,6 @@
 """A history as a line, as text, and as a card.
 
-Covers `raysgd.history.charts`, which makes them.
+Covers `raysgd.history.readable`, which makes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.history.charts import grouped
 from raysgd.history.history import CallRecord, History
 
 HOSTILE = "<script>$x^{$"
@@ -86,20 +85,6 @@ def test_any_values_have_a_card() -> None:
         row = {f"val_{number}": values[epoch - 1] for number, values in enumerate(odd)}
         history.add(CallRecord("train", epoch, row, 100.0 + epoch, 0.0, 1))
     assert "-1.000e+300" in history._repr_html_()
-    assert [*grouped(history)] == ["2", "4", "6"]
-
-
-def test_a_metric_shares_its_chart_with_its_sister_of_validation() -> None:
-    row = {
-        "epoch": 1,
-        "lr": 0.1,
-        "train_loss": 1.0,
-        "val_loss": 2.0,
-        "loss": 1.0,
-        "val_auc": math.nan,
-        "grad_norm": 3.0,
-    }
-    assert grouped([row]) == {"loss": ["train_loss", "val_loss"], "grad_norm": ["grad_norm"], "lr": ["lr"]}
 
 
 @pytest.mark.parametrize(("columns", "names"), [(120, 4), (60, 4), (45, 3)])
