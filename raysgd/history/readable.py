@@ -1,4 +1,4 @@
-"""Numbers, lengths of time, rows of metrics and histories as people read them."""
+"""Numbers, lengths of time, rows of metrics and events as people read them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from raysgd._arguments import did_you_mean
-from raysgd._text import cards
 
 if TYPE_CHECKING:
     from raysgd.engine.shared.group_events import GroupEvent
-    from raysgd.history.history import History
 
 _NOT_A_RESULT = frozenset({"epoch", "step", "batch_count", "num_workers"})
 _LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"
-_MOST_METRICS = 4
-_MOST_ROWS = 20
 _NEVER_SHOWN = ("started", "restarted")
 
 
@@ -154,49 +150,7 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"there is no metric `{name}`; there are {', '.join(f'`{each}`' for each in known)}."
 
 
-def history_as_line(history: History) -> str:
-    """Return the history in one line, with the metrics of the last epoch that say most."""
-    told = _in_words(history)
-    if history.stop_reason is not None:
-        told.append(f"stopped: {history.stop_reason}")
-    last = chosen(history[-1], None) if history else {}
-    values = ", ".join(f"{name}={last[name]:.4g}" for name in most_telling(last, _MOST_METRICS))
-    return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
-
-
-def history_as_text(history: History) -> str:
-    """Return the last epochs as a table, and what happened to the workers. It fits the terminal."""
-    lines, metrics = ["no epochs"], metrics_of(history)
-    names = metrics
-    for most in range(_MOST_METRICS, 0, -1) if history else ():
-        names = most_telling(metrics, most)
-        lines = _columns(*table_of(history, names))
-        if len(lines[0]) <= cards.width():
-            break
-    if len(history) > _MOST_ROWS:
-        lines.insert(1, f"({len(history) - _MOST_ROWS} more)")
-    if left_out := [name for name in metrics if name not in names]:
-        lines.append(cards.fitted(f"also measured: {', '.join(left_out)}"))
-    lines += [cards.fitted(line, indent=9) for line in event_lines(history.events)]
-    if history.stop_reason is not None:
-        lines.append(cards.fitted(f"stopped: {history.stop_reason}"))
-    return "\n".join(lines)
-
-
-def history_as_card(history: History) -> str:
-    """Return the history as HTML: the last epochs, and what happened."""
-    names = most_telling(metrics_of(history), _MOST_METRICS)
-    told = _in_words(history)
-    told += [f"the last {_MOST_ROWS} are shown"] if len(history) > _MOST_ROWS else []
-    reason = cards.note(f"Stopped: {history.stop_reason}") if history.stop_reason is not None else ""
-    lines = event_lines(history.events)
-    folded = cards.folded(f"what happened to the workers ({len(lines)})", lines)
-    return cards.card("History", cards.grid(*table_of(history, names)), reason, folded, note=", ".join(told))
-
-
-def table_of(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int = _MOST_ROWS
-) -> tuple[list[str], list[list[str]]]:
+def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int) -> tuple[list[str], list[list[str]]]:
     """Return the head and the cells of a table of the last epochs, with these metrics and the time."""
     table = []
     for place, row in [*enumerate(rows, start=1)][-most:]:
@@ -212,12 +166,3 @@ def event_lines(events: Iterable[GroupEvent]) -> list[str]:
     """Return what changed the work, failures and resizes, each with the time of day when it was over."""
     shown = [event for event in events if event.kind not in _NEVER_SHOWN]
     return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]
-
-
-def _in_words(history: History) -> list[str]:
-    return [counted(len(history), "epoch"), *failures(history.events)]
-
-
-def _columns(head: list[str], cells: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in (head, *cells)]
