@@ -48,8 +48,8 @@ class ProgressBar(Callback):
     Args:
         style: "tqdm" draws with the package of that name; "plain" writes lines only. "auto" takes tqdm if it is
             installed. Where the output is no terminal and no notebook, all styles write lines.
-        metrics: Names of the metrics to show. None shows the four most telling in the lines, or what fits in one of
-            the terminal, and the first three of a batch in the bar.
+        metrics: Names of the metrics to show. None shows the four most telling in the lines, and the first three of a
+            batch in the bar. A terminal that is too narrow for all has fewer.
         stream: Where to draw; standard error by default.
 
     Raises:
@@ -285,7 +285,11 @@ class TqdmBar(LineBar):
                 self._redirected.enter_context(lines_above(self._stream))
             self._bar.set_description(title, refresh=False)
             self._bar.total, self._bar.n = total, done
-            self._bar.set_postfix(values, refresh=False)
+            for number in range(len(values), -1, -1):
+                shown = {name: values[name] for name in readable.most_telling(values, number)}
+                self._bar.set_postfix(shown, refresh=False)
+                if self._fits():
+                    break
             self._bar.refresh()
 
     def clear(self) -> None:
@@ -294,6 +298,12 @@ class TqdmBar(LineBar):
         if bar is not None:
             with _while_there_is_a_reader():
                 bar.close()
+
+    def _fits(self) -> bool:
+        """Return whether the terminal has columns for the whole line, which tqdm would cut."""
+        facts = self._bar.format_dict
+        columns = facts["ncols"]
+        return columns is None or len(self._bar.format_meter(**{**facts, "ncols": None})) <= columns
 
 
 def make_bar(style: Style, stream: Any, purpose: str) -> LineBar:

@@ -5,9 +5,13 @@ Covers `raysgd.callbacks.progress`, which draws it.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import os
+import struct
 import sys
+import termios
 import textwrap
 from typing import Any, cast
 
@@ -372,3 +376,22 @@ def test_a_line_of_results_has_at_most_four_metrics_and_fits_the_terminal(
         name for name in ("train_loss", "grad_norm", "lr", "val_loss", "val_accuracy", "odd") if name in line
     ] == shown
     assert len(line) <= columns or type(stream) is io.StringIO
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(60, []), (80, ["val_loss"]), (120, ["lr", "grad_norm", "val_loss"])])
+def test_a_bar_shows_the_metrics_that_fit_the_terminal_and_cuts_none(
+    columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    stream, run = Terminal(), make_run()
+    monkeypatch.setattr(stream, "fileno", lambda: terminal)
+    bar = ProgressBar("tqdm", stream=stream)
+    bar.on_progress(run, news(4, lr=0.1, grad_norm=0.5, val_loss=0.25))
+    [drawn] = screen(stream.getvalue())
+    bar.on_run_end(run, None)
+    os.close(controller)
+    os.close(terminal)
+    assert len(drawn) < columns
+    assert drawn.endswith("]")
+    assert [name for name in ("lr", "grad_norm", "val_loss") if f"{name}=" in drawn] == shown
