@@ -38,6 +38,9 @@ _MOST_IN_ROW = 4
 Style = Literal["auto", "tqdm", "plain"]
 STYLES = ("auto", "tqdm", "plain")
 _QUIET_S = 60.0
+_BAR = "{desc}{n_fmt}/{total_fmt} |{bar}| [<{remaining}, {rate_fmt}{postfix}]"
+_BAR_WITHOUT_END = "{desc}{n_fmt} [{elapsed}, {rate_fmt}{postfix}]"
+_SHORTEST_BAR = 5
 _WIDTH_OF_NUMBERS = 6
 _SPEAK_FOR_THEMSELVES = ("time", "throughput", "workers")
 
@@ -285,6 +288,7 @@ class TqdmBar(LineBar):
                 self._redirected.enter_context(lines_above(self._stream))
             self._bar.set_description(title, refresh=False)
             self._bar.total, self._bar.n = total, done
+            self._bar.bar_format = _BAR_WITHOUT_END if total is None else _BAR
             for number in range(len(values), -1, -1):
                 shown = {name: values[name] for name in readable.most_telling(values, number)}
                 self._bar.set_postfix(shown, refresh=False)
@@ -300,10 +304,11 @@ class TqdmBar(LineBar):
                 bar.close()
 
     def _fits(self) -> bool:
-        """Return whether the terminal has columns for the whole line, which tqdm would cut."""
+        """Return whether the terminal has columns for the whole line, which tqdm would cut, and a short bar in it."""
         facts = self._bar.format_dict
-        columns = facts["ncols"]
-        return columns is None or len(self._bar.format_meter(**{**facts, "ncols": None})) <= columns
+        shortest = facts["bar_format"].replace("{bar}", "#" * _SHORTEST_BAR)
+        line = self._bar.format_meter(**{**facts, "ncols": None, "bar_format": shortest})
+        return facts["ncols"] is None or len(line) <= facts["ncols"]
 
 
 def make_bar(style: Style, stream: Any, purpose: str) -> LineBar:

@@ -329,6 +329,15 @@ def test_the_rate_of_tqdm_does_not_count_what_was_done_before_it_was_drawn() -> 
     bar.on_run_end(run, None)
 
 
+def test_a_bar_of_unknown_length_does_not_say_when_it_ends() -> None:
+    stream, run = Terminal(), make_run()
+    bar = ProgressBar("tqdm", stream=stream)
+    bar.on_progress(run, CallProgress(6, None, 2, 10, None, "train", {"train_loss": 0.5}))
+    [drawn] = screen(stream.getvalue())
+    bar.on_run_end(run, None)
+    assert drawn == "epoch  3/10 train: 6 [00:00, ?batch/s, train_loss=0.5000]"
+
+
 @pytest.mark.integration
 def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
     """Also without ipywidgets, with which the bar is a widget."""
@@ -378,7 +387,10 @@ def test_a_line_of_results_has_at_most_four_metrics_and_fits_the_terminal(
     assert len(line) <= columns or type(stream) is io.StringIO
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(60, []), (80, ["val_loss"]), (120, ["lr", "grad_norm", "val_loss"])])
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [(60, []), (80, ["val_loss"]), (90, ["grad_norm", "val_loss"]), (120, ["lr", "grad_norm", "val_loss"])],
+)
 def test_a_bar_shows_the_metrics_that_fit_the_terminal_and_cuts_none(
     columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
