@@ -50,13 +50,13 @@ class KillOne(Callback):
             kill_worker(run.trainer, rank=1, at="step:20")
 
 
-def train(style: Any, folder: Path, epochs: int = 8) -> tuple[str, str]:
+def train(folder: Path, epochs: int = 8) -> tuple[str, str]:
     """Trains; returns the cards of the trainer and of the history."""
     config = {"lr": 0.003, BATCH_SIZE: 24, "seed": 0, "model": {"channels": 32, "dropout": 0.3}}
     chosen = ("train_loss", "val_loss", "val_accuracy", "lr")
     callbacks = [
         LearningRateMonitor(),
-        ProgressBar(style, metrics=chosen),
+        ProgressBar(metrics=chosen),
         HTMLReport(folder / "report.html"),
         KillOne(),
     ]
@@ -72,7 +72,7 @@ def train(style: Any, folder: Path, epochs: int = 8) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[2])
+    where = Path(sys.argv[1])
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    for name, card in zip(("trainer", "history"), train(sys.argv[1], where), strict=True):
+    for name, card in zip(("trainer", "history"), train(where), strict=True):
         (where / f"{name}.html").write_text(card, encoding="utf-8")

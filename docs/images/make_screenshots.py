@@ -60,17 +60,17 @@ def without_margin(image: Any, keeps_width: bool) -> Any:
     return image.crop((0, 0, width, min(image.height, box[3] + 16)))
 
 
-def terminal_picture(style: str, folder: Path) -> None:
+def terminal_picture(folder: Path) -> None:
     """The program in a terminal: in the middle of an epoch, after the failure of a worker."""
-    program = f"{sys.executable} {HERE / 'digits_run.py'} {style} {folder} > {folder}/output.txt"
+    program = f"{sys.executable} {HERE / 'digits_run.py'} {folder} > {folder}/output.txt"
 
     def is_worth_a_picture(lines: list[str]) -> bool:
         return any("epoch 6/8 train" in line and re.search(r" [34]\d/60", line) for line in lines)
 
     screen = screen_of(["bash", "-c", program], is_worth_a_picture, columns=118, lines=16, limit_s=300)
-    page = folder / f"{style}.html"
+    page = folder / "terminal.html"
     page.write_text(as_html(screen, "python digits.py > output.txt"), encoding="utf-8")
-    photograph(page, f"progress-{style}", 1100, 500)
+    photograph(page, "progress-tqdm", 1100, 500)
 
 
 def notebook_picture(folder: Path) -> None:
@@ -99,13 +99,13 @@ def main() -> None:
     """Makes all of them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subprocess.run([sys.executable, HERE / "digits_run.py", "plain", folder], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, HERE / "digits_run.py", folder], check=True, stdout=subprocess.DEVNULL)
         photograph(folder / "report.html", "report", 1240, 2800, is_page=True)
         photograph(folder / "report.html", "report-narrow-dark", 500, 1032, is_dark=True, is_page=True)
         card = (folder / "trainer.html").read_text(encoding="utf-8")
         write_card(folder, "trainer-card", card, is_dark=True, width="880px")
         notebook_picture(folder)
-        terminal_picture("tqdm", folder)
+        terminal_picture(folder)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ class EarlyStopping(Callback):
             run.stop(reason)
 
     def _count(self, value: float, epoch: int) -> None:
-        if self._metric.is_better(value, self.best, self.min_delta if self.best is not None else 0.0):
+        if self._metric.is_better(value, self.best, self.min_delta):
             self.best, self.best_epoch, self.num_without_improvement = value, epoch, 0
         else:
             self.num_without_improvement += 1

@@ -35,9 +35,11 @@ logger = logging.getLogger(__name__)
 _PHASES = {"train": "train", "validation": "validate", "test": "test", "predict": "predict"}
 _MOST_VALUES = 3
 _MOST_IN_ROW = 4
-Style = Literal["auto", "tqdm", "plain"]
-STYLES = ("auto", "tqdm", "plain")
+Style = Literal["auto", "plain"]
 _QUIET_S = 60.0
+_BAR = "{desc}{n_fmt}/{total_fmt} |{bar}| [<{remaining}, {rate_fmt}{postfix}]"
+_BAR_WITHOUT_END = "{desc}{n_fmt} [{elapsed}, {rate_fmt}{postfix}]"
+_SHORTEST_BAR = 5
 _WIDTH_OF_NUMBERS = 6
 _SPEAK_FOR_THEMSELVES = ("time", "throughput", "workers")
 
@@ -46,15 +48,14 @@ class ProgressBar(Callback):
     """Shows a run while it goes on: a bar for each call of train, validate, and predict, and a line for each epoch.
 
     Args:
-        style: "tqdm" draws with the package of that name; "plain" writes lines only. "auto" takes tqdm if it is
-            installed. Where the output is no terminal and no notebook, all styles write lines.
-        metrics: Names of the metrics to show. None shows the four most telling in the lines, or what fits in one of
-            the terminal, and the first three of a batch in the bar.
+        style: "auto" draws a bar in a terminal and in a notebook, if tqdm is installed, and else writes lines; "plain"
+            writes lines only.
+        metrics: Names of the metrics to show. None shows the four most telling in the lines, and the first three of a
+            batch in the bar. A terminal that is too narrow for all has fewer.
         stream: Where to draw; standard error by default.
 
     Raises:
         ValueError: There is no such style.
-        ModuleNotFoundError: The package that the style needs is not installed.
 
     Examples:
         >>> trainer.fit(10, callbacks=[ProgressBar(metrics=("train_loss", "val_loss"))])  # doctest: +SKIP
@@ -62,14 +63,12 @@ class ProgressBar(Callback):
 
     def __init__(self, style: Style = "auto", metrics: Sequence[str] | None = None, stream: Any = None) -> None:
         self._metrics = _checked_names(metrics)
-        self._purpose = f'`ProgressBar(style="{style}")`'
-        if style not in STYLES:
-            raise ValueError(f"`style={style!r}`: need one of {', '.join(map(repr, STYLES))}.")
+        if style not in ("auto", "plain"):
+            raise ValueError(f"`style={style!r}`: need 'auto' or 'plain'.")
         self._style, self._stream, self._drawn = style, stream, cast("LineBar | None", None)
         self._once = Once()
         self._num_workers: int | None = None
         self._began = time.monotonic()
-        make_bar(style, stream or sys.stderr, self._purpose)  # says now what is missing
 
     def on_run_begin(self, run: Run) -> None:
         self._drawn, self._num_workers, self._began = None, None, time.monotonic()
@@ -150,7 +149,7 @@ class ProgressBar(Callback):
     def _bar(self) -> LineBar:
         """Made when it is first needed: by then programs have set up their streams."""
         if self._drawn is None:
-            self._drawn = make_bar(self._style, self._stream or sys.stderr, self._purpose)
+            self._drawn = make_bar(self._style, self._stream or sys.stderr)
         return self._drawn
 
     def _label(self, run: Run) -> str:
@@ -268,12 +267,11 @@ class TqdmBar(LineBar):
 
     Args:
         stream: Where to draw: a terminal, or the output of a notebook.
-        purpose: What needs tqdm.
     """
 
-    def __init__(self, stream: Any, purpose: str) -> None:
+    def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        self._tqdm = require("tqdm.auto", extra="progress", purpose=purpose).tqdm
+        self._tqdm = require("tqdm.auto", extra="progress").tqdm
         self._bar: Any = None
         self._redirected = contextlib.ExitStack()
 
@@ -285,7 +283,12 @@ class TqdmBar(LineBar):
                 self._redirected.enter_context(lines_above(self._stream))
             self._bar.set_description(title, refresh=False)
             self._bar.total, self._bar.n = total, done
-            self._bar.set_postfix(values, refresh=False)
+            self._bar.bar_format = _BAR_WITHOUT_END if total is None else _BAR
+            for number in range(len(values), -1, -1):
+                shown = {name: values[name] for name in readable.most_telling(values, number)}
+                self._bar.set_postfix(shown, refresh=False)
+                if self._fits():
+                    break
             self._bar.refresh()
 
     def clear(self) -> None:
@@ -295,21 +298,20 @@ class TqdmBar(LineBar):
             with _while_there_is_a_reader():
                 bar.close()
 
+    def _fits(self) -> bool:
+        """Return whether the terminal has columns for the whole line, which tqdm would cut, and a short bar in it."""
+        facts = self._bar.format_dict
+        shortest = facts["bar_format"].replace("{bar}", "#" * _SHORTEST_BAR)
+        line = self._bar.format_meter(**{**facts, "ncols": None, "bar_format": shortest})
+        return facts["ncols"] is None or len(line) <= facts["ncols"]
 
-def make_bar(style: Style, stream: Any, purpose: str) -> LineBar:
-    """Return what draws in this style on a stream.
 
-    A stream that can show no bar gets lines in any style.
-
-    Raises:
-        ModuleNotFoundError: tqdm is not installed, and the style needs it.
-    """
-    if style == "tqdm":
-        require("tqdm", extra="progress", purpose=purpose)
+def make_bar(style: Style, stream: Any) -> LineBar:
+    """Return what draws in this style on a stream: lines where it can show no bar, or tqdm is not installed."""
     if style == "plain" or not is_watched(stream):
         return LineBar(stream)
     try:
-        return TqdmBar(stream, purpose)
+        return TqdmBar(stream)
     except ImportError:
         return LineBar(stream)
 

@@ -26,7 +26,6 @@ from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.engine.shared import time_spent
 from raysgd.history import readable
-from raysgd.history.charts import grouped, shown_events, table_of, told_at
 from raysgd.history.history import History, evenly, plain
 from raysgd.writers.sink import failures_warned
 
@@ -42,12 +41,13 @@ _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
 _MOST_POINTS = 2000  # of each curve, in the data of the page
+_LARGEST = 1e100  # of what can be drawn
 _FOLDED = ("config", "about")
 _VIEW = (
     '<p id="view"><label>over <select name="over"><option>epoch<option>step</select></label>'
     '<label>axis <select name="axis"><option>linear<option>log</select></label>'
     '<label>smoothing <input type="range" name="smoothing" max="0.99" step="0.01" value="0"></label></p>'
-    '<noscript>Charts need JavaScript.</noscript><div id="charts"></div>'
+    "<noscript>Charts need JavaScript.</noscript>"
 )
 
 
@@ -150,16 +150,23 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
     """Return the page. It refreshes itself as long as the run goes on, and a browser runs no script but ours in it."""
     files, nonce = Path(__file__).with_name("page"), secrets.token_urlsafe(16)
     names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
-    style_of_charts, style, license_text, charts, script = ((files / name).read_text("utf-8") for name in names)
+    uplot_style, style, license_text, uplot, script = ((files / name).read_text("utf-8") for name in names)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
     refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if facts["state"] == "running" else ""
-    thinned, lines = history.thinned(_MOST_POINTS), [*grouped([*history, *steps]).items()]
-    shown = {"charts": lines if max(len(history), len(steps)) > 1 else [], "steps": plain(evenly(steps, _MOST_POINTS))}
-    content = json.dumps({"run": facts, "history": thinned.as_data(), **shown}, allow_nan=False)
-    data = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    charts = grouped([*history, *steps]) if max(len(history), len(steps)) > 1 else {}
+    content = {
+        "run": facts,
+        "history": history.thinned(_MOST_POINTS).as_data(),
+        "steps": plain(evenly(steps, _MOST_POINTS)),
+        "charts": [*charts.values()],
+    }
+    data = json.dumps(content, allow_nan=False)
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    figures = "".join(f'<figure class="card"><figcaption>{safe(title)}</figcaption></figure>' for title in charts)
+    metrics = f'{_VIEW}<div id="charts">{figures}</div>' if charts else _note("Curves begin with the second result.")
     sections = [
         _header(facts, history),
-        _section("Metrics", _VIEW if shown["charts"] else _note("Curves begin with the second result.")),
+        _section("Metrics", metrics),
         _section("Over time", f'<div class="card" id="times"></div>{_events(history)}'),
         _section("Where the time went", _where_time_went(facts["ledger"])),
         _section("Results", _results(history)),
@@ -173,7 +180,7 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 {refresh}
 <title>{safe(facts["name"])}: {safe(facts["state"])}</title>
-<style>{style_of_charts}{style}</style>
+<style>{uplot_style}{style}</style>
 </head>
 <body>
 <main>
@@ -183,11 +190,26 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
 <script type="application/json" id="{DATA_ID}">{data}</script>
 <script nonce="{nonce}">/*
 {license_text}*/
-{charts}</script>
+{uplot}</script>
 <script nonce="{nonce}">{script}</script>
 </body>
 </html>
 """
+
+
+def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the lines of each chart: a metric of training with its sister of validation. The learning rate is last.
+
+    What has no value that can be drawn has no line, and a metric that equals its sister is drawn once.
+    """
+    groups: dict[str, dict[str, list[Any]]] = {}
+    for name in sorted(readable.metrics_of(rows), key=lambda name: name == "lr"):
+        base = name.removeprefix("train_").removeprefix("val_")
+        values: list[Any] = [row.get(name) for row in rows]
+        can_be_drawn = any(readable.is_real(value) and abs(float(value)) <= _LARGEST for value in values)
+        if can_be_drawn and values not in groups.get(base, {}).values():
+            groups.setdefault(base, {})[name] = values
+    return {base: [*lines] for base, lines in groups.items()}
 
 
 def _header(facts: Mapping[str, Any], history: History) -> str:
@@ -204,7 +226,7 @@ def _header(facts: Mapping[str, Any], history: History) -> str:
 
 def _events(history: History) -> str:
     """Return what happened to the workers; the marks in the chart above have the numbers of this list."""
-    items = "".join(f"<li>{told_at(event)} {safe(event)}</li>" for event in shown_events(history.events))
+    items = "".join(f"<li>{safe(line)}</li>" for line in readable.event_lines(history.events))
     return f"<ol>{items}</ol>" if items else _note("No worker was lost, and none was added.")
 
 
@@ -217,7 +239,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
     shown = [name for name in time_spent.BINS if inside.get(name, 0.0) >= time_spent.SHOWN_FROM * total]
     parts = [(time_spent.BINS[name], inside.pop(name)) for name in shown]
     if inside:
-        parts.append((f"{len(inside)} more, each below {time_spent.SHOWN_FROM:.1%}", sum(inside.values())))
+        parts.append((f"the rest, each part below {time_spent.SHOWN_FROM:.1%}", sum(inside.values())))
     rows = "".join(
         f'<tr><td>{safe(words)}</td><td>{readable.seconds(took)}</td><td>{took / total:.1%}</td><td class="bar">'
         f'<i style="width:{took / total:.2%}"></i></td></tr>'
@@ -238,7 +260,8 @@ def _results(history: History) -> str:
     cells = [[readable.number(row.get(name, ""))[:80] for name in others] for row in rows]
     rest = _folded("Counts and other values", _table(others, cells))
     told = f"The last {_MOST_ROWS} of {len(history)} rows. The source of this page has {_MOST_POINTS} of them at most."
-    return _table(*table_of(rows, metrics, _MOST_ROWS)) + (_note(told) if len(history) > len(rows) else "") + rest
+    note = _note(told) if len(history) > len(rows) else ""
+    return _table(*readable.table_of(rows, metrics, _MOST_ROWS)) + note + rest
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,12 +38,12 @@ EXPECTED = (
 )
 
 
-def read_status(path: str, now: Callable[[], float] = time.time) -> str:
+def read_status(path: str, now: float | None = None) -> str:
     """Return the status of the run in a folder, in words.
 
     Args:
         path: A path or a URI.
-        now: The time, in seconds since 1970.
+        now: The time, in seconds since 1970; by default that of the clock.
 
     Raises:
         StorageError: It cannot be read.
@@ -53,7 +53,7 @@ def read_status(path: str, now: Callable[[], float] = time.time) -> str:
     if not folder.exists():
         is_file = folder.is_local and folder.local_path.exists()
         raise ValueError(f"`{path}` {'is a file, not a folder' if is_file else 'does not exist'}. {EXPECTED}.")
-    found = _found(folder, now)
+    found = _found(folder, time.time() if now is None else now)
     if found is None:
         names = folder.names()
         content = f"has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "is empty"
@@ -61,7 +61,7 @@ def read_status(path: str, now: Callable[[], float] = time.time) -> str:
     return found
 
 
-def _found(folder: Folder, now: Callable[[], float]) -> str | None:
+def _found(folder: Folder, now: float) -> str | None:
     names = set(folder.names())
     if "run.json" in names:
         return _experiment(folder, names, now)
@@ -88,7 +88,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 # ------------------------------------------------------------------------------------------------- kinds of folders
 
 
-def _experiment(folder: Folder, names: set[str], now: Callable[[], float]) -> str:
+def _experiment(folder: Folder, names: set[str], now: float) -> str:
     """The folder above that of the trial: `run.json` says which one is the last."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
@@ -97,7 +97,7 @@ def _experiment(folder: Folder, names: set[str], now: Callable[[], float]) -> st
     return _shown(folder, "fit()", "unknown: `run.json` is damaged, or names a folder that is not there")
 
 
-def _trial(folder: Folder, note: Mapping[str, Any], now: Callable[[], float]) -> str:
+def _trial(folder: Folder, note: Mapping[str, Any], now: float) -> str:
     reports, error = read_reports(folder), _text(folder, "error.txt")
     last = reports[-1] if reports else {}
     checkpoints = sorted(name for name in folder.committed() if name.startswith(_CHECKPOINT))
@@ -107,7 +107,7 @@ def _trial(folder: Folder, note: Mapping[str, Any], now: Callable[[], float]) ->
     return _shown(folder, f"fit() of {trainer}" if isinstance(trainer, str) else "fit()", state, facts, error)
 
 
-def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: Callable[[], float]) -> str:
+def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: float) -> str:
     if status == "ERROR" or (status is None and has_error):
         return "failed"
     if status == "TERMINATED" or (status is None and last.get("done") is True):
@@ -115,7 +115,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
     return _running("last report", _written_at(last), now) + (", after a failure" if has_error else "")
 
 
-def _function_run(folder: Folder, num_runs: int, now: Callable[[], float]) -> str:
+def _function_run(folder: Folder, num_runs: int, now: float) -> str:
     """One run of a `Trainer`: it notes no end, so only the time of its last report says something."""
     content: Any = None
     with suppress(ValueError, RecursionError):
@@ -129,7 +129,7 @@ def _function_run(folder: Folder, num_runs: int, now: Callable[[], float]) -> st
     return _shown(folder, "Trainer.run()", _running("last report", _written_at(last), now), facts)
 
 
-def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> str | None:
+def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     """The folder of `trainer.fit`: what callbacks wrote there, and what stands beside the newest checkpoint."""
     found = {
         name.removesuffix(ENDING): (place / name.removesuffix(ENDING)).uri
@@ -203,7 +203,7 @@ def _in_short(value: float) -> str:
     return "too large" if isinstance(value, int) and abs(value) > 1e300 else f"{value:.4g}"
 
 
-def _counted(reports: Sequence[Mapping[str, Any]], now: Callable[[], float]) -> str:
+def _counted(reports: Sequence[Mapping[str, Any]], now: float) -> str:
     if not reports:
         return "none yet"
     at = _written_at(reports[-1])
@@ -219,21 +219,21 @@ def _written_at(report: Mapping[str, Any]) -> float:
     return _number(report.get("timestamp", report.get("_timestamp")))
 
 
-def _running(sign: str, at: float, now: Callable[[], float]) -> str:
+def _running(sign: str, at: float, now: float) -> str:
     """Return the state of a run that has noted no end: no one can tell a long epoch from a driver that is gone."""
     if at <= 0:
         return f"running, or its driver is gone: there is no {sign}"
-    word = "running" if now() - at < _SILENT_S else "silent, a long epoch or its driver is gone"
+    word = "running" if now - at < _SILENT_S else "silent, a long epoch or its driver is gone"
     return f"{word}: the {sign} is {_ago(at, now)}"
 
 
-def _ago(at: float, now: Callable[[], float]) -> str:
+def _ago(at: float, now: float) -> str:
     """Return how long ago something was, in the largest unit.
 
-    >>> _ago(0, lambda: 7500)
+    >>> _ago(0, 7500)
     '2 h old'
     """
-    seconds = max(0.0, now() - at)
+    seconds = max(0.0, now - at)
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} old"

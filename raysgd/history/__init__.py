@@ -1,1 +1,1 @@
-"""Measurements, epoch by epoch: as numbers, text, cards and charts."""
+"""Measurements, epoch by epoch: as numbers, text and cards."""

@@ -14,13 +14,16 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 from raysgd._imports import require
 from raysgd._numbers.metric_names import name_in_test, validation_name
 from raysgd._numbers.results import Metrics, as_number
+from raysgd._text import cards
 from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.history import charts, readable
+from raysgd.history import readable
 
 Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
 
 _MOST_ELEMENTS = 1000
+_MOST_METRICS = 4  # in what is printed
+_MOST_ROWS = 20
 _ALLOWED: dict[Any, Any] = {float: (int, float)}
 MOST_EPOCHS = 10_000
 """That the history of a trainer has; a run has its own."""
@@ -217,13 +220,45 @@ class History(Sequence[dict[str, Any]]):
         return history
 
     def __repr__(self) -> str:
-        return charts.as_line(self._rows, self.events, self.stop_reason)
+        """One line, with the metrics of the last epoch that say most."""
+        told = self._in_words()
+        if self.stop_reason is not None:
+            told.append(f"stopped: {self.stop_reason}")
+        last = readable.chosen(self[-1], None) if self else {}
+        values = ", ".join(f"{name}={last[name]:.4g}" for name in readable.most_telling(last, _MOST_METRICS))
+        return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
 
     def __str__(self) -> str:
-        return charts.as_text(self._rows, self.events, self.stop_reason)
+        """The last epochs as a table, and what happened to the workers. It fits the terminal."""
+        lines, metrics = ["no epochs"], readable.metrics_of(self)
+        names = metrics
+        for most in range(_MOST_METRICS, 0, -1) if self else ():
+            names = readable.most_telling(metrics, most)
+            head, cells = readable.table_of(self, names, _MOST_ROWS)
+            widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+            lines = ["  ".join(map(str.rjust, row, widths)) for row in (head, *cells)]
+            if len(lines[0]) <= cards.width():
+                break
+        if len(self) > _MOST_ROWS:
+            lines.insert(1, f"({len(self) - _MOST_ROWS} more)")
+        if left_out := [name for name in metrics if name not in names]:
+            lines.append(cards.fitted(f"also measured: {', '.join(left_out)}"))
+        lines += [cards.fitted(line, indent=9) for line in readable.event_lines(self.events)]
+        if self.stop_reason is not None:
+            lines.append(cards.fitted(f"stopped: {self.stop_reason}"))
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return charts.as_card(self._rows, self.events, self.stop_reason)
+        names, told = readable.most_telling(readable.metrics_of(self), _MOST_METRICS), self._in_words()
+        told += [f"the last {_MOST_ROWS} are shown"] if len(self) > _MOST_ROWS else []
+        table = cards.grid(*readable.table_of(self, names, _MOST_ROWS))
+        reason = cards.note(f"Stopped: {self.stop_reason}") if self.stop_reason is not None else ""
+        lines = readable.event_lines(self.events)
+        folded = cards.folded(f"what happened to the workers ({len(lines)})", lines)
+        return cards.card("History", table, reason, folded, note=", ".join(told))
+
+    def _in_words(self) -> list[str]:
+        return [readable.counted(len(self), "epoch"), *readable.failures(self.events)]
 
 
 def plain(value: Any) -> Any:

@@ -1,16 +1,21 @@
-"""Numbers, lengths of time and rows of metrics as people read them."""
+"""Numbers, lengths of time, rows of metrics and events as people read them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd._arguments import did_you_mean
 
+if TYPE_CHECKING:
+    from raysgd.engine.shared.group_events import GroupEvent
+
 _NOT_A_RESULT = frozenset({"epoch", "step", "batch_count", "num_workers"})
 _LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"
+_NEVER_SHOWN = ("started", "restarted")
 
 
 def number(value: Any) -> str:
@@ -143,3 +148,21 @@ def unknown(name: str, known: Iterable[str]) -> str:
     if guess:
         return f"there is no metric `{name}`.{guess}"
     return f"there is no metric `{name}`; there are {', '.join(f'`{each}`' for each in known)}."
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the cells of a table of the last epochs, with these metrics and the time."""
+    table = []
+    for place, row in [*enumerate(rows, start=1)][-most:]:
+        values = [number(row[name]) if row.get(name) is not None else "" for name in names]
+        took = seconds(row["seconds"]) if is_real(row.get("seconds")) else ""
+        table.append([str(row.get("epoch", place)), *values, took])
+    if any(cells[-1] for cells in table):
+        return ["epoch", *names, "time"], table
+    return ["epoch", *names], [cells[:-1] for cells in table]
+
+
+def event_lines(events: Iterable[GroupEvent]) -> list[str]:
+    """Return what changed the work, failures and resizes, each with the time of day when it was over."""
+    shown = [event for event in events if event.kind not in _NEVER_SHOWN]
+    return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]

@@ -60,13 +60,6 @@ def test_the_status_of_a_run_is_printed(tmp_path: Path) -> None:
     assert "loss=0.25" in found.output
 
 
-def test_the_status_of_another_folder_is_an_error_that_names_what_was_expected(tmp_path: Path) -> None:
-    found = run("status", str(tmp_path))
-    assert found.exit_code == 1
-    assert "is not the folder of a run: it is empty" in found.output
-    assert "`result.json`" in found.output
-
-
 @pytest.mark.parametrize("path", ["", "nowhere://bucket/run", "s3:///run"])
 def test_a_path_that_can_be_none_is_an_error_without_a_traceback(path: str) -> None:
     found = run("status", path)

@@ -20,7 +20,7 @@ NOW = 1_000_000.0
 
 
 def status_of(path: Path | str) -> str:
-    return read_status(str(path), now=lambda: NOW)
+    return read_status(str(path), now=NOW)
 
 
 def write_lines(path: Path, *entries: Any) -> None:

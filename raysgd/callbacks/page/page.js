@@ -2,8 +2,10 @@
 // Draws the charts of the report with uPlot, from the JSON in the page. Absent values are skipped, null is a gap.
 const { history, steps, charts } = JSON.parse(document.getElementById("raysgd-run").textContent);
 const controls = [...document.querySelectorAll("#view [name]")];
+const places = [...document.querySelectorAll("figure")];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 const drawable = (value) => (value === undefined || (typeof value === "number" && Math.abs(value) <= 1e100) ? value : null);
+const wholeNumbers = Array.from({ length: 40 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3));
 
 function number(value) {
   if (value === null || value === undefined) return "–";
@@ -21,36 +23,24 @@ function smoothed(values, weight) {
   });
 }
 
-// Draws lines of `{name, color, faint, values}` over `xs`, and marks of `{at, color, text}`.
-function draw(place, xs, lines, { label, shown, ticks, log = false, marks = [] }) {
-  const look = { stroke: css("--soft"), grid: { stroke: css("--rule"), width: 1 }, ticks: { show: false },
-    font: "11px system-ui", labelFont: "11px system-ui" };
-  const drawMarks = ({ ctx, bbox, valToPos }) => marks.forEach(({ at, color, text }) => {
-    const x = valToPos(at, "x", true);
-    ctx.strokeStyle = ctx.fillStyle = css(color);
-    ctx.beginPath();
-    ctx.setLineDash([4, 4]);
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-    ctx.fillText(text, x, bbox.top - 6);
-  });
+// Draws lines of `{name, color, faint, values}` over `xs`.
+function draw(place, xs, lines, { label, axis, legend, log = false, hooks = {} }) {
+  const look = { stroke: css("--soft"), grid: { stroke: css("--rule"), width: 1 }, ticks: { show: false } };
   return new uPlot({
-    width: place.clientWidth - 32, height: 220, padding: [marks.length ? 20 : 8, 14, 0, 0],
+    width: place.clientWidth - 32, height: 200, padding: [hooks.draw ? 20 : 8, 22, 0, 0],
     cursor: { y: false, sync: { key: label } },
     scales: { x: { time: label === "time" }, y: { distr: log ? 3 : 1 } },
     axes: [
-      { ...look, label, labelSize: 18, space: 70, ...ticks },
-      { ...look, values: (_, values) => values.map((value) => (value === null ? "" : number(value))),
-        size: (_, texts) => 14 + 6.5 * Math.max(1, ...(texts || []).map((text) => text.length)) },
+      { ...look, ...axis },
+      { ...look, size: 62, values: (_, values) => values.map((value) => (value === null ? "" : number(value))) },
     ],
     series: [
-      { label, value: (_, x) => (x === null ? "–" : shown(x)) },
+      { label, value: legend },
       ...lines.map(({ name, color, faint, values }) => ({ label: name, value: (_, value) => number(value), stroke: css(color),
         alpha: faint ? 0.3 : 1, width: 2, class: faint ? "faint" : undefined,
         points: { size: 5, fill: css(color), show: !faint && values.filter(Number.isFinite).length <= 40 } })),
     ],
-    hooks: { draw: [drawMarks], ready: [(chart) => chart.setLegend({ idx: xs.length - 1 })] },
+    hooks: { ready: [(chart) => chart.setLegend({ idx: xs.length - 1 })], ...hooks },
   }, [xs, ...lines.map((line) => line.values)], place);
 }
 
@@ -77,8 +67,7 @@ function drawMetrics(place, names, view) {
   if (log) lines.forEach((line) => { line.values = line.values.map((value) => (value <= 0 ? null : value)); });
   if (+view.smoothing) lines = lines.flatMap((line) => [{ ...line, faint: true },
     { ...line, values: smoothed(line.values, +view.smoothing) }]);
-  const ticks = { size: 24, values: (_, values) => values.map((value) => (Number.isInteger(value) ? value : "")) };
-  return draw(place, xs, lines, { label: view.over || "epoch", shown: String, ticks, log });
+  return draw(place, xs, lines, { label: view.over || "epoch", axis: { size: 26, incrs: wholeNumbers }, log });
 }
 
 // The throughput over time; what happened to the workers is marked.
@@ -86,32 +75,29 @@ function drawTimes(place) {
   const calls = history.records.filter(({ kind, metrics, seconds }) => kind === "train" && metrics.num_samples > 0 && seconds > 0);
   if (calls.length < 2) return place.remove();
   const events = history.events.filter(({ kind }) => kind !== "started" && kind !== "restarted");
-  const marks = events.map(({ kind, at }, index) => ({ at, text: String(index + 1),
-    color: ["continued", "restored", "lost"].includes(kind) ? "--bad" : "--change" }));
+  const mark = ({ ctx, bbox, valToPos }) => events.forEach(({ kind, at }, index) => {
+    const x = valToPos(at, "x", true);
+    ctx.fillStyle = css(["continued", "restored", "lost"].includes(kind) ? "--bad" : "--change");
+    ctx.fillRect(x, bbox.top, 1, bbox.height);
+    ctx.fillText(index + 1, x, bbox.top - 6);
+  });
   const values = calls.map((call) => drawable(call.metrics.num_samples / call.seconds));
   const ends = calls.map((call) => call.began_at + call.seconds);
-  const shown = (at) => new Date(1000 * at).toLocaleString();
-  return draw(place, ends, [{ name: "samples/s", color: "--c0", values }], { label: "time", shown, ticks: { label: null, size: 40 }, marks });
+  return draw(place, ends, [{ name: "samples/s", color: "--c0", values }],
+    { label: "time", axis: { size: 40 }, legend: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}", hooks: { draw: [mark] } });
 }
 
-const places = charts.map(([title, names]) => {
-  const [figure, caption] = ["figure", "figcaption"].map((tag) => document.createElement(tag));
-  [figure.className, caption.textContent] = ["card", title];
-  figure.append(caption);
-  document.getElementById("charts").append(figure);
-  return [figure, names];
-});
-// Nothing to choose where nothing counts steps.
-if (!steps.length && !history.rows.every((row) => row.batch_count)) controls.shift()?.parentElement.remove();
 let drawn = [];
 function drawAll() {
   const view = Object.fromEntries(controls.map((each) => [each.name, each.value]));
   drawn.forEach((chart) => chart.destroy());
-  drawn = places.map(([place, names]) => drawMetrics(place, names, view));
+  drawn = places.map((place, index) => drawMetrics(place, charts[index], view));
   drawn.push(...[...document.querySelectorAll("#times")].map(drawTimes).filter(Boolean));
   return view;
 }
 
+// Nothing to choose where nothing counts steps.
+if (!steps.length && !history.rows.every((row) => row.batch_count)) controls.shift()?.parentElement.remove();
 // The address keeps the settings: a page that refreshes itself has them again.
 const kept = new URLSearchParams(location.hash.slice(1));
 for (const each of controls) {

@@ -15,8 +15,6 @@ from raysgd._imports import require
 from raysgd._numbers.results import CallProgress
 from raysgd.callbacks.progress import LineBar, make_bar
 
-_PURPOSE = "`use_tqdm=True`"
-
 
 @contextmanager
 def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
@@ -25,7 +23,7 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
     Args:
         stream: Where to draw; standard error by default.
     """
-    bar, began = make_bar("tqdm", stream or sys.stderr, _PURPOSE), time.monotonic()
+    bar, began = make_bar("auto", stream or sys.stderr), time.monotonic()
     is_drawn, newest = type(bar) is not LineBar, list[CallProgress]()
 
     def show(progress: CallProgress) -> None:
@@ -43,7 +41,7 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
 
 
 def _line(progress: CallProgress, elapsed: float) -> str:
-    line: str = require("tqdm", extra="progress", purpose=_PURPOSE).tqdm.format_meter(
+    line: str = require("tqdm", extra="progress", purpose="`use_tqdm=True`").tqdm.format_meter(
         n=progress.num_steps,
         total=progress.total,
         elapsed=elapsed,
