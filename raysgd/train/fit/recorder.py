@@ -64,7 +64,6 @@ class Recorder:
         folder: Where the run keeps its files.
         config: The config of the trial: `{"train_loop_config": ...}`.
         run_config: What the user wants to know of the run.
-        resources: The resources of the trial, which callbacks are shown.
 
     Attributes:
         returned: What the function of rank 0 returned, if that is plain data.
@@ -79,10 +78,9 @@ class Recorder:
         folder: TrialFolder,
         config: Mapping[str, Any],
         run_config: RunConfig,
-        resources: Any = None,
     ) -> None:
         self._folder = folder
-        self._trial = FitTrialView(folder, masked(config), resources)
+        self._trial = FitTrialView(folder, masked(config))
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
