@@ -21,11 +21,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysgd.air.constants import ERROR_FILE
+from raysgd.air.reports import EXPERIMENT_TAG
 from raysgd.storage import Folder, open_folder
 from raysgd.storage.opening import make_new
 
 DEFAULT_STORAGE = "~/ray_results"
-EXPERIMENT_TAG = "0"
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 _TRIAL = re.compile(rf"(?P<trainer>.+)_(?P<id>[0-9a-f]{{5}}_\d{{5}})_{EXPERIMENT_TAG}_[-\d]+_[-\d]+")
 

@@ -31,7 +31,7 @@ from raysgd.air.reports import (
     iteration_of,
 )
 from raysgd.air.result import Kept, Result, by_checkpoint, read_reports, value_at
-from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
+from raysgd.air.trial import FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.calling import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import failure_logged
@@ -85,7 +85,7 @@ class Recorder:
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
         self._config = shown_config(config)
-        self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
+        self._filler = MetricsFiller(folder.id, self._config)
         self._chores = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
