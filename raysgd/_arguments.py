@@ -211,19 +211,21 @@ def check_info(info: Any) -> dict[str, Any]:
     return dict(info or {})
 
 
-_TRAINERS_OF_OPERATORS = {
-    "split_batches": "`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`",
-    **dict.fromkeys(("micro_batch_size", "deterministic"), "`raysgd.torch.TorchTrainer`"),
-}
-"""Options for steps that the library divides, and where they are."""
-
-
-_ELSEWHERE = {
+_INSTEAD_FOR_OPERATORS = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "n_epochs"), "`trainer.fit(5)` trains 5 epochs"),
+    "backend": "omit it, the workers are connected over sockets of their own",
     "callbacks": "pass it to `trainer.fit(5, callbacks=[...])`",
     "validation_workers": "spare workers validate as well, pass `spare_workers=1`",
 }
 """Keywords that trainers of operators may be expected to take, and what to write instead."""
+
+_OPERATORS_ONLY = "omit it, or pass it to {}, with an operator"
+_INSTEAD = {
+    "split_batches": _OPERATORS_ONLY.format("`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`"),
+    **dict.fromkeys(("micro_batch_size", "deterministic"), _OPERATORS_ONLY.format("`raysgd.torch.TorchTrainer`")),
+    "validation_config": "validate in the function before `report`, and report what you find with the checkpoint",
+}
+"""Those that any trainer may be expected to take, and what to write instead."""
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
@@ -235,15 +237,14 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
         known: What it takes.
         **objects: Those of them that hold other options, and the class of each.
     """
+    is_of_operators = "training_operator_cls" in known
+    elsewhere = {**_INSTEAD, **(_INSTEAD_FOR_OPERATORS if is_of_operators else {})}
     for name in unknown:
-        if name in _ELSEWHERE and "training_operator_cls" in known:
-            raise TypeError(f"`{trainer}` does not know `{name}`: {_ELSEWHERE[name]}.")
+        if name in elsewhere:
+            raise TypeError(f"`{trainer}` does not know `{name}`: {elsewhere[name]}.")
         for option, kind in objects.items():
             if name in [field.name for field in fields(kind)]:
                 raise TypeError(f"`{trainer}` takes `{name}` as `{option}={kind.__name__}({name}=...)`.")
-        where = _TRAINERS_OF_OPERATORS.get(name)
-        if where is not None:
-            raise TypeError(f"`{trainer}` does not know `{name}`: omit it, or pass it to {where}, with an operator.")
         raise TypeError(f"`{trainer}` does not know `{name}`.{did_you_mean(name, known)}")
 
 

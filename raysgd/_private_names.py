@@ -245,8 +245,23 @@ TABLE = (
     PrivateNames(
         "tf_keras.src.optimizers.legacy.optimizer_v2:OptimizerV2",
         ("_create_all_weights",),
-        "tf.objects.registration",
-        "the state of an optimizer from before Keras 2.11 is made in its first step",
+        "tf.objects.registration, tf.checkpoints.former_optimizer",
+        "the state of an optimizer from before Keras 2.11 is made in its first step, and not taken from former files",
+    ),
+    *(
+        PrivateNames(
+            f"keras.src.optimizers.{module}",
+            names,
+            "tf.checkpoints.former_optimizer",
+            "a checkpoint of the former library loads without the state of the optimizer, and the log says so",
+        )
+        for module, names in {
+            "adam": ("_momentums", "_velocities", "_velocity_hats"),
+            "rmsprop": ("_average_gradients",),
+            "adagrad": ("_accumulators",),
+            "adadelta": ("_accumulated_grads", "_accumulated_delta_vars"),
+            "adamax": ("_m", "_u"),
+        }.items()
     ),
     PrivateNames(
         "tensorflow.python.data.ops.dataset_ops:DatasetV2",

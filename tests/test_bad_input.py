@@ -466,7 +466,9 @@ def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
             TFTrainer(dict, dict, **dict([row]))
 
 
-def test_a_keyword_of_functions_that_is_misspelt_is_guessed_at() -> None:
+def test_a_keyword_of_functions_that_is_misspelt_or_gone_is_answered() -> None:
+    with pytest.raises(TypeError, match="`TorchTrainer` does not know `validation_config`: validate in the function"):
+        data_parallel_trainer.TorchTrainer(print, validation_config=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"`TorchTrainer` does not know `run_cfg`\. Did you mean `run_config`\?"):
         data_parallel_trainer.TorchTrainer(print, run_cfg=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"`Trainer` does not know `num_worker`\. Did you mean `num_workers`\?"):

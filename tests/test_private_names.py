@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.streams.iterables import HuggingFaceStream
+from raysgd.tf.checkpoints import former_optimizer
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
@@ -521,6 +523,21 @@ def test_slots_of_a_former_optimizer_are_made_in_its_first_step_without(
     take_from_classes(optimizer, name, monkeypatch)
     registration.build_optimizer(optimizer, [])
     assert not registration.variables_of_optimizer(optimizer)
+
+
+SLOTS = {name: kind for kind, names in former_optimizer._SLOTS.items() for name in names if name.startswith("_")}
+
+
+@without(*SLOTS)
+def test_former_weights_are_left_out_without(name: str) -> None:
+    keras = pytest.importorskip("keras")
+    options = {"RMSprop": {"momentum": 0.5, "centered": True}, "Adam": {"amsgrad": True}}
+    optimizer = getattr(keras.optimizers, SLOTS[name])(**options.get(SLOTS[name], {}))
+    optimizer.build([keras.Variable([1.0])])
+    weights = [np.zeros(()), *[np.zeros(1)] * (len(optimizer.variables) - 2)]
+    assert former_optimizer.arranged(optimizer, weights) is not None
+    delattr(optimizer, name)
+    assert former_optimizer.arranged(optimizer, weights) is None
 
 
 @without("_inputs")

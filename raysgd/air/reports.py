@@ -108,6 +108,9 @@ _NOT_DONE: Mapping[str, str] = {
 }
 
 
+EXPERIMENT_TAG = "0"
+"""The tag of a trial, of which a run of `fit()` has one."""
+
 OF_TRIAL = frozenset({"config", "trial_id", "experiment_tag"})
 """The keys of a report that say which trial it is of."""
 
@@ -150,7 +153,6 @@ class MetricsFiller:
     Args:
         trial_id: Identity of the trial.
         config: The config of the trial.
-        experiment_tag: The tag of the trial.
         clock: The time, in seconds since 1970.
 
     Attributes:
@@ -161,10 +163,9 @@ class MetricsFiller:
         self,
         trial_id: str,
         config: Mapping[str, Any],
-        experiment_tag: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._constant = {"config": dict(config), "experiment_tag": experiment_tag}
+        self._constant = {"config": dict(config), "experiment_tag": EXPERIMENT_TAG}
         self._trial_id = trial_id
         self._clock = clock
         self._has_warned = False

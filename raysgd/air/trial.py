@@ -21,11 +21,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysgd.air.constants import ERROR_FILE
+from raysgd.air.reports import EXPERIMENT_TAG
 from raysgd.storage import Folder, open_folder
 from raysgd.storage.opening import make_new
 
 DEFAULT_STORAGE = "~/ray_results"
-EXPERIMENT_TAG = "0"
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 _TRIAL = re.compile(rf"(?P<trainer>.+)_(?P<id>[0-9a-f]{{5}}_\d{{5}})_{EXPERIMENT_TAG}_[-\d]+_[-\d]+")
 
@@ -188,7 +188,6 @@ class FitTrialView:
         last_result: The metrics of the last report; before the first one, only what is known without it.
         checkpoint: The newest checkpoint, or None.
         num_failures: The number of attempts that have failed.
-        placement_group_factory: The resources of the trial.
     """
 
     PENDING = "PENDING"
@@ -196,7 +195,7 @@ class FitTrialView:
     TERMINATED = "TERMINATED"
     ERROR = "ERROR"
 
-    def __init__(self, folder: TrialFolder, config: Mapping[str, Any], resources: Any = None) -> None:
+    def __init__(self, folder: TrialFolder, config: Mapping[str, Any]) -> None:
         self._folder = folder
         self.trainable_name = folder.trainer_name
         self.trial_id = folder.id
@@ -207,7 +206,6 @@ class FitTrialView:
         self.last_result: dict[str, Any] = {"trial_id": folder.id}
         self.checkpoint: Any = None
         self.num_failures = 0
-        self.placement_group_factory = resources
 
     def __str__(self) -> str:
         return self._folder.name
@@ -271,14 +269,6 @@ class FitTrialView:
         """The file that says what went wrong; None when nothing did."""
         return str(Path(self.local_path, ERROR_FILE)) if self.num_failures else None
 
-    def get_error(self) -> str | None:
-        """Return what went wrong, in words; None when nothing did."""
-        return Path(self.error_file).read_text(encoding="utf-8") if self.error_file else None
-
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint."""
         return self.checkpoint is not None
-
-    def is_finished(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return self.status in (self.TERMINATED, self.ERROR)

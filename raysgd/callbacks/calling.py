@@ -135,7 +135,7 @@ class Dispatcher:
             if self._advice is None:
                 raise
             said = f"{type(error).__name__}: {str(error).rstrip('.')}"
-            name = name_of(callback)
+            name = type(callback).__name__
             raise CallbackError(
                 f"The callback `{name}` failed in `{hook}`: {said}. The run ends. {self._advice}"
             ) from error
@@ -162,7 +162,7 @@ class Dispatcher:
                     self.call(callback, hook, *args, **info)
             except Exception as error:  # user code: the others see the end all the same
                 if has_failed or first is not None:
-                    logger.error("the callback `%s` failed at the end: %s", name_of(callback), error)
+                    logger.error("the callback `%s` failed at the end: %s", type(callback).__name__, error)
                 first = first or error
         if first is not None and not has_failed:
             raise first
@@ -175,11 +175,6 @@ def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any
         return method(*args, **named)
     known = {parameter.name for parameter in parameters}
     return method(*args, **{name: value for name, value in named.items() if name in known})
-
-
-def name_of(callback: Any) -> str:
-    """Return what a callback is called: the name of the class that the user gave."""
-    return type(getattr(callback, "adapted", callback)).__name__
 
 
 class CallbackCalls(Dispatcher):
@@ -254,13 +249,15 @@ class CallbackCalls(Dispatcher):
 
     def states(self) -> list[dict[str, Any]]:
         """Return what the callbacks need to go on in another run: for each its class and its state."""
-        return [{"name": name_of(callback), "state": self.call(callback, "state_dict")} for callback in self.callbacks]
+        return [
+            {"name": type(callback).__name__, "state": self.call(callback, "state_dict")} for callback in self.callbacks
+        ]
 
     def load_states(self, states: Iterable[Any]) -> None:
         """Give callbacks back what `states` returned. Each gets the first state of its class that no other has got."""
         left = [dict(entry) for entry in states]
         for callback in self.callbacks:
-            found = next((entry for entry in left if entry.get("name") == name_of(callback)), None)
+            found = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
             if found is not None:
                 left.remove(found)
                 if found.get("state") is not None:

@@ -68,9 +68,10 @@ class _FileLogger(MetricsLogger):
 
     def on_run_begin(self, run: Run) -> None:
         super().on_run_begin(run)
-        path = self._file.path
-        self._steps = SafeSink(self._format(path.with_stem(f"{path.stem}.steps")), type(self).__name__)
-        self._steps.begin(run, self._sink.first_step)
+        path = self._file.path.with_stem(f"{self._file.path.stem}.steps")
+        self._steps = SafeSink(self._format(path), type(self).__name__)
+        with self._steps.warns():  # the file of a former run must not stay
+            (self._steps.open if path.exists() else self._steps.begin)(run, self._sink.first_step)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of some steps to the file beside."""

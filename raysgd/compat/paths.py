@@ -15,7 +15,6 @@ Group = Literal["sgd", "train"]
 else. These are left alone unless the user says that they mean the old library."""
 
 _SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
-_SESSION_B = "get_checkpoint get_context get_dataset_shard report"
 _CONFIGS = "CheckpointConfig FailureConfig RunConfig ScalingConfig"
 _STRATEGY = "BackendConfig CheckpointStrategy TrainingCallback TrainingIterator Trainer"
 _V2 = (

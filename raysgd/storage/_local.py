@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -79,9 +79,9 @@ class LocalFolder(Folder):
             os.rename(self._local_path, doomed)
             _remove(doomed)
 
-    def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
+    def upload(self, source: Path, without: Collection[str] = ()) -> None:
         with _telling(f"copy `{source}` to `{self}`"):
-            _transfers.copy_tree(source, self._local_path, places)
+            _transfers.copy_tree(source, self._local_path, without)
 
     def download(self, target: Path) -> None:
         with _telling(f"copy `{self}` to `{target}`"):

@@ -117,12 +117,11 @@ class StoreFolder(Folder):
         if self.exists():  # where it does not exist, not every store says so in a way that can be told
             self._delete(self.filesystem.delete_dir, self.path)
 
-    def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
+    def upload(self, source: Path, without: Collection[str] = ()) -> None:
         files, empty = _tree_of(source, f"copy `{source}` to `{self}`")
-        placed = _transfers.placed(files, places)
         _transfers.on_threads(lambda name: (self / name).make(), empty)
-        sums = _transfers.on_threads(lambda name: self._upload_file(source / name, placed[name]), placed)
-        self._list({placed[name]: checksum for name, checksum in sums.items()})
+        sent = [name for name in files if name not in without]
+        self._list(_transfers.on_threads(lambda name: self._upload_file(source / name, name), sent))
 
     def _upload_file(self, source: Path, name: str) -> str:
         """Sends a file; returns its checksum."""

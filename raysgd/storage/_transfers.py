@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -59,20 +59,15 @@ def tree_of(root: Path) -> tuple[list[str], list[str]]:
     return files, empty
 
 
-def placed(files: Iterable[str], places: Mapping[str, str | None] | None) -> dict[str, str]:
-    """The names that files get: their own, or others for some of them. None leaves a file out."""
-    named = {**{name: name for name in files}, **(places or {})}
-    return {name: place for name, place in named.items() if place is not None}
-
-
-def copy_tree(source: Path, target: Path, places: Mapping[str, str | None] | None = None) -> None:
-    """Copies everything in a folder into another one; each file is whole or not there. Places: see `placed`."""
+def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None:
+    """Copies everything in a folder, but for some files, into another one; each file is whole or not there."""
     files, empty = tree_of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name in empty:
         (target / name).mkdir(parents=True, exist_ok=True)
-    for name, place in placed(files, places).items():
-        copy_file(source / name, target / place)
+    for name in files:
+        if name not in without:
+            copy_file(source / name, target / name)
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -107,12 +107,12 @@ class Folder(ABC):
         """Deletes it with everything in it. If it was committed, it stops being so first."""
 
     @abstractmethod
-    def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
+    def upload(self, source: Path, without: Collection[str] = ()) -> None:
         """Copies everything in a folder of this machine into this one. Each file is whole or not there.
 
         Args:
             source: The folder.
-            places: Other names for some of its files; None leaves a file out.
+            without: Files in it that are left out.
 
         Raises:
             FileNotFoundError: There is no folder `source`.

@@ -5,12 +5,13 @@ Internal: what the class of this name in the old library could do is done by `TF
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.tf.checkpoints import serializing
+from raysgd.tf.checkpoints import former_optimizer, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.hosting.hosted import TFHosted
 from raysgd.tf.operator.internals import TFSettings
@@ -46,6 +47,11 @@ class TFRunner(ClassRunner):
             return super().validate(replace(request, shard_key=None, starts_over=True))
         finally:
             internals.data = registered
+
+    def former_optimizer(self, weights: Sequence[Any]) -> list[Any] | None:
+        """Return what a file of the old library says of the only optimizer; None if that is not known."""
+        optimizers = self.operator._optimizers
+        return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None
 
     def architecture(self) -> list[str]:
         """Return the registered models without weights, as JSON."""

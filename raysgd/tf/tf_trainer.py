@@ -324,8 +324,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def load(self, checkpoint: str | PathLike[str]) -> None:
         """Load a file that `save` wrote, or that the old library wrote, into all workers.
 
-        Of a file of the old library the weights and the epoch are loaded. The optimizer stays as it is, and a warning
-        says so.
+        Of a file of the old library the variables of the optimizer are loaded if it is known where they belong; else
+        the optimizer stays as it is, and a warning says so.
 
         Args:
             checkpoint: The path or the URI.
@@ -342,16 +342,24 @@ class TFTrainer(ClassTrainer[OperatorT]):
         rank_states = state.pop(_RANKS, ())
         if not isinstance(rank_states, list | tuple):
             raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
-        is_former = "optimizers" not in state
-        self._load({**self.state_dict(), **state} if is_former else state, tuple(rank_states))
-        if is_former:
-            logger.warning(
-                "`%s` is a file of the old library: the weights and the epoch were loaded, the optimizer is unchanged",
-                files.shown(checkpoint),
-            )
+        former = state.pop(checkpoint_file.FORMER_OPTIMIZER, None)
+        if former is None:
+            self._load(state, tuple(rank_states))
+        else:
+            self._load_former(checkpoint, state, former)
         self._saves.note_file(files.shown(checkpoint))
 
     restore = load
+
+    def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any], optimizer: list[Any]) -> None:
+        found = self._on_all(TFRunner.former_optimizer, optimizer, rank=0)[0]
+        self._load({**self.state_dict(), **state, **({} if found is None else {"optimizers": [found]})}, ())
+        if found is None:
+            logger.warning(
+                "`%s` is a file of the old library, and not of the optimizer here: the weights and the epoch were "
+                "loaded, the optimizer is unchanged",
+                files.shown(checkpoint),
+            )
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
         check_parts(snapshot.shared_state, self._facts.counts)

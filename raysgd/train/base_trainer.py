@@ -168,8 +168,7 @@ class BaseTrainer(ABC):
         folder = folder or new_trial_folder(self.run_config, type(self).__name__)
         check_is_shared(folder.experiment)
         restoring.save_trainer(folder.experiment, type(self), self._arguments)
-        resources = self.scaling_config.as_placement_group_factory() if self.run_config.callbacks else None
-        recorder = Recorder(folder, self._trial_config, self.run_config, resources)
+        recorder = Recorder(folder, self._trial_config, self.run_config)
         begin_from = checkpoint_at(folder.trial / names[-1]).by_place() if names else self.resume_from_checkpoint
         return FitJob(folder, recorder, self.run_config, self._facts(folder), begin_from)
 

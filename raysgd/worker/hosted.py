@@ -68,11 +68,6 @@ class Hosted(ABC):
     def warm_up(self) -> None:
         """Takes a step in advance. The state of another rank replaces later what it changes of registered state."""
 
-    @property
-    @abstractmethod
-    def reconnection_obstacle(self) -> str | None:
-        """The reason why this process can never connect with a second group; None if it can."""
-
     @abstractmethod
     def take_place(self, world: World) -> None:
         """Takes a place in another group, which this process has joined."""
@@ -124,8 +119,7 @@ class Hosted(ABC):
     @property
     def group_obstacle(self) -> str | None:
         """The reason why this replica cannot continue in another group at all."""
-        obstacle = self.reconnection_obstacle or self.feed.obstacle("train")
-        return obstacle or self.feed.obstacle("validation")
+        return self.feed.obstacle("train") or self.feed.obstacle("validation")
 
     @property
     def epoch_obstacle(self) -> str | None:

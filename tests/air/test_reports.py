@@ -18,7 +18,7 @@ class Clock:
 
 
 def make_filler() -> MetricsFiller:
-    filler = MetricsFiller("1a2b3_00000", {"train_loop_config": {"lr": 1}}, "0", Clock())
+    filler = MetricsFiller("1a2b3_00000", {"train_loop_config": {"lr": 1}}, Clock())
     filler.begin_attempt({})
     return filler
 

@@ -86,20 +86,14 @@ def test_it_has_the_names_and_places_of_the_run(trial: FitTrialView, tmp_path: P
 
 
 def test_it_knows_how_it_is(trial: FitTrialView) -> None:
-    assert (trial.status, trial.is_finished(), trial.has_checkpoint()) == ("PENDING", False, False)
+    assert (trial.status, trial.has_checkpoint()) == ("PENDING", False)
     assert trial.last_result == {"trial_id": trial.trial_id}
     assert not trial.has_reported_at_least_once
     trial.last_result = {"training_iteration": 1, "node_ip": "10.0.0.1"}
     assert (trial.has_reported_at_least_once, trial.get_ray_actor_ip()) == (True, "10.0.0.1")
-    trial.status = FitTrialView.ERROR
-    assert trial.is_finished()
-
-
-def test_it_knows_what_went_wrong(trial: FitTrialView) -> None:
-    assert (trial.error_file, trial.get_error()) == (None, None)
-    Path(trial.local_path, "error.txt").write_text("it broke")
+    assert trial.error_file is None
     trial.num_failures = 1
-    assert trial.get_error() == "it broke"
+    assert trial.error_file == str(Path(trial.local_path, "error.txt"))
 
 
 def test_the_folders_have_the_names_of_the_old_library(tmp_path: Path) -> None:

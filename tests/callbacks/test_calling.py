@@ -34,16 +34,6 @@ class Hooks:
             raise self.error
 
 
-class Adapter:
-    """Stands for a callback of the user."""
-
-    def __init__(self, adapted: Any) -> None:
-        self.adapted = adapted
-
-    def on_start(self) -> None:
-        self.adapted.on_start("here")
-
-
 def test_hooks_get_what_they_take_and_those_that_are_missing_are_left_out() -> None:
     hooks = Hooks()
     dispatcher = Dispatcher([object(), hooks])
@@ -55,10 +45,10 @@ def test_hooks_get_what_they_take_and_those_that_are_missing_are_left_out() -> N
 
 def test_one_that_fails_is_named_with_the_advice_and_those_after_it_are_not_called() -> None:
     last = Hooks()
-    dispatcher = Dispatcher([Adapter(Hooks(KeyError("lr"))), last], advice="Leave it out.")
+    dispatcher = Dispatcher([Hooks(KeyError("lr")), last], advice="Leave it out.")
     words = r"^The callback `Hooks` failed in `on_start`: KeyError: 'lr'\. The run ends\. Leave it out\.$"
     with pytest.raises(CallbackError, match=words) as info:
-        dispatcher.on("on_start")
+        dispatcher.on("on_start", "here")
     assert isinstance(info.value.__cause__, KeyError)
     assert last.calls == []
 

@@ -80,6 +80,8 @@ class TestFiles:
         steps = [(int(row["epoch"]), int(row["step"])) for row in read(tmp_path / "log.steps.x")]
         assert steps == [(1, 2), (1, 4), (2, 10), (3, 15)]
         assert [int(row["epoch"]) for row in read(tmp_path / "log.x")] == [1, 2, 3]
+        make_local().fit(1, callbacks=[logger(tmp_path / "log.x")], log_every_n_steps=0)
+        assert not read(tmp_path / "log.steps.x")
 
     @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
     def test_with_a_name_alone_are_in_the_current_folder_and_go_on_there_behind_the_checkpoint(

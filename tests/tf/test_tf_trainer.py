@@ -44,7 +44,7 @@ class BackupAndRestore:
         ({"training_operator_cls": dict}, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
         ({**CREATORS, "num_workers": 2, "num_replicas": 3}, ValueError, "two names for one number"),
         ({**CREATORS, "num_worker": 2}, TypeError, "does not know `num_worker`. Did you mean `num_workers`"),
-        ({**CREATORS, "backend": "gloo"}, TypeError, "does not know `backend`"),
+        ({**CREATORS, "backend": "gloo"}, TypeError, "does not know `backend`: omit it"),
         ({**CREATORS, "config": {"fit_config": 3}}, TypeError, r"`config\['fit_config'\]=3`"),
         ({**CREATORS, "config": {"fit_config": {"x": [1]}}}, ValueError, r"\['x'\]` cannot work: .* `data_creator`"),
         ({**CREATORS, "config": {"fit_config": {"batch_size": 8}}}, ValueError, r"Call `\.batch\(batch_size\)`"),

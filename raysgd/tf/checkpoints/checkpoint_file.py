@@ -39,7 +39,10 @@ REQUIRED_KEYS = ("epoch", "models", "optimizers")
 _INDEX = "state.json"
 _ZIP_START = b"PK\x03\x04"
 _TAG = "raysgd"
-_LEGACY_KEYS = ("epoch", "weights")
+FORMER_OPTIMIZER = "optimizer_weights"
+"""In the state of a file of the former library, instead of `optimizers`: their variables, in their own order."""
+
+_LEGACY_KEYS = ("epoch", "weights", FORMER_OPTIMIZER)
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -77,7 +80,7 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
     """Read a checkpoint, make sure that it is undamaged, and return the state that was written.
 
     Files of the former library, which are pickles of a dict of arrays, are read too, without running code. Their state
-    has no `optimizers`: what they hold of these is in the order of an optimizer that is no longer there.
+    has `FORMER_OPTIMIZER` in place of `optimizers`.
 
     Args:
         path: The file.
@@ -197,7 +200,12 @@ def _read_legacy(file: IO[bytes], name: str) -> dict[str, Any]:
         state = read_pickle(file.read())
     checked_state(state, name, _LEGACY_KEYS)
     with refusals_of(name):
-        require(isinstance(state["weights"], list | tuple), "its weights are no list")
-        arrays = [each.value if isinstance(each, FormerValue) else each for each in state["weights"]]
-        require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are no list of arrays")
-    return {"epoch": state["epoch"], "models": [arrays]}
+        weights = {key: _former_arrays(state[key]) for key in ("weights", FORMER_OPTIMIZER)}
+    return {"epoch": state["epoch"], "models": [weights["weights"]], FORMER_OPTIMIZER: weights[FORMER_OPTIMIZER]}
+
+
+def _former_arrays(values: Any) -> list[Any]:
+    require(isinstance(values, list | tuple), "its weights are no list")
+    arrays = [each.value if isinstance(each, FormerValue) else each for each in values]
+    require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are no list of arrays")
+    return arrays

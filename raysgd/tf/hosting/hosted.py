@@ -54,7 +54,6 @@ class TFHosted(hosted.Hosted):
 
     settings: TFSettings
     operator: TrainingOperator
-    reconnection_obstacle = None
     loop: OperatorLoop
     state: KerasState
     feed: TFFeed

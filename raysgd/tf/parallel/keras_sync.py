@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from raysgd._private_names import require_names
@@ -57,10 +56,9 @@ class Synchronizer:
         if not self.watches:
             return
         self._traced = traced = TracedStep()
-        self._losses = losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
-        self.losses = losses if is_one_of_many else None
+        self._losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
+        self.losses = self._losses if is_one_of_many else None
         self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
-        self._new_averager = partial(GradientAverager, self.exchanges, traced, losses.num_samples_of)
         self._averagers: list[GradientAverager] = []
         self._metrics = GlobalMetrics(lambda: self.group, traced)
 
@@ -88,7 +86,7 @@ class Synchronizer:
         import tensorflow as tf
 
         wrapper = self._apply if name == "apply" else self._apply_gradients
-        self._averagers.append(self._new_averager())
+        self._averagers.append(GradientAverager(self.exchanges, self._traced, self._losses.num_samples_of))
         wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
         # Of the instance: its class, which a saved model names, does not change.
         registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))

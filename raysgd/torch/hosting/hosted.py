@@ -220,8 +220,8 @@ class TorchHosted(hosted.Hosted):
         return is_own and not has_own_batch and not hasattr(operator, "model")
 
     @property
-    def reconnection_obstacle(self) -> str | None:
-        return self.parallel.obstacle
+    def group_obstacle(self) -> str | None:
+        return self.parallel.obstacle or super().group_obstacle
 
     def take_place(self, world: World) -> None:
         config = self.operator.config

@@ -174,7 +174,7 @@ class FitSession(Session):
             target.upload(source)
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:
-            self._announce(data, ref, lambda taken: target.upload(source, dict.fromkeys(taken)))
+            self._announce(data, ref, lambda taken: target.upload(source, taken))
 
     def dataset_shard(self, name: str | None) -> Any:
         """This worker's part of a dataset; see `get_dataset_shard`."""

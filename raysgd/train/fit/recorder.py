@@ -31,7 +31,7 @@ from raysgd.air.reports import (
     iteration_of,
 )
 from raysgd.air.result import Kept, Result, by_checkpoint, read_reports, value_at
-from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
+from raysgd.air.trial import FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.calling import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import failure_logged
@@ -64,7 +64,6 @@ class Recorder:
         folder: Where the run keeps its files.
         config: The config of the trial: `{"train_loop_config": ...}`.
         run_config: What the user wants to know of the run.
-        resources: The resources of the trial, which callbacks are shown.
 
     Attributes:
         returned: What the function of rank 0 returned, if that is plain data.
@@ -79,15 +78,14 @@ class Recorder:
         folder: TrialFolder,
         config: Mapping[str, Any],
         run_config: RunConfig,
-        resources: Any = None,
     ) -> None:
         self._folder = folder
-        self._trial = FitTrialView(folder, masked(config), resources)
+        self._trial = FitTrialView(folder, masked(config))
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
         self._config = shown_config(config)
-        self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
+        self._filler = MetricsFiller(folder.id, self._config)
         self._chores = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)

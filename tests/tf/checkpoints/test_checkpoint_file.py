@@ -130,6 +130,7 @@ def test_a_file_of_the_former_library_is_read(protocol: int, tmp_path: Path) -> 
     for before, after in zip(weights, back["models"][0], strict=True):
         assert after.dtype == before.dtype.newbyteorder("=")
         np.testing.assert_array_equal(after, before)
+    assert [np.asarray(weight).tolist() for weight in back[checkpoint_file.FORMER_OPTIMIZER]] == [7, [1.0, 1.0]]
     assert "optimizers" not in back
 
 

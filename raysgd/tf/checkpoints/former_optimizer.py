@@ -1,0 +1,44 @@
+"""The optimizer weights in files of the old library, arranged as the variables of an optimizer of today.
+
+The old library wrote what `get_weights()` of an optimizer from before Keras 2.11 returned: the number of steps, then
+each kind of slot for all variables of the model, one kind behind the other. The file does not say which optimizer that
+was. Today's optimizers have further variables, and other orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from raysgd.tf.objects import registration
+
+# For each optimizer the attributes that hold its slots, in the order in which the old one of that name kept them. Each
+# step of both computes the same from them.
+_SLOTS = {
+    "SGD": ("momentums",),
+    "Adam": ("_momentums", "_velocities", "_velocity_hats"),
+    "RMSprop": ("_velocities", "_momentums", "_average_gradients"),
+    "Adagrad": ("_accumulators",),
+    "Adadelta": ("_accumulated_grads", "_accumulated_delta_vars"),
+    "Adamax": ("_m", "_u"),
+}
+
+
+def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
+    """Return the value of each variable of `optimizer`: from `weights` where they have it, else what it is now.
+
+    None where it is not known where they belong.
+    """
+    variables, inner = registration.variables_of_optimizer(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(inner, "_create_all_weights"):  # of the same kind as in the old library
+        homes = variables
+    else:
+        slots = [getattr(inner, attribute, None) or () for attribute in _SLOTS.get(type(inner).__name__, ())]
+        homes = [inner.iterations, *(variable for one in slots for variable in one)]
+    homes = homes if len(weights) > 1 else homes[:1]  # tf_keras makes slots for SGD that it does not use
+    if [np.shape(weight) for weight in weights] != [tuple(home.shape) for home in homes]:
+        return None
+    values = {id(home): np.asarray(weight) for home, weight in zip(homes, weights, strict=True)}
+    return [values.get(id(variable), np.array(variable.numpy())) for variable in variables]
