@@ -123,12 +123,14 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
         UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
         ValueError: The content is not a training state, or in the format of a newer version of raysgd.
     """
-    with _opened(os.fspath(path), weights_only, maps=False) as opened:
-        return opened.state
+    with mapped(path, weights_only=weights_only, maps=False) as state:
+        return state
 
 
 @contextlib.contextmanager
-def mapped(path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None) -> Iterator[OpenedFile]:
+def mapped(
+    path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
+) -> Iterator[dict[str, Any]]:
     """Do what `read` does, but leave the tensors where they are: in the file, mapped into memory.
 
     Inside the `with` block they may be copied elsewhere. Keep none of them. Writing to one changes it in memory
@@ -138,27 +140,21 @@ def mapped(path: str | os.PathLike[str], *, weights_only: bool = True, name: str
         path: The file.
         weights_only: As in `read`.
         name: What errors call it, where it is a copy of something else.
+        maps: Whether to leave tensors there.
 
     Raises:
         CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
         FileNotFoundError, UnsafeCheckpointError, ValueError: As in `read`.
     """
-    with _opened(os.fspath(path), weights_only, maps=True, name=name) as opened:
-        yield opened
-
-
-@contextlib.contextmanager
-def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = None) -> Iterator[OpenedFile]:
-    """Check the file, and give out its state."""
+    path = os.fspath(path)
     with open(path, "rb", buffering=0) as file:
-        opened = OpenedFile(file, path, name or path, weights_only)
+        opened = _OpenedFile(file, path, name or path, weights_only)
         opened.check()
-        opened.read_state(maps and opened.can_be_mapped())
-        yield opened
+        yield opened.read_state(maps and opened.can_be_mapped())
         opened.check_unchanged()
 
 
-class OpenedFile:
+class _OpenedFile:
     """A checkpoint that is being read.
 
     Args:
@@ -167,14 +163,9 @@ class OpenedFile:
         name: What errors call it.
         weights_only: Whether to refuse what could run code.
 
-    Attributes:
-        state: What it holds, once that was read.
-
     Raises:
         CheckpointCorruptedError: It is of no known kind, or its end is missing.
     """
-
-    state: dict[str, Any]
 
     def __init__(self, file: IO[bytes], path: str, name: str, weights_only: bool) -> None:
         self._file, self._path, self._name, self._weights_only = file, path, name, weights_only
@@ -211,8 +202,8 @@ class OpenedFile:
         """Return whether it has a checksum, and lies where files can be mapped into memory."""
         return self._seal is not None and _can_be_mapped(self._file)
 
-    def read_state(self, maps: bool) -> None:
-        """Read what the file holds, if it is a training state; with `maps`, tensors stay where they are.
+    def read_state(self, maps: bool) -> dict[str, Any]:
+        """Return what the file holds, if it is a training state; with `maps`, tensors stay where they are.
 
         Raises:
             CheckpointCorruptedError, UnsafeCheckpointError, ValueError: As in `read`.
@@ -220,7 +211,7 @@ class OpenedFile:
         loaded = self._strictly(maps) if self._weights_only else self._trusted(maps)
         version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
         check_format(self._name, version, FORMAT_VERSION)
-        self.state = checked_state(loaded, self._name, REQUIRED_KEYS)
+        return checked_state(loaded, self._name, REQUIRED_KEYS)
 
     def _strictly(self, maps: bool) -> Any:
         with refusals_of(self._name, _IF_TRUSTED):
