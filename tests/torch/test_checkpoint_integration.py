@@ -297,7 +297,8 @@ def test_a_file_that_is_written_to_meanwhile_leaves_the_workers_as_they_were(
         return lend(state)
 
     monkeypatch.setattr(saving, "lend", written_to)
-    for options in ({}, {"parts": ("models",)}):
+    given: list[dict[str, Any]] = [{}, {"parts": ("models",)}]
+    for options in given:
         with pytest.raises(CheckpointCorruptedError, match="written to while it was read"):
             three.load(path, **options)
         os.utime(path, (1, 1))
