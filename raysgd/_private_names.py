@@ -84,7 +84,12 @@ TABLE = (
         "torch.step.undo",
         "a function that steps by itself has all its state copied in each batch",
     ),
-    PrivateNames("torch", ("_foreach_copy_",), "torch.step.undo", "tensors are copied one by one"),
+    PrivateNames(
+        "torch",
+        ("_foreach_copy_",),
+        "torch.step.undo",
+        f"{_RAISES} when a call begins whose batches may be undone",
+    ),
     PrivateNames(
         "torch.nn.modules.module:Module",
         ("_buffers",),

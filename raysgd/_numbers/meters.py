@@ -114,14 +114,13 @@ def is_metric_object(kind: type) -> bool:
     return hasattr(kind, "merge_state") and hasattr(kind, "compute")
 
 
-def value_here(state: CapturedMetric, otherwise: Any = math.nan, name: str | None = None) -> Any:
-    """Compute a metric on this process's share, which may be too small for it; then it is said of one with a name."""
+def value_here(state: CapturedMetric, name: str) -> Any:
+    """Compute a metric on this process's share, which may be too small for it; then that is said."""
     try:
         return state.value()
     except Exception as error:  # the merged metric is what counts, and computing that one raises
-        if name is not None:
-            logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
-        return otherwise
+        logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
+        return math.nan
 
 
 _PLAIN_NUMBERS = frozenset({float, int, bool})
@@ -446,7 +445,7 @@ class AverageMeterCollection:
         for name, meter in self._meters.items():
             if isinstance(meter, ObjectMeter):
                 objects[name] = meter.captured(captured)
-                values[name] = value_here(objects[name], name=name)
+                values[name] = value_here(objects[name], name)
             else:
                 totals[name] = meter.total, float(meter.count)
                 values[name] = meter.mean

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary, value_here
+from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary
 
 _PER_WORKER = ("epoch", BATCH_COUNT)  # counters that mean "per worker": the plain mean over workers
 _LAST = "last_"
@@ -89,7 +89,8 @@ def _of_one(worker: MetricSummary) -> Metrics:
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
     """Return the metrics of a worker that also counts what other workers had averaged until they were lost.
 
-    What the user computed or removed stays as it is. So does a result that is none of the library's.
+    What the user computed or removed stays as it is. So does a result that is none of the library's. Metric objects
+    count what this worker has seen alone.
 
     Args:
         worker: The metrics of the worker.
@@ -98,21 +99,14 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
     """
     if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
         return worker
-    values, totals, objects = dict(worker), worker.totals, worker.objects
+    values, totals = dict(worker), worker.totals
     for each in lost:
-        for name in _missing(each.totals, totals, known):
-            values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), each.totals[name])
-        for name in _missing(each.objects, objects, known):
-            objects[name] = objects[name].merged_with([each.objects[name]]) if name in objects else each.objects[name]
-    values.update({name: value_here(objects[name], values.get(name)) for name in objects})
+        for name, total in each.totals.items():
+            if name in totals or name not in known:  # it still stands, or the worker never had it
+                values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), total)
     if NUM_SAMPLES in values:
         values[NUM_SAMPLES] = _total_samples([worker, *lost])
-    return MetricSummary(values, totals, objects)
-
-
-def _missing(names: Iterable[Any], standing: Collection[Any], known: Collection[Any]) -> list[Any]:
-    """Return those that still stand, or that the worker never had."""
-    return [name for name in names if name in standing or name not in known]
+    return MetricSummary(values, totals, worker.objects)
 
 
 def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:

@@ -69,11 +69,12 @@ def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
     """Refuse an archive of so many bytes that could become larger than it is.
 
     Raises:
-        DamagedFileError: Members of it are compressed, or overlap.
+        DamagedFileError: Members of it are compressed, overlap, or begin ahead of it.
     """
     for member in archive.infolist():
         is_plain = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
         require(is_plain, "it has members that are compressed")
+        require(member.header_offset >= 0, "it has members that begin ahead of it")
         num_bytes -= member.file_size
     require(num_bytes >= 0, "its members overlap")
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
-def is_of(error: BaseException, packages: Collection[str], passing_on: Collection[str] = ()) -> bool:
-    """Return whether an exception came out of libraries rather than out of a `raise` in anybody else's Python code.
+def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
+    """Return whether an exception came out of a library rather than out of a `raise` in anybody else's Python code.
 
     Where compiled code raised, the traceback ends in the Python code that called it, at an instruction that is no
-    `raise`. Whose compiled code that was cannot be seen, so it counts as theirs.
+    `raise`. Whose compiled code that was cannot be seen, so it counts as the library's.
 
     Args:
         error: The exception.
-        packages: The libraries' packages, by name; those that are not imported do not count.
-        passing_on: Modules in them that raise what was raised elsewhere before, such as in another process.
+        package: That of the library, by name; it does not count where it is not imported.
+        passing_on: A module in it that raises what was raised elsewhere before, such as in another process.
     """
     where = error.__traceback__
     if where is None:
@@ -27,8 +27,8 @@ def is_of(error: BaseException, packages: Collection[str], passing_on: Collectio
     while where.tb_next is not None:
         where = where.tb_next
     code = where.tb_frame.f_code
-    if any(_is_in(code.co_filename, name) for name in packages):
-        return not any(_is_in(code.co_filename, name) for name in passing_on)
+    if _is_in(code.co_filename, package):
+        return not _is_in(code.co_filename, passing_on)
     instructions = code.co_code
     return 0 <= where.tb_lasti < len(instructions) and instructions[where.tb_lasti] != _RAISE
 

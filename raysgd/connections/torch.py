@@ -366,7 +366,7 @@ def is_connection_error(error: BaseException) -> bool:
             return True
         if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):
             return False
-        if is_of(link, ["torch"], passing_on=["torch._utils"]):
+        if is_of(link, "torch", passing_on="torch._utils"):
             return True
     return False
 

@@ -106,7 +106,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
-        self._check_same_data(("train_data", "validation_data"))
+        self._check_same_data()
         checks.warn_of_obstacle(
             self._facts.epoch_obstacle,
             snapshot_every_n_steps=settings.recovery.snapshot_every_n_steps,
@@ -743,7 +743,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._calls.sharing = self._new_sharing()
             with _naming_config_entries(settings.config):
                 self._renew()
-        self._check_same_data(("train_data", "validation_data"))
+        self._check_same_data()
 
     def update_config(self, **changes: Any) -> None:
         """Changes entries of the config in the running operators, which keep their state.
@@ -1069,9 +1069,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _last_resize(self) -> float:
         return self._controller.history.last_resize
 
-    def _check_same_data(self, names: Sequence[str]) -> None:
+    def _check_same_data(self) -> None:
         """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
-        for name in names:
+        for name in ("train_data", "validation_data"):
             found = [getattr(facts, name) for facts in self._controller.facts]
             if len(set(found)) > 1:
                 self.shutdown(force=True)

@@ -529,8 +529,10 @@ class ElasticController(Lifecycle):
                 recovery = self.recovery
                 is_inside = recovery.change_held(report) if report.ok else recovery.recover(call, report, budget)
             except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
-                if not isinstance(error, kept):
-                    self.end_call(type(error).__name__, unless_local=True)
+                # A worker that is the driver itself, alone, waits for no other, and is kept as it is.
+                left = None if isinstance(error, kept) else self.group
+                if left is not None and not left.is_driver_only:
+                    self.end_call(type(error).__name__)
                 if isinstance(error, RanksDifferError):
                     self.snapshots.forget_calls()  # in one of them they may have parted
                 self.snapshots.note_broken_off(call, has_group=self.group is not None)

@@ -493,21 +493,17 @@ class Lifecycle(ABC):
         self.interrupted = None
         self.kill_group()
 
-    def kill_group(self, unless_local: bool = False) -> None:
-        """Kills the processes; the next call starts new ones from the last snapshot.
+    def kill_group(self) -> None:
+        """Kills the processes; the next call starts new ones from the last snapshot."""
+        if self.group is not None:
+            group, self.group = self.group, None
+            self._end_group(group)
 
-        A worker that is the driver itself, alone, waits for no other: it can be kept as it is.
-        """
-        if self.group is None or (unless_local and self.group.is_driver_only):
-            return
-        group, self.group = self.group, None
-        self._end_group(group)
-
-    def end_call(self, cause: str, kind: EventKind = "ended", *, unless_local: bool = False) -> None:
+    def end_call(self, cause: str, kind: EventKind = "ended") -> None:
         """Kill the group of a call that cannot go on, and record why."""
         began, group = self.now(), self.group
-        self.kill_group(unless_local)
-        if group is not None and self.group is None:
+        self.kill_group()
+        if group is not None:
             self.record(kind, len(group), began, cause)
 
     def stop_group(self, *, force: bool) -> None:

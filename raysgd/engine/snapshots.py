@@ -345,7 +345,8 @@ class Snapshots:
             self._land(Snapshot(source.shared_state, rank_states, progress), None, num_covered)
         else:
             wanted = [capture.token for capture in captures] if source.is_part else source.token
-            self._await(NewestSnapshot(None, fetch(wanted), source.token, rank_states, progress), num_covered)
+            self._coming = NewestSnapshot(None, fetch(wanted), source.token, rank_states, progress)
+            self._num_covered, self.is_awaited = num_covered, False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Lets a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""
@@ -391,9 +392,6 @@ class Snapshots:
         self.clear()
         self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
-
-    def _await(self, coming: NewestSnapshot, num_covered: int) -> None:
-        self._coming, self._num_covered, self.is_awaited = coming, num_covered, False
 
     def _lose_coming(self) -> None:
         """Open again what it covered: a snapshot should follow soon, whatever calls these were."""

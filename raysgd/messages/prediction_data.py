@@ -57,27 +57,6 @@ def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSour
     return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
 
 
-def source_of_arrays(arrays: Any, batch_size: int, form: BatchForm, has_target: bool) -> PredictionSource:
-    """Return a source of the rows of arrays.
-
-    Args:
-        arrays: An array, or a tuple or dict of arrays.
-        batch_size: Rows in a batch.
-        form: Which columns make a batch.
-        has_target: Whether the last one of a tuple is a target.
-
-    Raises:
-        ValueError: The arrays differ in their number of rows.
-    """
-    num_rows = num_rows_of(arrays)
-    starts = range(0, num_rows, batch_size) or [0]  # the operator alone knows what its predictions look like
-
-    def batch_at(start: int) -> Any:
-        return trees.mapped(arrays, lambda array: _rows(array, start, min(start + batch_size, num_rows)))
-
-    return replace(source_of_batches(map(batch_at, starts), len(starts), form), has_target=has_target)
-
-
 def source_of_batches(
     batches: Iterable[Any], num_batches: int | None = None, form: BatchForm | None = None
 ) -> PredictionSource:
@@ -169,7 +148,13 @@ def _of_arrays(given: Any, asked: BatchRequest) -> Found:
         data = data if form.columns is None else _columns_of(data, form.columns)
     rows = as_arrays(data, in_columns=form.columns is not None)
     size = asked.size(arrays.batch_size)
-    return source_of_arrays(rows, size, form, has_target or form.label_column is not None), container
+    starts = range(0, num_rows_of(rows), size) or [0]  # the operator alone knows what its predictions look like
+
+    def batch_at(start: int) -> Any:
+        return trees.mapped(rows, lambda array: _rows(array, start, start + size))
+
+    source = source_of_batches(map(batch_at, starts), len(starts), form)
+    return replace(source, has_target=has_target or form.label_column is not None), container
 
 
 def _columns_of(frame: Any, columns: Sequence[str]) -> Any:

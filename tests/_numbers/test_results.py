@@ -225,10 +225,11 @@ def test_a_worker_that_never_had_a_sample_counts_those_of_lost_workers() -> None
     assert found == {"num_samples": 2, "epoch": 1, "loss": 2.0}
 
 
-def test_metric_objects_of_lost_workers_are_merged() -> None:
+def test_metric_objects_go_on_beside_the_sums_of_lost_workers() -> None:
     own = MetricSummary({"num_samples": 1, "hits": 3}, objects={"hits": Counter(3)})
-    lost = MetricSummary({"num_samples": 2, "hits": 4}, objects={"hits": Counter(4)})
-    assert with_lost(own, [lost], {"hits"}) == {"num_samples": 3, "hits": 7}
+    found = with_lost(own, [averaged(2, loss=(4.0, 2))], {"hits", "loss"})
+    assert found == {"num_samples": 3, "hits": 3}
+    assert found.objects == own.objects
 
 
 def test_a_result_is_a_card_in_a_notebook() -> None:

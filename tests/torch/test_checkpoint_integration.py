@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy
 import pytest
 import torch
 
+from raysgd._state.state_codec import lend
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError
+from raysgd.torch.driver import saving
 from raysgd.worker.state.replica_state import RESUME
 from tests.helpers.s3_server import S3Server
 from tests.helpers.sent import sent_by_load
@@ -279,6 +282,27 @@ def test_what_does_not_fit_leaves_the_workers_as_they_were(three: TorchTrainer, 
     assert equal(three.state_dict(), before)
     assert [info.pid for info in three.worker_group.infos] == pids
     assert three.train()["num_samples"] == NUM_SAMPLES - 24
+
+
+def test_a_file_that_is_written_to_meanwhile_leaves_the_workers_as_they_were(
+    three: TorchTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = three.save(tmp_path / "last.pt")
+    os.utime(path, (1, 1))
+    three.train()
+    before = three.state_dict()
+
+    def written_to(state: Any) -> Any:
+        path.open("r+b").write(b"PK")
+        return lend(state)
+
+    monkeypatch.setattr(saving, "lend", written_to)
+    given: list[dict[str, Any]] = [{}, {"parts": ("models",)}]
+    for options in given:
+        with pytest.raises(CheckpointCorruptedError, match="written to while it was read"):
+            three.load(path, **options)
+        os.utime(path, (1, 1))
+    assert equal(three.state_dict(), before)
 
 
 # ------------------------------------------------------------------------------------------------ in the background

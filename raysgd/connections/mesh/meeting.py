@@ -254,10 +254,6 @@ class _Handshakes:
             self._start(connection, self._credentials.respond(connection), is_accepted=True)
             self._advance(connection.fileno())
 
-    def _drop_oldest(self, num_left: int) -> None:
-        accepted = [number for number, one in self.pending.items() if one.is_accepted]
-        self.drop(accepted[: max(0, len(accepted) - num_left)])
-
     def _start(self, connection: socket.socket, handshake: Handshake, is_accepted: bool) -> None:
         self.pending[connection.fileno()] = _Pending(connection, handshake, is_accepted)
         self._poll.register(connection, select.POLLIN)
@@ -275,7 +271,8 @@ class _Handshakes:
                 self._advance(number)
         if is_called:
             self._accept()
-            self._drop_oldest(self._most_accepted)
+            accepted = [number for number, one in self.pending.items() if one.is_accepted]
+            self.drop(accepted[: max(0, len(accepted) - self._most_accepted)])  # the oldest
 
     def _advance(self, number: int) -> None:
         one = self.pending[number]

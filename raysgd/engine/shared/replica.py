@@ -127,10 +127,9 @@ def restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any, 
     replica.restore_inside(shared_state, own_state, first, parts)
 
 
-def replica_progress(replica: Any) -> ReplicaProgress:
+def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
     """Return how far a survivor is."""
-    found: ReplicaProgress = replica.replica_progress()
-    return found
+    return replica.replica_progress()
 
 
 def heartbeat(replica: Any) -> Heartbeat | None:
@@ -148,10 +147,9 @@ def sign_of_life(replica: Any) -> Heartbeat | None:
     return found
 
 
-def part_of_snapshot(replica: Any, number: int) -> Capture | None:
+def part_of_snapshot(replica: RegroupingReplica, number: int) -> Capture | None:
     """Return this rank's part of a snapshot from inside the running call."""
-    found: Capture | None = replica.part_of_snapshot(number)
-    return found
+    return replica.part_of_snapshot(number)
 
 
 def hold(replica: Any) -> None:
@@ -159,10 +157,9 @@ def hold(replica: Any) -> None:
     replica.hold()
 
 
-def propose_hold(replica: Any, number: int, margin: int, at: int | None) -> int | None:
+def propose_hold(replica: RegroupingReplica, number: int, margin: int, at: int | None) -> int | None:
     """Propose a step to stop at; return the one that this rank can still stop at."""
-    found: int | None = replica.propose_hold(number, margin, at)
-    return found
+    return replica.propose_hold(number, margin, at)
 
 
 def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:

@@ -123,12 +123,14 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
         UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
         ValueError: The content is not a training state, or in the format of a newer version of raysgd.
     """
-    with _opened(os.fspath(path), weights_only, maps=False) as opened:
-        return opened.state
+    with mapped(path, weights_only=weights_only, maps=False) as state:
+        return state
 
 
 @contextlib.contextmanager
-def mapped(path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None) -> Iterator[OpenedFile]:
+def mapped(
+    path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
+) -> Iterator[dict[str, Any]]:
     """Do what `read` does, but leave the tensors where they are: in the file, mapped into memory.
 
     Inside the `with` block they may be copied elsewhere. Keep none of them. Writing to one changes it in memory
@@ -138,115 +140,52 @@ def mapped(path: str | os.PathLike[str], *, weights_only: bool = True, name: str
         path: The file.
         weights_only: As in `read`.
         name: What errors call it, where it is a copy of something else.
+        maps: Whether to leave tensors there.
 
     Raises:
         CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
         FileNotFoundError, UnsafeCheckpointError, ValueError: As in `read`.
     """
-    with _opened(os.fspath(path), weights_only, maps=True, name=name) as opened:
-        yield opened
-
-
-@contextlib.contextmanager
-def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = None) -> Iterator[OpenedFile]:
-    """Check the file, and give out its state."""
+    path = os.fspath(path)
+    name = name or path
     with open(path, "rb", buffering=0) as file:
-        opened = OpenedFile(file, path, name or path, weights_only)
-        opened.check()
-        opened.read_state(maps and opened.can_be_mapped())
-        yield opened
-        opened.check_unchanged()
-
-
-class OpenedFile:
-    """A checkpoint that is being read.
-
-    Args:
-        file: The file, at its beginning.
-        path: Where it was opened.
-        name: What errors call it.
-        weights_only: Whether to refuse what could run code.
-
-    Attributes:
-        state: What it holds, once that was read.
-
-    Raises:
-        CheckpointCorruptedError: It is of no known kind, or its end is missing.
-    """
-
-    state: dict[str, Any]
-
-    def __init__(self, file: IO[bytes], path: str, name: str, weights_only: bool) -> None:
-        self._file, self._path, self._name, self._weights_only = file, path, name, weights_only
-        self._num_bytes, self._modified_ns = self._condition()
-        self._seal, self._is_archive = _seal_of(file, self._num_bytes, name)
-
-    def _condition(self) -> tuple[int, int]:
-        facts = os.fstat(self._file.fileno())
-        return facts.st_size, facts.st_mtime_ns
-
-    def check(self) -> None:
-        """Compare the checksum.
-
-        Raises:
-            CheckpointCorruptedError: The content has another one.
-        """
-        if self._seal is None:
-            return
-        checksum = checksum_of(self._file, self._num_bytes - len(self._seal) - _LENGTH_BYTES)
-        checksum.update(bytes(_LENGTH_BYTES))
-        if seal_of(checksum.hexdigest()) != self._seal:
-            raise corrupted(self._name, "its checksum does not match its content")
-
-    def check_unchanged(self) -> None:
-        """Makes sure that no one has written to it since it was opened.
-
-        Raises:
-            CheckpointCorruptedError: It was written to.
-        """
-        if self._condition() != (self._num_bytes, self._modified_ns):
-            raise corrupted(self._path, "it was written to while it was read")
-
-    def can_be_mapped(self) -> bool:
-        """Return whether it has a checksum, and lies where files can be mapped into memory."""
-        return self._seal is not None and _can_be_mapped(self._file)
-
-    def read_state(self, maps: bool) -> None:
-        """Read what the file holds, if it is a training state; with `maps`, tensors stay where they are.
-
-        Raises:
-            CheckpointCorruptedError, UnsafeCheckpointError, ValueError: As in `read`.
-        """
-        loaded = self._strictly(maps) if self._weights_only else self._trusted(maps)
+        before = os.fstat(file.fileno())
+        seal, is_archive = _seal_of(file, before.st_size, name)
+        if seal is not None:
+            checksum = checksum_of(file, before.st_size - len(seal) - _LENGTH_BYTES)
+            checksum.update(bytes(_LENGTH_BYTES))
+            if seal_of(checksum.hexdigest()) != seal:
+                raise corrupted(name, "its checksum does not match its content")
+        maps = maps and seal is not None and _can_be_mapped(file)
+        by_descriptor = f"/dev/fd/{file.fileno()}"  # stays that of the open file, whatever file takes its name
+        place = by_descriptor if os.path.exists(by_descriptor) else path
+        if weights_only:
+            with refusals_of(name, _IF_TRUSTED):
+                if is_archive:
+                    _check_archive(place, before.st_size)
+                with contextlib.nullcontext() if seal is not None else _former_functions():
+                    loaded = _load_strictly(place, maps)
+                loaded = unpacked(loaded, before.st_size)
+        else:
+            loaded = _load_trusted(place, maps, name, is_sealed=seal is not None)
+            with refusals_of(name):
+                loaded = unpacked(loaded, before.st_size)
         version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
-        check_format(self._name, version, FORMAT_VERSION)
-        self.state = checked_state(loaded, self._name, REQUIRED_KEYS)
+        check_format(name, version, FORMAT_VERSION)
+        yield checked_state(loaded, name, REQUIRED_KEYS)
+        after = os.fstat(file.fileno())
+        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise corrupted(name, "it was written to while it was read")
 
-    def _strictly(self, maps: bool) -> Any:
-        with refusals_of(self._name, _IF_TRUSTED):
-            if self._is_archive:
-                _check_archive(self._place, self._num_bytes)
-            with contextlib.nullcontext() if self._seal is not None else _former_functions():
-                loaded = _load_strictly(self._place, maps)
-            return unpacked(loaded, self._num_bytes)
 
-    def _trusted(self, maps: bool) -> Any:
-        """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
-        try:
-            loaded = torch.load(self._place, map_location="cpu", weights_only=False, mmap=maps)
-        except Exception as error:  # damaged bytes and user code may say anything
-            may_come_of_user_code = isinstance(error, OSError | AttributeError | ImportError | MemoryError)
-            if self._seal is not None or may_come_of_user_code:
-                raise
-            raise corrupted(self._name, f"torch cannot read it ({in_short(error)})") from error
-        with refusals_of(self._name):
-            return unpacked(loaded, self._num_bytes)
-
-    @property
-    def _place(self) -> str:
-        """A name that stays that of the open file: another file may take its own at any moment."""
-        by_descriptor = f"/dev/fd/{self._file.fileno()}"
-        return by_descriptor if os.path.exists(by_descriptor) else self._path
+def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
+    """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
+    try:
+        return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
+    except Exception as error:  # damaged bytes and user code may say anything
+        if is_sealed or isinstance(error, OSError | AttributeError | ImportError | MemoryError):
+            raise
+        raise corrupted(name, f"torch cannot read it ({in_short(error)})") from error
 
 
 def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:

@@ -189,8 +189,8 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
 
 def seed_of(loader: Any, seed: int) -> int:
     """Return what the order of the samples comes from: the generator of the user's loader, or else `seed`."""
-    sampler = getattr(loader, "sampler", None)
-    holders = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    batches = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     generators = (getattr(holder, "generator", None) for holder in holders)
     own = next((each for each in generators if isinstance(each, torch.Generator)), None)
     return seed if own is None else own.initial_seed()

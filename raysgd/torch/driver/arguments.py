@@ -49,15 +49,13 @@ def _check_use_local(num_workers: int) -> None:
             raise ValueError(
                 "`use_local=True` does not work through a Ray Client connection: this process is not in the cluster."
             )
-        _warn_local_once()
+        if torch.cuda.is_available() and _once.is_first("use_local"):
+            logger.warning(
+                "`use_local=True`: rank 0 shares this process, and its view of CUDA devices, with your program"
+            )
 
 
 _once = Once()
-
-
-def _warn_local_once() -> None:
-    if torch.cuda.is_available() and _once.is_first("use_local"):
-        logger.warning("`use_local=True`: rank 0 shares this process, and its view of CUDA devices, with your program")
 
 
 def check_operator_class(operator_cls: Any) -> None:

@@ -33,13 +33,13 @@ Content = tuple[dict[str, Any], tuple[Any, ...], bool]
 """A state to load: what concerns all ranks; what each rank had for itself; whether it leaves nothing out."""
 
 
-def load_state(controller: ElasticController, state: dict[str, Any]) -> None:
-    """Load what `state_dict` returned into the workers of a trainer.
+def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
+    """Load what `state_dict` returned into the workers of a trainer; `held` as in `_load`.
 
     Raises:
         ValueError, KeyError: It does not fit; the workers are as they were.
     """
-    _load(controller, _checked(controller, state, is_file=False))
+    _load(controller, _checked(controller, state, is_file=False), held)
 
 
 def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
@@ -79,13 +79,18 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
-def _load(controller: ElasticController, content: Content) -> None:
-    """Load into all workers; nothing of `content` is kept."""
+def _load(controller: ElasticController, content: Content, held: ExitStack | None = None) -> None:
+    """Load into all workers; nothing of `content` is kept.
+
+    Once it is copied, `held` lets go of the file that it lies in, and raises if that was written to meanwhile.
+    """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
         controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
         return
     stored = controller.ensure_group().store(lend(whole))
+    if held is not None:
+        held.close()
     load_into_all(controller, TorchRunner.restore, stored, rank_states, is_complete)
 
 
@@ -187,9 +192,9 @@ def load(
         if parts or weights_file.is_weights_file(path):
             saved = partial_loading.read(path, name, weights_only, held)
             state, report = partial_loading.merged(take_snapshot(), saved, parts, strict)
-            load_state(controller, state)
+            load_state(controller, state, held)
         else:
-            file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            _load(controller, _checked(controller, file.state, is_file=True))
+            state = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
+            _load(controller, _checked(controller, state, is_file=True), held)
     saves.note_file(name)
     return report

@@ -286,7 +286,7 @@ class TorchHosted(hosted.Hosted):
         is_stock = not any(overrides(operator, name) or name in vars(operator) for name in rungs)
 
         def read() -> dict[str, Part]:
-            return {METRICS: run.part_of_row(*(counted() if is_stock else (None, 0)))}
+            return {METRICS: run.meters.tally(*(counted() if is_stock else (None, 0)))}
 
         def note(told: Mapping[str, Row]) -> None:
             run.rows.note(run.num_completed, told)

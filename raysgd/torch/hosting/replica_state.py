@@ -62,7 +62,7 @@ class TorchState(ReplicaState):
         operator: TrainingOperator,
         parallel: NoParallel,
         feed: TorchFeed,
-        waiting: Callable[[], Sequence[Any]] = tuple,
+        waiting: Callable[[], Sequence[Any]],
     ) -> None:
         super().__init__(operator, feed)
         self._internals = operator._raysgd

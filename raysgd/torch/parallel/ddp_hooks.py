@@ -65,7 +65,8 @@ def register(
     Raises:
         ValueError: The user registered one by hand; PyTorch allows one each. Or the model has its own group.
     """
-    if model.process_group is not dist.group.WORLD:
+    # After a failure the group of all ranks is another one than that which was passed.
+    if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
         raise ValueError(
             "A model is wrapped with a `process_group`, and gradients are averaged over all workers: omit it. To "
             'average over other groups, pass `TorchTrainer(strategy="none")` and wrap the model yourself.'

@@ -36,7 +36,7 @@ from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
 
-_HAS_LEFT, _CALLS = range(2)  # behind the last: the number of the model
+_HAS_LEFT = -1  # instead of the number of a model
 
 Exchange = Callable[[int], list[int]]
 """Tells the other ranks a number, and returns the numbers of all ranks."""
@@ -86,7 +86,7 @@ class ForwardRounds:
         own = next((number for number, each in enumerate(self._models) if each is model), None)
         if not self._is_open or own is None:
             return
-        while self._round(_CALLS + own, (args, kwargs)) != own:
+        while self._round(own, (args, kwargs)) != own:
             pass
 
     def _help(self) -> None:
@@ -100,15 +100,15 @@ class ForwardRounds:
             The model that ranks run; None where no rank calls any.
         """
         answers = self._exchange(said)
-        calls = [answer for answer in answers if answer >= _CALLS]
+        calls = [answer for answer in answers if answer != _HAS_LEFT]
         if not calls:
             return None
         chosen = min(calls)
         if any(answer != chosen for answer in answers):
             args, kwargs = self._share(call, answers.index(chosen))
             if said != chosen:
-                self._run(self._models[chosen - _CALLS], args, kwargs)
-        return chosen - _CALLS
+                self._run(self._models[chosen], args, kwargs)
+        return chosen
 
     def _run(self, model: Any, args: Any, kwargs: Any) -> None:
         self._is_open = False  # its own forward pass is not another round

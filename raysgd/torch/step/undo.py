@@ -96,6 +96,7 @@ class Undo:
         self._parameters = [each for model in self._models for each in model.parameters()]
         modules = [module for model in self._models for module in model.modules()]
         require_names(torch.nn.Module(), "_buffers")
+        require_names(torch, "_foreach_copy_")
         self._buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         self._frozen = [] if self.copies_all else [each for each in self._parameters if not each.requires_grad]
         self._moving, self._digests = {}, digests_of(self._frozen)
@@ -276,14 +277,8 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
-    copy_all = getattr(torch, "_foreach_copy_", _copy_each)
     for pairs in kinds.values():
-        copy_all([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from raysgd._numbers.results import num_samples_of, with_lost
 from raysgd.arrays.data_kinds import DataPosition
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochAnswer
-from raysgd.worker.data.rank_rows import Part, RankRows
+from raysgd.worker.data.rank_rows import RankRows
 
 logger = logging.getLogger(__name__)
 
@@ -215,15 +215,6 @@ class EpochRun:
         self.rows.lost.update(state.lost)
         self.rows.settle(state.num_steps, state.others, state.others)
 
-    def part_of_row(self, coming: Mapping[str, Any] | None, num_samples: Any) -> Part:
-        """Returns this rank's row for the others in a step: its running sums, and what it measured of the step's batch.
-
-        Args:
-            coming: That, so far as it is known yet; None if it is not.
-            num_samples: The samples of that batch.
-        """
-        return self.meters.tally(coming, num_samples)
-
     @property
     def _told(self) -> dict[str, MetricSummary]:
         """The sums that all ranks had measured at the last completed step."""
@@ -250,6 +241,5 @@ class EpochRun:
         return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
 
     def _tell_what_is_missing(self, lost: Sequence[MetricSummary]) -> None:
-        for name in self.meters.object_names:
-            if any(num_samples_of(each) and name not in each.objects for each in lost):
-                logger.warning("the metric object `%s` does not cover what lost workers had seen", name)
+        for name in self.meters.object_names if any(map(num_samples_of, lost)) else ():
+            logger.warning("the metric object `%s` does not cover what lost workers had seen", name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes | None)
     path.write_bytes(path.read_bytes()[:-50] if content is None else content)
     with pytest.raises(CheckpointCorruptedError):
         checkpoint_file.read(path)
+
+
+def test_an_archive_whose_members_begin_ahead_of_it_is_refused(tmp_path: Path) -> None:
+    checkpoint_file.write(tmp_path / "file", state())
+    content = bytearray((tmp_path / "file").read_bytes())
+    place = len(content) - 6  # of where the list of members begins
+    struct.pack_into("<I", content, place, struct.unpack_from("<I", content, place)[0] + 1)
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(CheckpointCorruptedError, match="begin ahead of it"):
+        checkpoint_file.read(tmp_path / "file")
 
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:

@@ -334,26 +334,26 @@ class TestMapped:
     def test_tensors_lie_in_the_file_inside_the_block(self, tmp_path: Path) -> None:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as file:
+        with mapped(tmp_path / "last.pt") as found:
             assert num_mappings_of(tmp_path / "last.pt")
-            assert_same(file.state["models"], state["models"])
-            assert_same(file.state["optimizers"], state["optimizers"])
-        del file
+            assert_same(found["models"], state["models"])
+            assert_same(found["optimizers"], state["optimizers"])
+        del found
         assert not num_mappings_of(tmp_path / "last.pt")
 
     def test_writing_to_a_tensor_does_not_reach_the_file(self, tmp_path: Path) -> None:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as file:
-            file.state["models"][0]["0.weight"].fill_(7)
+        with mapped(tmp_path / "last.pt") as found:
+            found["models"][0]["0.weight"].fill_(7)
         assert_same(read(tmp_path / "last.pt"), state)
 
     def test_a_file_that_is_replaced_meanwhile_is_read_to_its_end(self, tmp_path: Path) -> None:
         state = training_state(1, width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as file:
+        with mapped(tmp_path / "last.pt") as found:
             write(tmp_path / "last.pt", training_state(2, width=300))
-            assert_same(file.state, state)
+            assert_same(found, state)
 
     def test_a_file_that_is_written_to_meanwhile_is_found(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state(width=300))
@@ -371,18 +371,18 @@ class TestMapped:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
         monkeypatch.setattr(checkpoint_file.mmap, "mmap", refuse)
-        with mapped(tmp_path / "last.pt") as file:
+        with mapped(tmp_path / "last.pt") as found:
             assert not num_mappings_of(tmp_path / "last.pt")
-            assert_same(file.state, state)
+            assert_same(found, state)
 
     @pytest.mark.parametrize("zipped", [True, False])
     def test_files_without_a_checksum_are_read(self, tmp_path: Path, zipped: bool) -> None:
         state = training_state(7)
         torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
-        with mapped(tmp_path / "old.pt") as file:
-            assert_same(file.state, state)
+        with mapped(tmp_path / "old.pt") as found:
+            assert_same(found, state)
 
-    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__().state])
+    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__()])
     def test_the_name_says_nothing_about_the_format(self, tmp_path: Path, use: Callable[[Path], Any]) -> None:
         write(tmp_path / "last.safetensors", training_state(4))
         assert use(tmp_path / "last.safetensors")["epoch"] == 4

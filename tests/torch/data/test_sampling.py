@@ -248,6 +248,12 @@ def test_the_users_seed_is_taken_as_a_hint() -> None:
     assert shard(DataLoader(FOUR, sampler=sampler)).seed_hint == 6
     assert shard(DataLoader(FOUR, sampler=sampler, generator=loader_generator)).seed_hint == 5
     assert shard(DataLoader(FOUR)).seed_hint == torch.initial_seed()
+    batches = CustomBatches(range(4), 2, False)
+    batches.generator = torch.Generator().manual_seed(7)  # type: ignore[attr-defined]
+    loader = DataLoader(FOUR, batch_sampler=batches)
+    divided = shard_loader(loader, rank=0, world_size=1, training=True, rule=GlobalBatchRule())
+    assert isinstance(divided, ShardedLoader)
+    assert divided.seed_hint == 7
 
 
 def test_sequential_stays_sequential_over_the_workers() -> None:

@@ -48,12 +48,23 @@ def test_a_hook_that_was_registered_by_hand_is_refused() -> None:
         parallel.arm([model], may_run_backward=False)
 
 
-@pytest.mark.parametrize("wraps", [DDP().wrap, lambda model, _, options: DistributedDataParallel(model, **options)])
-def test_a_model_with_a_process_group_of_its_own_is_refused(wraps: Any) -> None:
+def wraps_by_hand(model: Any, _: Any, options: Any) -> Any:
+    return DistributedDataParallel(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("wraps", "made"),
+    [
+        (DDP().wrap, lambda: dist.new_group([0])),
+        (DDP().wrap, lambda: dist.group.WORLD),
+        (wraps_by_hand, dist.new_group),
+    ],
+)
+def test_a_model_with_a_process_group_of_its_own_is_refused(wraps: Any, made: Any) -> None:
     with pytest.raises(
         ValueError, match=r"gradients are averaged over all workers.*`TorchTrainer\(strategy=\"none\"\)`"
     ):
-        DDP().arm([wraps(a_model(), None, {"process_group": dist.new_group([0])})], may_run_backward=False)
+        DDP().arm([wraps(a_model(), None, {"process_group": made()})], may_run_backward=False)
 
 
 def test_an_exchange_of_the_users_hook_is_timed() -> None:

@@ -333,7 +333,7 @@ def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
 
 
 def told(name: str, run: EpochRun) -> tuple[str, Row]:
-    layout, numbers = run.part_of_row({"loss": 3.0}, 2)
+    layout, numbers = run.meters.tally({"loss": 3.0}, 2)
     return name, Row(((METRICS, layout, len(numbers)),), np.array(numbers))
 
 
