@@ -95,8 +95,6 @@ class EMA(AveragedWeights):
 
     Args:
         decay: How much of the average stays in each update, such as 0.999.
-        warmup: Whether the first updates take more of the new weights: the decay is then at most (1 + n) / (10 + n) in
-            update n.
 
     Raises:
         ValueError: `decay` is not between 0 and 1.
@@ -105,14 +103,12 @@ class EMA(AveragedWeights):
         >>> ema = EMA(decay=0.99)
     """
 
-    def __init__(self, decay: float = 0.999, *, warmup: bool = False) -> None:
+    def __init__(self, decay: float = 0.999) -> None:
         if not checks.is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"`decay={decay!r}`: need a number from 0 to less than 1, such as 0.999.")
-        checks.refuse_text(warmup=warmup)
         super().__init__()
-        self.decay, self.warmup = float(decay), bool(warmup)
-        self._num_updates: list[int] = []  # of each optimizer
-        self._num_before: list[int] | None = None  # at the beginning of the epoch
+        self.decay = float(decay)
+        self._saw_a_step = False  # in this epoch
 
     def on_begin(self, operator: Any) -> None:
         super().on_begin(operator)
@@ -124,37 +120,26 @@ class EMA(AveragedWeights):
                 "objects of subclasses of `torch.optim.Optimizer` to `register`."
             )
         self.weights = [_copied(model) for model in models_of(operator)]
-        self._num_updates = [0] * len(optimizers)
 
     def on_epoch_begin(self, operator: Any) -> None:
-        self._num_before = list(self._num_updates)
+        self._saw_a_step = False
 
     def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
-        optimizers, index = optimizers_of(operator), index_of(operator, optimizer)
+        optimizers = optimizers_of(operator)
+        own = optimizers[index_of(operator, optimizer)]
         for model, weights in zip(models_of(operator), self.weights, strict=True):
-            _mix(_trained_by(optimizer, optimizers, model), weights, 1 - self._decay_of(self._num_updates[index]))
-        self._num_updates[index] += 1
+            _mix(_trained_by(own, optimizers, model), weights, 1 - self.decay)
+        self._saw_a_step = True
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
-        if self._num_updates == self._num_before and rank_of(operator) == 0:
+        if not self._saw_a_step and rank_of(operator) == 0:
             logger.warning(
                 "`EMA` saw no step of a registered optimizer in this epoch: pass the optimizer whose `step` your code "
                 "calls to `register`, and keep what that returns"
             )
 
-    def _decay_of(self, num_updates: int) -> float:
-        return min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
-
     def state_key(self) -> str:
-        return f"EMA(decay={self.decay}, warmup={self.warmup})"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_updates": list(self._num_updates)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._num_updates = list(state["num_updates"])
-        self._num_before = None
+        return f"EMA(decay={self.decay})"
 
 
 class SWA(AveragedWeights):

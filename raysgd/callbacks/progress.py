@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._imports import require
 from raysgd._text import cards
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _PHASES = {"train": "train", "validation": "validate", "test": "test", "predict": "predict"}
 _MOST_VALUES = 3
 _MOST_IN_ROW = 4
-Style = Literal["auto", "plain"]
 _QUIET_S = 60.0
 _BAR = "{desc}{n_fmt}/{total_fmt} |{bar}| [<{remaining}, {rate_fmt}{postfix}]"
 _BAR_WITHOUT_END = "{desc}{n_fmt} [{elapsed}, {rate_fmt}{postfix}]"
@@ -48,24 +47,17 @@ class ProgressBar(Callback):
     """Shows a run while it goes on: a bar for each call of train, validate, and predict, and a line for each epoch.
 
     Args:
-        style: "auto" draws a bar in a terminal and in a notebook, if tqdm is installed, and else writes lines; "plain"
-            writes lines only.
         metrics: Names of the metrics to show. None shows the four most telling in the lines, and the first three of a
             batch in the bar. A terminal that is too narrow for all has fewer.
         stream: Where to draw; standard error by default.
-
-    Raises:
-        ValueError: There is no such style.
 
     Examples:
         >>> trainer.fit(10, callbacks=[ProgressBar(metrics=("train_loss", "val_loss"))])  # doctest: +SKIP
     """
 
-    def __init__(self, style: Style = "auto", metrics: Sequence[str] | None = None, stream: Any = None) -> None:
+    def __init__(self, metrics: Sequence[str] | None = None, stream: Any = None) -> None:
         self._metrics = _checked_names(metrics)
-        if style not in ("auto", "plain"):
-            raise ValueError(f"`style={style!r}`: need 'auto' or 'plain'.")
-        self._style, self._stream, self._drawn = style, stream, cast("LineBar | None", None)
+        self._stream, self._drawn = stream, cast("LineBar | None", None)
         self._once = Once()
         self._num_workers: int | None = None
         self._began = time.monotonic()
@@ -149,7 +141,7 @@ class ProgressBar(Callback):
     def _bar(self) -> LineBar:
         """Made when it is first needed: by then programs have set up their streams."""
         if self._drawn is None:
-            self._drawn = make_bar(self._style, self._stream or sys.stderr)
+            self._drawn = make_bar(self._stream or sys.stderr)
         return self._drawn
 
     def _label(self, run: Run) -> str:
@@ -306,9 +298,9 @@ class TqdmBar(LineBar):
         return facts["ncols"] is None or len(line) <= facts["ncols"]
 
 
-def make_bar(style: Style, stream: Any) -> LineBar:
-    """Return what draws in this style on a stream: lines where it can show no bar, or tqdm is not installed."""
-    if style == "plain" or not is_watched(stream):
+def make_bar(stream: Any) -> LineBar:
+    """Return what draws on a stream: a bar, or lines where it can show none or tqdm is not installed."""
+    if not is_watched(stream):
         return LineBar(stream)
     try:
         return TqdmBar(stream)

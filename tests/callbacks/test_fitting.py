@@ -484,5 +484,5 @@ def test_fit_shows_its_progress_where_someone_looks_on(
 
 def test_a_bar_of_the_users_own_is_the_only_one(make_local: Make) -> None:
     own = io.StringIO()
-    make_local().fit(1, callbacks=[ProgressBar("plain", stream=own)], progress=True)
+    make_local().fit(1, callbacks=[ProgressBar(stream=own)], progress=True)
     assert own.getvalue().count("finished in") == 1

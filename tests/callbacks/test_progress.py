@@ -169,10 +169,9 @@ def test_output_that_goes_to_a_file_stays_there(monkeypatch: pytest.MonkeyPatch)
     assert file.getvalue() == "a line\n"
 
 
-@pytest.mark.parametrize("style", ["auto", "plain"])
-def test_a_log_file_gets_lines_in_columns_and_nothing_else(style: Any) -> None:
+def test_a_log_file_gets_lines_in_columns_and_nothing_else() -> None:
     stream, run = io.StringIO(), make_run()
-    bar = ProgressBar(style, stream=stream)
+    bar = ProgressBar(stream=stream)
     bar.on_run_begin(run)
     for loss in (12.5, 0.125):
         for done in range(10):
@@ -189,7 +188,7 @@ def test_a_long_call_is_not_silent_in_a_log_file(monkeypatch: pytest.MonkeyPatch
     now = [0.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
     stream, run = io.StringIO(), make_run()
-    bar = ProgressBar("plain", stream=stream)
+    bar = ProgressBar(stream=stream)
     for second in range(0, 200, 5):
         now[0] = float(second)
         bar.on_progress(run, news(second // 20))
@@ -200,20 +199,19 @@ def test_a_long_call_is_not_silent_in_a_log_file(monkeypatch: pytest.MonkeyPatch
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert type(make_bar("auto", Terminal())) is LineBar
+    assert type(make_bar(Terminal())) is LineBar
 
 
-def test_auto_takes_tqdm_then_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(make_bar("auto", Terminal())) is TqdmBar
+def test_a_terminal_gets_a_bar_if_tqdm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(make_bar(Terminal())) is TqdmBar
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    assert type(make_bar("auto", Terminal())) is LineBar
+    assert type(make_bar(Terminal())) is LineBar
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"style": "tdqm"}, ValueError, "style='tdqm'.*'auto' or 'plain'"),
         ({"metrics": "val_loss"}, TypeError, "metrics='val_loss'.*list"),
         ({"metrics": [1]}, TypeError, r"metrics=\[1\]"),
     ],
@@ -225,7 +223,7 @@ def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], wor
 
 def test_chosen_metrics_are_shown_in_their_order_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
     stream, run = io.StringIO(), make_run()
-    bar = ProgressBar("plain", metrics=("val_loss", "last_train_loss", "val_los"), stream=stream)
+    bar = ProgressBar(metrics=("val_loss", "last_train_loss", "val_los"), stream=stream)
     for _ in range(2):
         bar.on_result(run, {**ROW})
     assert stream.getvalue().startswith("epoch  3/10  val_loss 0.5000  last_train_loss 0.2000  2.0 s")
@@ -236,7 +234,7 @@ def test_chosen_metrics_are_shown_in_their_order_and_others_are_not(caplog: pyte
 
 def test_a_row_tells_of_another_number_of_workers() -> None:
     stream, run = io.StringIO(), make_run()
-    bar = ProgressBar("plain", stream=stream)
+    bar = ProgressBar(stream=stream)
     bar.on_result(run, dict(ROW))
     bar.on_event(run, GroupEvent("continued", 4, 3, 0.5, "rank 1 was lost"))
     bar.on_result(run, {**ROW, "num_workers": 3})
@@ -246,7 +244,7 @@ def test_a_row_tells_of_another_number_of_workers() -> None:
 
 def test_a_function_has_reports_instead_of_epochs() -> None:
     stream, run = io.StringIO(), make_run(epochs=None, trainer=None)
-    bar = ProgressBar("plain", stream=stream)
+    bar = ProgressBar(stream=stream)
     bar.on_result(run, {"loss": 0.5, "name": "text"})
     run.history.stop_reason = "good enough"
     bar.on_run_end(run, None)
@@ -278,10 +276,9 @@ class TestAroundCalls:
             for each in news:
                 self._listeners.tell(each)
 
-    @pytest.mark.parametrize("style", ["auto", "plain"])
-    def test_each_call_leaves_a_line(self, style: Any) -> None:
+    def test_each_call_leaves_a_line(self) -> None:
         trainer, stream = self.Trainer(), Terminal()
-        with ProgressBar(style, stream=stream).around(trainer):
+        with ProgressBar(stream=stream).around(trainer):
             trainer.tell(CallProgress(3, 9, 1, 4, 0.5, "train", {"train_loss": 0.5}))
             trainer.tell(CallProgress(9, 9, 1, 4, 0.5, "train", {"train_loss": 0.25}, is_done=True))
             trainer.tell(CallProgress(500, 1000, 0, None, None, "predict"))
@@ -372,7 +369,7 @@ def test_a_line_of_results_has_at_most_four_metrics_and_fits_the_terminal(
     stream: io.StringIO, columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar, run = ProgressBar("plain", stream=stream), make_run()
+    bar, run = ProgressBar(stream=stream), make_run()
     bar.on_result(run, {**ROW, "grad_norm": 0.5, "lr": 0.1, "val_accuracy": 0.75, "odd": 1.0})
     [line] = stream.getvalue().splitlines()
     assert [

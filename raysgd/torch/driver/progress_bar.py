@@ -23,7 +23,7 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
     Args:
         stream: Where to draw; standard error by default.
     """
-    bar, began = make_bar("auto", stream or sys.stderr), time.monotonic()
+    bar, began = make_bar(stream or sys.stderr), time.monotonic()
     is_drawn, newest = type(bar) is not LineBar, list[CallProgress]()
 
     def show(progress: CallProgress) -> None:
