@@ -33,6 +33,7 @@ def _is_imported() -> bool:
 
 
 def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
 
 
@@ -71,7 +72,6 @@ def training_does_not_import_it() -> None:
 def the_numbers_are_the_same_with_it() -> None:
     losses = []
     for _ in range(2):
-        torch.manual_seed(0)
         net = _model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         losses.append([_step(net, optimizer) for _ in range(5)])
