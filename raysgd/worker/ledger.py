@@ -1,9 +1,9 @@
 """The goodput ledger of one replica: every second since it took its place falls into one bin.
 
 Pure accounting with a clock; it knows no framework. The training loop says which bin begins, so a switch costs a
-reading of the clock. Two kinds of time are not known when they pass: that of a step, which counts only once the step is
-complete, and that after a call broke off, which is a recovery only if the replica goes on in another group. They wait
-in bins that are not shown.
+reading of the clock. Two kinds of time are not known when they pass: that of a step, which moves to another bin if the
+step breaks off, and that after a call broke off, which is a recovery only if the replica goes on in another group and
+waits in bins that are not shown.
 """
 
 from __future__ import annotations
@@ -37,14 +37,10 @@ from raysgd.engine.shared.time_spent import (
 )
 from raysgd.exceptions import OnFailure
 
-STEP, IN_EXCHANGE, IN_WAIT = "(step)", "(exchange)", "(wait)"
-"""Of the step that is not complete yet."""
 BROKEN, LEFT = "(broken off)", "(group left)"
 """After a call broke off, and after the group was left: a recovery, or the end of the call."""
 
-_SHOWN_AS = {STEP: USEFUL, IN_EXCHANGE: EXCHANGE, IN_WAIT: SLOWER_RANK, BROKEN: DRIVER, LEFT: DRIVER}
-_COUNTS_AS = ((STEP, USEFUL), (IN_EXCHANGE, EXCHANGE), (IN_WAIT, SLOWER_RANK))
-_UNDONE_AS = {STEP: AGAIN, IN_EXCHANGE: DETECT, IN_WAIT: DETECT}  # an exchange that broke waited for a lost rank
+_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}  # an exchange that broke waited for a lost rank
 
 ItemT = TypeVar("ItemT")
 
@@ -73,7 +69,8 @@ class Ledger:
 
     def _begin(self) -> None:
         self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._seconds = dict.fromkeys((*BINS, *_SHOWN_AS), 0.0)
+        self._seconds = dict.fromkeys((*BINS, BROKEN, LEFT), 0.0)
+        self._complete = dict.fromkeys(_UNDONE_AS, 0.0)  # what complete steps took
         self._bin, self._since = START_UP, self._clock()
         self._saved_s = 0.0
         self._at_call: dict[str, float] = {}
@@ -120,7 +117,7 @@ class Ledger:
         """The batches; drawing one is waiting for data, and the time until the next is drawn belongs to a step."""
         self.enter(DATA)
         for batch in batches:
-            self.enter(STEP)
+            self.enter(USEFUL)
             yield batch
             self.enter(DATA)
         self.enter(OTHER)
@@ -129,17 +126,13 @@ class Ledger:
         """The step is complete: what was spent on it counts."""
         if self._bin in _UNDONE_AS:
             self.enter(self._bin)
-        seconds = self._seconds
-        with self._lock:
-            for name, shown in _COUNTS_AS:
-                seconds[shown] += seconds[name]
-                seconds[name] = 0.0
+        self._complete = {name: self._seconds[name] for name in _UNDONE_AS}
 
     def _break_off(self) -> None:
         """The step broke off, and will be done again."""
         self.enter(BROKEN)
         for name, target in _UNDONE_AS.items():
-            self._move(name, target)
+            self._move(name, target, self._seconds[name] - self._complete[name])
 
     def exchanging(self, group: Any) -> AbstractContextManager[None]:
         """Inside, a step exchanges something with the other ranks, through `group`, which counts its `waited_s`."""
@@ -147,17 +140,17 @@ class Ledger:
 
     def begin_exchange(self) -> bool:
         """An exchange begins; returns whether it is one of a step, to be ended by `end_exchange`."""
-        if self._bin != STEP:
+        if self._bin != USEFUL:
             return False
-        self.enter(IN_EXCHANGE)
+        self.enter(EXCHANGE)
         return True
 
     def end_exchange(self, waited_s: float = 0.0) -> None:
         """It is over; for so long, this rank waited for others to begin it."""
-        if self._bin == IN_EXCHANGE:
-            self.enter(STEP)
+        if self._bin == EXCHANGE:
+            self.enter(USEFUL)
             if waited_s:
-                self._move(IN_EXCHANGE, IN_WAIT, waited_s)
+                self._move(EXCHANGE, SLOWER_RANK, waited_s)
 
     # ------------------------------------------------------------------------------------------------ other groups
 
@@ -229,10 +222,8 @@ class Ledger:
         with self._lock:
             now = self._clock()
             present = {**self._seconds, self._bin: self._seconds[self._bin] + now - self._since}
-        shown = {name: present[name] for name in BINS}
-        for name, target in _SHOWN_AS.items():
-            shown[target] += present[name]
-        return shown
+        present[DRIVER] += present.pop(BROKEN) + present.pop(LEFT)
+        return present
 
 
 class _Exchange(AbstractContextManager[None]):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.arrays.ray_batches import ray_batches_of
+from raysgd.engine.shared.time_spent import USEFUL
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.messages.epochs import EpochRequest
@@ -31,7 +32,7 @@ from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.loop import Loop
-from raysgd.worker.ledger import STEP, Ledger
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.operator import take_place
 
 logger = logging.getLogger(__name__)
@@ -363,7 +364,7 @@ class OperatorLoop(Loop):
 class FitLoop(OperatorLoop):
     """A `fit` of Keras, which draws batches itself: what it waits for data is not known."""
 
-    first_bin = STEP
+    first_bin = USEFUL
     fit: FitStream
     _operator: CreatorOperator
 
