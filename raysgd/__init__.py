@@ -95,7 +95,7 @@ _check_place()
 
 
 def _take_over_aliases() -> None:
-    """Makes a worker import the old library's modules from where they were, if its program does."""
+    """Make a worker import the old library's modules from where they were, if its program does."""
     from raysgd.compat import aliases
 
     aliases.install()

@@ -41,14 +41,14 @@ def is_integer(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, hint: str) -> int:
-    """Refuses anything but a positive integer, and returns it as Python's."""
+    """Refuse anything but a positive integer, and return it as Python's."""
     if not is_integer(value) or value <= 0:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
     return int(value)
 
 
 def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
-    """Refuses what is no number of workers, and returns it as Python's."""
+    """Refuse what is no number of workers, and return it as Python's."""
     if not is_integer(value) or not least <= value <= MAX_WORKERS:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
     return int(value)
@@ -60,7 +60,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:
-    """Refuses what is no length of time, and returns it."""
+    """Refuse what is no length of time, and return it."""
     is_long_enough = is_number(value) and (value >= least if may_be_least else value > least)
     if not is_long_enough or value > _MAX_SECONDS:
         limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
@@ -69,7 +69,7 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
 
 
 def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
-    """Refuses what is neither a length of time nor "auto" nor None, where None stands for `none_means`."""
+    """Refuse what is neither a length of time nor "auto" nor None, where None stands for `none_means`."""
     if isinstance(value, str) and value != "auto":
         raise ValueError(
             f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
@@ -80,33 +80,33 @@ def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
 
 
 def check_seed(value: Any) -> None:
-    """Refuses what is no seed of random numbers."""
+    """Refuse what is no seed of random numbers."""
     if not is_integer(value) or not 0 <= value < 2**31:
         raise ValueError(f"`seed={value!r}`: need an integer from 0 to {2**31 - 1}, or None.")
 
 
 def check_amount(name: str, value: Any) -> None:
-    """Refuses what is no amount of a resource."""
+    """Refuse what is no amount of a resource."""
     if not is_number(value) or value < 0:
         raise ValueError(f"`{name}={value!r}`: need a number, 0 or more, and not infinite.")
 
 
 def refuse_text(**switches: Any) -> None:
-    """Refuses texts where True or False belongs: also "no" would count as true. Other values keep their truth."""
+    """Refuse texts where True or False belongs: also "no" would count as true. Other values keep their truth."""
     for name, value in switches.items():
         if isinstance(value, str | bytes):
             raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
 
 
 def check_switch(name: str, value: Any, *others: Any) -> None:
-    """Refuses anything but True, False, and those others."""
+    """Refuse anything but True, False, and those others."""
     if not isinstance(value, bool) and value not in others:
         allowed = ", ".join(['"auto"' if other == "auto" else repr(other) for other in others] + ["True and False"])
         raise ValueError(f"`{name}={value!r}`: allowed are {allowed}.")
 
 
 def check_kind(name: str, value: Any, kind: type[Any]) -> None:
-    """Refuses anything but an object of a class of the library."""
+    """Refuse anything but an object of a class of the library."""
     if not isinstance(value, kind):
         raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
 
@@ -131,7 +131,7 @@ _MEANT = {
 
 
 def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Refuses anything but an operator class that workers can make an object of, and warns of misspelled methods.
+    """Refuse anything but an operator class that workers can make an object of, and warn of misspelled methods.
 
     Args:
         operator_cls: What the user passed.
@@ -178,7 +178,7 @@ def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
 
 
 def check_config(config: Any) -> dict[str, Any]:
-    """Refuses anything but None or a dict, and returns a copy of its kind."""
+    """Refuse anything but None or a dict, and return a copy of its kind."""
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
     return {} if config is None else with_entries(config)
@@ -194,7 +194,7 @@ def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = 
 
 
 def check_num_steps(num_steps: Any) -> int | None:
-    """Refuses anything but None or a count, and returns it as Python's."""
+    """Refuse anything but None or a count, and return it as Python's."""
     if num_steps is None:
         return None
     if not is_integer(num_steps) or num_steps < 0:
@@ -205,7 +205,7 @@ def check_num_steps(num_steps: Any) -> int | None:
 
 
 def check_info(info: Any) -> dict[str, Any]:
-    """Refuses anything but None or a dict, and returns a copy."""
+    """Refuse anything but None or a dict, and return a copy."""
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
     return dict(info or {})
@@ -229,7 +229,7 @@ _INSTEAD = {
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
-    """Refuses unknown keywords, and says where they belong, or guesses what was meant.
+    """Refuse unknown keywords, and say where they belong, or guesses what was meant.
 
     Args:
         trainer: The class that was called.
@@ -249,7 +249,7 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
 
 
 def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], MethodT]:
-    """Makes a method refuse arguments that it does not have with the line to write, before Python says less.
+    """Make a method refuse arguments that it does not have with the line to write, before Python says less.
 
     Args:
         line: The line, as the end of a sentence.
@@ -289,13 +289,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check_max_retries(max_retries: Any) -> None:
-    """Refuses anything but a count."""
+    """Refuse anything but a count."""
     if not is_integer(max_retries) or max_retries < 0:
         raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
 
 
 def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
-    """Warns of options that say what happens inside an epoch, where an epoch can only be begun again.
+    """Warn of options that say what happens inside an epoch, where an epoch can only be begun again.
 
     Args:
         obstacle: Why that is so; None where it is not.
@@ -328,7 +328,7 @@ def accelerator(kind: Any) -> dict[str, float]:
 
 
 def check_runtime_env(name: str, value: Any) -> None:
-    """Does nothing for what can be the environment of a process of Ray, or None.
+    """Do nothing for what can be the environment of a process of Ray, or None.
 
     Raises:
         TypeError: It is of another type.

@@ -124,7 +124,7 @@ def checked_text(name: str, path: Any, what: str = "a path") -> str:
 
 
 def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Refuses what is no path of a file or a folder on this machine.
+    """Refuse what is no path of a file or a folder on this machine.
 
     Args:
         name: The argument.
@@ -139,7 +139,7 @@ def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
 
 def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Refuses what names a place in a remote storage; everything else is left for others to check.
+    """Refuse what names a place in a remote storage; everything else is left for others to check.
 
     Raises:
         ValueError: It is a URI.
@@ -156,7 +156,7 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuses to read what may never end: a device, a pipe, a socket. The file may be missing.
+    """Refuse to read what may never end: a device, a pipe, a socket. The file may be missing.
 
     Raises:
         OSError: It is one.
@@ -167,7 +167,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def make_folder(name: str, path: str | os.PathLike[str]) -> None:
-    """Makes a folder, unless it is there, and refuses one that takes no files.
+    """Make a folder, unless it is there, and refuse one that takes no files.
 
     Raises:
         ValueError: It cannot be made, or not be written to.

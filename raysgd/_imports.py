@@ -126,7 +126,7 @@ def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
 
 
 def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | None = None) -> Callable[[str], Any]:
-    """Gives a package a `__getattr__`, which imports its names and public modules when they are first used.
+    """Give a package a `__getattr__`, which imports its names and public modules when they are first used.
 
     It also gets a `__dir__` of its public names. Type checkers see neither, and so find a name that is misspelled.
 
@@ -161,7 +161,7 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
 
 
 def pickle_modules_by_name() -> None:
-    """Lets pickle take such modules by their names, as it takes others.
+    """Let pickle take such modules by their names, as it takes others.
 
     A function or a class of a script is pickled with all modules that it uses, or may use: cloudpickle takes
     `self.config` for a use of `torch.distributed.config` where `torch.distributed` is used beside it.

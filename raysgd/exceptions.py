@@ -275,7 +275,7 @@ def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:
 
 
 def _slots(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """Returns what an exception keeps outside its `__dict__`: `args`, `errno`, what a class lists in `__slots__`."""
+    """Return what an exception keeps outside its `__dict__`: `args`, `errno`, what a class lists in `__slots__`."""
     for owner in type(error).__mro__:
         for name, descriptor in vars(owner).items():
             if name.startswith("__") or not isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType):
@@ -330,7 +330,7 @@ class WorkerError(RaySGDError):
 
 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
-    """Builds the exception for `faults`: a `WorkerError` that is also of the first fault's own class."""
+    """Build the exception for `faults`: a `WorkerError` that is also of the first fault's own class."""
     original = faults[0].error
     error = _as_both(original) if original is not None else WorkerError(faults[0].message)
     error.faults, error.aftermath = tuple(faults), aftermath
@@ -367,7 +367,7 @@ def _class_of_both(
 def training_failed_error(
     failure: Exception, advice: str = "", also: type[Exception] | None = None
 ) -> TrainingFailedError:
-    """Builds the exception for a run that has failed: a `TrainingFailedError` that is also of the class of its cause.
+    """Build the exception for a run that has failed: a `TrainingFailedError` that is also of the class of its cause.
 
     Args:
         failure: What ended the run; of a `WorkerError` the exception of the user is the cause.
@@ -384,7 +384,7 @@ def training_failed_error(
 
 
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
-    """Words the faults of one call: each distinct one once with its ranks, the user's own line first."""
+    """Word the faults of one call: each distinct one once with its ranks, the user's own line first."""
     groups: dict[tuple[str, str, str], list[WorkerFault]] = {}
     for fault in faults:
         groups.setdefault((fault.type_name, fault.message, fault.location), []).append(fault)

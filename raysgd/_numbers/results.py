@@ -62,7 +62,7 @@ class Metrics(dict[str, Any]):
 
 
 def merge(workers: Sequence[MetricSummary]) -> Metrics:
-    """Merges the workers' metrics, `num_samples` first, then in the order in which names are first met."""
+    """Merge the workers' metrics, `num_samples` first, then in the order in which names are first met."""
     if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
     counts = any(NUM_SAMPLES in worker for worker in workers)

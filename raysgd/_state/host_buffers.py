@@ -43,7 +43,7 @@ class HostBuffers:
         self._lent: set[int] = set()  # identities, because several threads may give back at once
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
-        """Returns that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
+        """Return that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
         fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
         memory = next(fitting, None)
         if memory is None:

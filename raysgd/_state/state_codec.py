@@ -251,7 +251,7 @@ def _skeleton_pickler() -> Any:
             return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            """Replaces what cannot leave its process; everything else goes the usual way."""
+            """Replace what cannot leave its process; everything else goes the usual way."""
             torch = self._torch
             if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return _itself, (obj.module,)

@@ -87,7 +87,7 @@ class LogRelay:
         self._told: set[tuple[str, str]] = set()
 
     def tell(self, notes: Mapping[str, Sequence[WorkerLogLine]]) -> None:
-        """Logs the lines that were not logged yet.
+        """Log the lines that were not logged yet.
 
         Args:
             notes: By who they come from: `"0"` and so on for a rank, any other words for a worker without one.
@@ -108,7 +108,7 @@ class LogRelay:
 
 
 def install() -> None:
-    """Shows warnings by default, or what the environment variable asks for, in any process that imports raysgd."""
+    """Show warnings by default, or what the environment variable asks for, in any process that imports raysgd."""
     logger = logging.getLogger(_NAME)
     if not any(isinstance(handler, DefaultHandler | LogBuffer) for handler in logger.handlers):
         logger.addHandler(DefaultHandler())
@@ -127,7 +127,7 @@ def level() -> int:
 
 
 def collect(from_level: int) -> None:
-    """Keeps lines for the driver, in a worker process, instead of showing them."""
+    """Keep lines for the driver, in a worker process, instead of showing them."""
     global _notebook
     logger = logging.getLogger(_NAME)
     logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | LogBuffer)]
@@ -176,7 +176,7 @@ class Once:
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Ranks in order, for sentences; four or more in a row as a range."""
+    """Rank in order, for sentences; four or more in a row as a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

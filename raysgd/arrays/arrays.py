@@ -72,7 +72,7 @@ def is_frame(data: Any) -> bool:
 
 
 def check_columns(feature_columns: Any, data: Any) -> None:
-    """Refuses columns of data that have none.
+    """Refuse columns of data that have none.
 
     Raises:
         TypeError: They are no names.

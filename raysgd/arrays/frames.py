@@ -43,7 +43,7 @@ class ShardedFrames(ABC):
         """Refuse a column that cannot become arrays of the framework."""
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Divides the data again if there are not as many shards."""
+        """Divide the data again if there are not as many shards."""
         if num_shards != self._ds.num_shards():
             self._ds = self._ds.repartition(num_shards)
 

@@ -272,7 +272,7 @@ def connected(address: str | None) -> Iterator[CheckResult]:
 
 
 def _check_that_one_listens(address: str | None) -> None:
-    """Fails at once where Ray would try for minutes: if nothing listens at a `host:port`."""
+    """Fail at once where Ray would try for minutes: if nothing listens at a `host:port`."""
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
@@ -325,7 +325,7 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 
 
 def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
-    """Trains, unless the packages cannot.
+    """Train, unless the packages cannot.
 
     Args:
         versions: The versions of those that are installed.
@@ -339,7 +339,7 @@ def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResu
 
 
 def run_self_test() -> CheckResult:
-    """Trains two steps on two workers, and compares what comes out with one process."""
+    """Train two steps on two workers, and compare what comes out with one process."""
     try:
         seconds, is_equal = _train_on_two_workers()
     except Exception as error:  # whatever does not work here: finding that out is the test

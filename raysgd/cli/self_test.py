@@ -30,7 +30,7 @@ class LineOperator(TrainingOperator):
 
 
 def trained_weights(**options: Any) -> tuple[list[float], dict[str, float]]:
-    """Trains one epoch, which is two steps.
+    """Train one epoch, which is two steps.
 
     Args:
         options: Options of the trainer.

@@ -109,7 +109,7 @@ def _is_rays(name: str) -> bool:
 
 
 def install() -> None:
-    """Makes imports of `ray.util.sgd`, and of what else Ray has no longer, lead to raysgd; in workers too.
+    """Make imports of `ray.util.sgd`, and of what else Ray has no longer, lead to raysgd; in workers too.
 
     Call it before Ray is started, so that the worker processes inherit it. On a cluster that runs already pass
     `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to `ray.init`.

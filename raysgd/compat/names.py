@@ -25,5 +25,5 @@ MOVED = {
 
 
 def former_names(module: str) -> None:
-    """Lets a module, given by its `__name__`, find those of these names that are looked for in it."""
+    """Let a module, given by its `__name__`, find those of these names that are looked for in it."""
     lazy_names(module, MOVED.get(module, {}))

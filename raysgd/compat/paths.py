@@ -443,7 +443,7 @@ def _means_two(name: str) -> bool:
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """Lists, for each old module of a group, where it is now, and its names."""
+    """List, for each old module of a group, where it is now, and its names."""
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 

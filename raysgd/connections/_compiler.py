@@ -37,7 +37,7 @@ _KEPT = "__dynamo_disable"  # where PyTorch keeps what `disable` made of one of 
 
 
 def defer_compiler() -> None:
-    """Defers the import of the compiler, or leaves it to PyTorch; a debug line in the log says which."""
+    """Defer the import of the compiler, or leave it to PyTorch; a debug line in the log says which."""
     import torch
 
     switch = os.environ.get(SWITCH, "")
@@ -122,7 +122,7 @@ class _DeferredImport(MetaPathFinder, Loader):
     # ------------------------------------------------------------------------------------ modules inside the compiler
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Finds a module inside the compiler. What imports it is the loader: Python holds a lock during this call."""
+        """Find a module inside the compiler. What imports it is the loader: Python holds a lock during this call."""
         if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self.stand_in:
             return None
         return ModuleSpec(fullname, self)

@@ -46,7 +46,7 @@ class DelayedCalls:
         return not self._thread.is_alive()
 
     def hurry(self) -> None:
-        """Does now what is not done yet. Returns when that is over."""
+        """Do now what is not done yet. Return when that is over."""
         self._is_hurried.set()
         self._thread.join()
 
@@ -71,14 +71,14 @@ class GlooConnections:
         self.found: list[OpenSocket] | None = None
 
     def look(self) -> None:
-        """Looks for them. Call it when a group has just formed.
+        """Look for them. Call it when a group has just formed.
 
         What is written from now on is of groups that others form, which may end at any time.
         """
         self.found = self._find()
 
     def cut(self) -> None:
-        """Ends all of them, also while a group forms."""
+        """End all of them, also while a group forms."""
         found = self.found
         for connection in self._find() if found is None else found:
             connection.shut()
@@ -140,7 +140,7 @@ class OpenSocket:
         return _identity(self.number) == self.identity
 
     def shut(self) -> None:
-        """Ends it for both sides; nothing happens if it is closed already."""
+        """End it for both sides; nothing happens if it is closed already."""
         with suppress(OSError):  # closed or ended already
             duplicate = os.dup(self.number)  # no other thread closes it
             try:

@@ -59,14 +59,14 @@ class Group:
         return self._connections
 
     def add_up(self, numbers: Array) -> None:
-        """Puts the sums over all ranks into `numbers`."""
+        """Put the sums over all ranks into `numbers`."""
         if self.size > 1:
             flat = _flat(numbers)
             assert self._adding is not None, "a group of several ranks needs connections"
             self._adding.add_up(flat, _kind(_SUM, flat))
 
     def add_up_with(self, numbers: Array, row: Array) -> list[Array]:
-        """Puts the sums over all ranks into `numbers`; returns every rank's row, which travels along if they are few.
+        """Put the sums over all ranks into `numbers`; return every rank's row, which travels along if they are few.
 
         Args:
             numbers: What is added up.
@@ -164,7 +164,7 @@ class Group:
         return max(float(one[0]) for one in self.gather(np.array([number], np.float64)))
 
     def from_first(self, numbers: Array) -> None:
-        """Puts rank 0's into `numbers`."""
+        """Put rank 0's into `numbers`."""
         if self.size == 1:
             return
         flat, kind = _flat(numbers), _kind(_FIRST, numbers)
@@ -176,7 +176,7 @@ class Group:
             self._adding.tell(flat, kind)
 
     def send(self, value: Any, takers: Sequence[int]) -> None:
-        """Sends anything that can be pickled to `takers`, which must all `receive` it at this time."""
+        """Send anything that can be pickled to `takers`, which must all `receive` it at this time."""
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         self.send_parts([memoryview(head), *(buffer.raw() for buffer in buffers)], takers)
@@ -187,7 +187,7 @@ class Group:
         return pickle.loads(head.data, buffers=buffers)
 
     def send_parts(self, parts: Sequence[Bytes], takers: Sequence[int]) -> None:
-        """Sends some bytes to `takers`, which must all `receive_parts` at this time."""
+        """Send some bytes to `takers`, which must all `receive_parts` at this time."""
         if takers:
             chain = self._chain(self.rank, takers)
             chain.pass_on(as_bytes(np.array([len(parts)], np.int64)))
@@ -218,7 +218,7 @@ class EarlyVotes:
         self._num_asked = self._num_heard = 0
 
     def ask(self, says_yes: bool) -> Callable[[], bool]:
-        """Says what this rank says; returns what waits until all ranks have and tells the answer, once."""
+        """Say what this rank says; return what waits until all ranks have and tells the answer, once."""
         self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1

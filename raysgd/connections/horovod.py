@@ -59,11 +59,11 @@ class HorovodConnection(Connection):
     _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as its settings. The one of the driver may have been interrupted in a group that is no more."""
+        """Travel as its settings. The one of the driver may have been interrupted in a group that is no more."""
         return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
 
     def load(self) -> None:
-        """Imports Horovod.
+        """Import Horovod.
 
         Raises:
             ImportError: It is missing, or does not fit the PyTorch that is here.
@@ -79,7 +79,7 @@ class HorovodConnection(Connection):
         return True
 
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Opens Horovod's rendezvous server on rank 0; no other rank listens before `hvd.init`."""
+        """Open Horovod's rendezvous server on rank 0; no other rank listens before `hvd.init`."""
         self._is_interrupted = False
         if rank:
             return 0
@@ -87,7 +87,7 @@ class HorovodConnection(Connection):
         return port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Initializes Horovod, also for a single rank.
+        """Initialize Horovod, also for a single rank.
 
         Raises:
             RuntimeError: If this process has initialized Horovod already, which then belongs to someone else.
@@ -108,7 +108,7 @@ class HorovodConnection(Connection):
             raise RendezvousFailed(f"Horovod could not connect {world.size} ranks: see its message above.") from error
 
     def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
-        """Waits until all ranks are here: what follows cannot be interrupted. Returns this rank's crossing."""
+        """Wait until all ranks are here: what follows cannot be interrupted. Return this rank's crossing."""
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
@@ -193,7 +193,7 @@ def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> Impo
 
 
 def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Gives each rank its number, and their count, among the ranks that are the same one on their nodes."""
+    """Give each rank its number, and their count, among the ranks that are the same one on their nodes."""
     answer = []
     for node_rank, local_rank in places:
         nodes = sorted(other_node for other_node, other_local in places if other_local == local_rank)

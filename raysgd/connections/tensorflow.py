@@ -58,7 +58,7 @@ class TensorFlowConnection(Connection):
         return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Connects to all other ranks. A group of one rank needs no connections.
+        """Connect to all other ranks. A group of one rank needs no connections.
 
         Raises:
             RuntimeError: This process is in another group.
@@ -120,7 +120,7 @@ def votes() -> EarlyVotes:
 
 
 def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
-    """Imports TensorFlow, in a process of our own with these variables set and its threads limited.
+    """Import TensorFlow, in a process of our own with these variables set and its threads limited.
 
     `num_threads` is None in the driver, whose environment and threads are the user's business.
     """

@@ -85,7 +85,7 @@ class TorchConnection(Connection):
         import torch.distributed  # noqa: F401
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
-        """Chooses the GPU by its ordinal in this process. `CUDA_VISIBLE_DEVICES` stays: CUDA may have read it before.
+        """Choose the GPU by its ordinal in this process. `CUDA_VISIBLE_DEVICES` stays: CUDA may have read it before.
 
         Raises:
             RuntimeError: This process cannot see the GPU.
@@ -105,7 +105,7 @@ class TorchConnection(Connection):
         return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Forms the default process group.
+        """Form the default process group.
 
         Raises:
             RuntimeError: If this process has a default process group already, which then belongs to someone else.
@@ -141,7 +141,7 @@ class TorchConnection(Connection):
         return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
 
     def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
-        """Connects to the other ranks; returns the store that all share."""
+        """Connect to the other ranks; return the store that all share."""
         if not world.is_distributed:
             return _c10d("HashStore")()
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
@@ -175,13 +175,13 @@ class TorchConnection(Connection):
         return _c10d("TCPStore")(host, port, is_master=False, **options)
 
     def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
-        """Says something to all ranks; returns what each of them says, by rank."""
+        """Say something to all ranks; return what each of them says, by rank."""
         assert self._board is not None
         self._board.put(f"{topic}/{world.rank}", word)
         return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
 
     def _see_gpus_of_node(self, world: World) -> None:
-        """Lets this process see the GPUs of all workers on its node, and computes on its own.
+        """Let this process see the GPUs of all workers on its node, and compute on its own.
 
         Workers that see one GPU each cannot reach one another's memory, which NCCL then does by detours, or not at all.
         It needs CUDA not to have looked at the variable yet; where it has, everything stays as it was.
@@ -230,7 +230,7 @@ class TorchConnection(Connection):
         self._cut()
 
     def give_up(self, error: BaseException) -> None:
-        """Ends the mesh and the board, where all ranks see it; and gloo, if the error is not of the mesh: ADR 55."""
+        """End the mesh and the board, where all ranks see it; and gloo, if the error is not of the mesh: ADR 55."""
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
             self._end_exchanges()
@@ -261,7 +261,7 @@ class TorchConnection(Connection):
         return self._is_cut or is_mesh_broken or is_gloo_broken
 
     def leave_for_another(self) -> None:
-        """Leaves gloo's connections as they are for a moment, where no rank waits in them: ADR 55."""
+        """Leave gloo's connections as they are for a moment, where no rank waits in them: ADR 55."""
         import torch.distributed as dist
 
         if self.transport == "gloo" and self._is_formed and not self._is_cut:
@@ -270,7 +270,7 @@ class TorchConnection(Connection):
         self._leave()
 
     def _end_later(self, groups: list[Any]) -> DelayedCalls:
-        """Ends gloo's connections, and then lets the groups go."""
+        """End gloo's connections, and then let the groups go."""
 
         def let_go() -> None:
             time.sleep(_SETTLE_S)  # why: see `end_process_group`
@@ -379,7 +379,7 @@ def _c10d(name: str) -> Any:
 
 
 def _abort_process_group() -> None:
-    """Ends the kernels of a broken NCCL group, which would hold the device for ever."""
+    """End the kernels of a broken NCCL group, which would hold the device for ever."""
     import torch.distributed as dist
 
     group = dist.group.WORLD
@@ -388,7 +388,7 @@ def _abort_process_group() -> None:
 
 
 def end_process_group() -> None:
-    """Leaves the default group, if there is one."""
+    """Leave the default group, if there is one."""
     import torch.distributed as dist
 
     if not dist.is_initialized():  # forming the group failed

@@ -64,7 +64,7 @@ class Dataset:
         self.iter = items.batch(self.batch_size)
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Deals the batches to so many shards. A trainer calls this with the number of its workers."""
+        """Deal the batches to so many shards. A trainer calls this with the number of its workers."""
         if num_shards != self.iter.num_shards():
             logger.info("dividing a dataset over %s shards instead of %s", num_shards, self.iter.num_shards())
             self.iter = self.iter.repartition(num_shards)

@@ -72,7 +72,7 @@ class ProgressListeners:
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Listens until the end of the block."""
+        """Listen until the end of the block."""
         self.listeners.append(listener)
         try:
             yield
@@ -85,7 +85,7 @@ class ProgressListeners:
         return self._tell_of_now if self.listeners else None
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
-        """Tells that a call has returned."""
+        """Tell that a call has returned."""
         numbers = {
             name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
         }
@@ -94,7 +94,7 @@ class ProgressListeners:
         self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
 
     def _tell_of_now(self) -> None:
-        """Tells how far rank 0 is, if it answers at once. A heartbeat must not wait for that: it reads metrics."""
+        """Tell how far rank 0 is, if it answers at once. A heartbeat must not wait for that: it reads metrics."""
         transfer = self._controller.ensure_group().fetch(0, replica_calls.progress)
         try:
             progress: CallProgress | None = transfer.result(1.0)
@@ -105,7 +105,7 @@ class ProgressListeners:
             self.tell(progress)
 
     def tell(self, progress: CallProgress) -> None:
-        """Tells all listeners."""
+        """Tell all listeners."""
         for listener in tuple(self.listeners):
             listener(progress)
 
@@ -221,7 +221,7 @@ class EpochCalls:
         can_resume: bool,
         check: Callable[[Sequence[EpochAnswer]], None],
     ) -> list[EpochAnswer]:
-        """Runs a training call.
+        """Run a training call.
 
         Args:
             asked: What every replica is asked.
@@ -264,7 +264,7 @@ class EpochCalls:
         return answers
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Runs a training call, and notes how many samples a second it trained."""
+        """Run a training call, and note how many samples a second it trained."""
         events = self._controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
@@ -285,7 +285,7 @@ class EpochCalls:
         return answers
 
     def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
-        """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all.
+        """Run a call of `validate`. If it raises on any rank, the next one begins with the first batch on all.
 
         Args:
             asked: What every replica is asked.
@@ -313,7 +313,7 @@ class EpochCalls:
     def begin_on_spare(
         self, asked: EpochRequest, dataset: Any, settings: ReplicaSettings, sharing: DataSharing, newest: NewestSnapshot
     ) -> Validation:
-        """Begins to validate a state on a spare, within a turn of the training. What it returns needs no turn.
+        """Begin to validate a state on a spare, within a turn of the training. What it returns needs no turn.
 
         Where no spare is left and none will come, the workers that train validate at once.
 
@@ -341,7 +341,7 @@ class EpochCalls:
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
 
     def report(self) -> None:
-        """Gives Ray's metrics the numbers of now."""
+        """Give Ray's metrics the numbers of now."""
         self._gauges.report(len(self._controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
@@ -355,7 +355,7 @@ class EpochCalls:
         return replace(status, ledger=self.accounts.ledger(len(status.workers)))
 
     def stop_reporting(self) -> None:
-        """Takes the trainer out of Ray's metrics."""
+        """Take the trainer out of Ray's metrics."""
         self.accounts.note_end()
         self._gauges.report_end()
 

@@ -105,7 +105,7 @@ class TrainedEpoch:
     is_told: bool = False
 
     def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
-        """Notes what the validation has come to; called in its thread."""
+        """Note what the validation has come to; called in its thread."""
         self.ended.append(partial(add, result, began_at, seconds))
 
 
@@ -151,13 +151,13 @@ class Fit:
         self._saved: list[str] = []
 
     def run(self) -> History:
-        """Trains; returns the history of this run."""
+        """Train; return the history of this run."""
         for _ in self.epochs():
             pass
         return self._run.history
 
     def epochs(self) -> Iterator[dict[str, Any]]:
-        """Trains; yields the row of each epoch as it ends. Closing the iterator stops the run.
+        """Train; yield the row of each epoch as it ends. Closing the iterator stops the run.
 
         Raises:
             ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
@@ -204,7 +204,7 @@ class Fit:
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
-        """Lets callbacks run in the workers inside the block."""
+        """Let callbacks run in the workers inside the block."""
         chosen, use = self._worker_callbacks, self._trainer._use_worker_callbacks
         if not chosen:
             yield
@@ -244,7 +244,7 @@ class Fit:
         return self._run.epochs
 
     def _epoch(self) -> dict[str, Any] | None:
-        """Trains an epoch; returns its row, None if a callback has stopped the run before."""
+        """Train an epoch; return its row, None if a callback has stopped the run before."""
         run, trainer, options = self._run, self._trainer, self._options
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:
@@ -290,7 +290,7 @@ class Fit:
         return can_validate and not self._lacks_data and self._options.validation_freq > 0
 
     def _validate(self, epoch: TrainedEpoch) -> None:
-        """Validates, or begins to, where that runs beside the training."""
+        """Validate, or begin to, where that runs beside the training."""
         trainer, dataset = self._trainer, self._options.validation_dataset
         if self._run.validates_beside:
             epoch.handle = trainer._begin_validation(asked(None), dataset, True, epoch.note)
@@ -310,7 +310,7 @@ class Fit:
             logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
 
     def _finish_validation(self, waits: bool = True) -> bool:
-        """Waits for the validation that runs beside the training, if one does, and tells the result of its epoch.
+        """Wait for the validation that runs beside the training, if one does, and tell the result of its epoch.
 
         Without `waits`, one that still runs is left for later. Where workers were lost over it, the epoch has none.
 
@@ -341,7 +341,7 @@ class Fit:
             self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Tells callbacks the result of the last epoch, or of the one before, in which they then are."""
+        """Tell callbacks the result of the last epoch, or of the one before, in which they then are."""
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
         try:
@@ -352,7 +352,7 @@ class Fit:
         self._take_records()
 
     def _take_records(self) -> dict[str, Any]:
-        """Takes over what the trainer has recorded since; returns the row of the epoch."""
+        """Take over what the trainer has recorded since; return the row of the epoch."""
         history, recorded = self._run.history, self._trainer.history
         for record in recorded.part(self._seen, recorded.extent).records:
             history.add(record)
@@ -368,7 +368,7 @@ class Fit:
         self._calls.tell("on_checkpoint", location)
 
     def _save_again(self, has_changed: bool) -> None:
-        """Adds the result of the epoch before to what was saved without it."""
+        """Add the result of the epoch before to what was saved without it."""
         try:
             for location in self._saved:
                 if has_changed:
@@ -384,7 +384,7 @@ class Fit:
         return Sidecar(epoch, self._run.history, self._calls.states(), pending, self._run.epochs)
 
     def _note_progress(self) -> None:
-        """Tells a detached trainer how far the run is."""
+        """Tell a detached trainer how far the run is."""
         run, note = self._run, self._trainer._note_fit
         if note is not None:
             note((self._sidecar(), vars(run).get("folder", run._folder)))
@@ -402,7 +402,7 @@ class Fit:
             self._run._last_told = self._run.epoch - 1
 
     def _go_on_with_pending(self) -> None:
-        """Makes up for the result of the epoch that was loaded, if callbacks were not told it before the save."""
+        """Make up for the result of the epoch that was loaded, if callbacks were not told it before the save."""
         history, number = self._run.history, self._run.epoch
         if self._pending != number or not len(history):
             return

@@ -42,7 +42,7 @@ class FileSaves:
         self._newest: Callable[[], NewestSnapshot | None] = lambda: None
 
     def write(self, checkpoint: Any, content: Content) -> None:
-        """Writes a file."""
+        """Write a file."""
         state, write = content
         with files.state_is_kept():
             self._writer.write(checkpoint, state, write)
@@ -51,7 +51,7 @@ class FileSaves:
     def submit(
         self, checkpoint: Any, newest: NewestSnapshot, content: Callable[[Snapshot], Content], owner: Any
     ) -> None:
-        """Has a file written in the background.
+        """Have a file written in the background.
 
         Args:
             checkpoint: Where to.
@@ -71,14 +71,14 @@ class FileSaves:
         self._newest = ref(newest)
 
     def await_states(self) -> None:
-        """Waits until everything that is to be written is in the driver, before workers are ended."""
+        """Wait until everything that is to be written is in the driver, before workers are ended."""
         newest = self._newest()
         if newest is not None:
             with suppress(TimeoutError, WorkersLostError):  # the writer tells it
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:
-        """Notes a file that holds the state of the trainer, whole or in part."""
+        """Note a file that holds the state of the trainer, whole or in part."""
         self._snapshots.last_file = shown
 
     def _write(self, kept_alive: Any, path: str, content: Content) -> None:
@@ -94,7 +94,7 @@ def load_into_all(
     rank_states: tuple[Any, ...],
     is_complete: bool,
 ) -> None:
-    """Loads a state into all workers.
+    """Load a state into all workers.
 
     Args:
         controller: Runs the call.
@@ -117,7 +117,7 @@ def load_into_all(
 
 
 def load_snapshot_into_all(controller: ElasticController, restore: Callable[..., Any], snapshot: Snapshot) -> None:
-    """Loads what the workers of this or another trainer had. It may be shared: nothing of it is changed.
+    """Load what the workers of this or another trainer had. It may be shared: nothing of it is changed.
 
     Args:
         controller: Runs the call.

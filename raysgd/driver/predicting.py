@@ -113,7 +113,7 @@ class PredictionRounds:
         self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Returns each rank's request; for a group that does not know this prediction also what all ranks need."""
+        """Return each rank's request; for a group that does not know this prediction also what all ranks need."""
         is_new, self._worlds = worlds is not self._worlds, worlds
         has_share = is_new and self._source.share is not None  # put once for all of them
         shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None

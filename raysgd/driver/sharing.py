@@ -74,7 +74,7 @@ class DataSharing:
         self._has_warned = False
 
     def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
-        """Requests with shares of Ray Data that operators registered.
+        """Request with shares of Ray Data that operators registered.
 
         Args:
             requests: By rank.
@@ -86,7 +86,7 @@ class DataSharing:
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Requests with shares of a dataset that takes the place of what is registered, for one call.
+        """Request with shares of a dataset that takes the place of what is registered, for one call.
 
         Args:
             requests: By rank.
@@ -104,16 +104,16 @@ class DataSharing:
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
-        """Notes where a call stopped, for the next one with the same object."""
+        """Note where a call stopped, for the next one with the same object."""
         self._places[name] = identity(dataset), place
 
     def follow(self, config: Mapping[str, Any]) -> None:
-        """Makes new shares of what functions make of the config, which is another one from now on."""
+        """Make new shares of what functions make of the config, which is another one from now on."""
         self._config = config
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
     def forget(self) -> None:
-        """Makes new shares in the next call."""
+        """Make new shares in the next call."""
         self._divisions.clear()
 
     def _with_shares(self, requests: Requests, shares: Sequence[CallData]) -> Requests:

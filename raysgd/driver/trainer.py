@@ -147,22 +147,22 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        """Refuses what cannot take the place of the registered data for one call."""
+        """Refuse what cannot take the place of the registered data for one call."""
 
     def _shown(self) -> AbstractContextManager[Any]:
-        """Shows how far a training call is, until the end of the block."""
+        """Show how far a training call is, until the end of the block."""
         return nullcontext()
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        """Tells whether a training call over these data can continue where one over the registered data can."""
+        """Tell whether a training call over these data can continue where one over the registered data can."""
         return False
 
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        """Raises where the answers of the workers contradict each other; in training, before the call counts."""
+        """Raise where the answers of the workers contradict each other; in training, before the call counts."""
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        """Lets what follows the results of an epoch see them, when `fit` has validated; True if something did."""
+        """Let what follows the results of an epoch see them, when `fit` has validated; True if something did."""
         return False
 
     _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
@@ -173,7 +173,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return settings
 
     def _take_settings(self, settings: ReplicaSettings) -> None:
-        """Makes workers that start from now on from other settings."""
+        """Make workers that start from now on from other settings."""
         is_other = settings.revision != self._settings.revision
         self._settings = settings
         self._replicas.settings = self._settings_to_send(settings)
@@ -194,7 +194,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def _begin(self, controller: ElasticController) -> None:
-        """Starts the workers; they end with the trainer, also without a `shutdown`."""
+        """Start the workers; they end with the trainer, also without a `shutdown`."""
         self._controller = controller
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events)
@@ -225,7 +225,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return [name for name, is_used in used.items() if is_used]
 
     def _kept_by(self, keeper: Keeper, note_fit: Callable[[FitProgress], None]) -> KeptTrainer:
-        """Lets a detached trainer know what changes, so that its next process can continue."""
+        """Let a detached trainer know what changes, so that its next process can continue."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
 
@@ -283,7 +283,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         *,
         blocking: bool = True,
     ) -> Any:
-        """Trains for one pass over the data, or for `num_steps` batches per worker.
+        """Train for one pass over the data, or for `num_steps` batches per worker.
 
         With the creators of `TFTrainer`, it is one `fit` of Keras.
 
@@ -330,7 +330,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return result
 
     def _warn_of_nan(self, result: Any) -> None:
-        """Says once that a loss is no number any more."""
+        """Say once that a loss is no number any more."""
         values = result.items() if isinstance(result, Mapping) else ()
         names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
         if names and self._once.is_first("nan"):
@@ -384,7 +384,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         dataset: Any = None,
         blocking: bool = True,
     ) -> Any:
-        """Evaluates on the validation data, every sample once.
+        """Evaluate on the validation data, every sample once.
 
         Arguments and result are as in `train`, without `epoch`. With the creators of `TFTrainer` the result has
         `validation_<name>` for each metric of the model.
@@ -425,7 +425,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._merged(answers, reduce_results)
 
     def _after_evaluation(self) -> None:
-        """Notes what an evaluation leaves behind in the workers that train."""
+        """Note what an evaluation leaves behind in the workers that train."""
 
     @property
     def _validates_beside(self) -> bool:
@@ -450,7 +450,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         reduce_results: bool,
         note: Callable[[RecordBeside, Any, float, float], object],
     ) -> CallHandle[Any]:
-        """Begins a validation beside the training, of the state after the calls that were made by now.
+        """Begin a validation beside the training, of the state after the calls that were made by now.
 
         Args:
             request: What the spare is asked.
@@ -477,11 +477,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str]) -> Any:
-        """Writes the state to a file."""
+        """Write the state to a file."""
 
     @abstractmethod
     def load(self, checkpoint: str | PathLike[str]) -> Any:
-        """Loads a file that `save` wrote."""
+        """Load a file that `save` wrote."""
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
@@ -498,7 +498,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         progress: bool | None = None,
         log_every_n_steps: int = 50,
     ) -> History:
-        """Trains for some epochs, validates after each of them, and calls callbacks. Call it again for more epochs.
+        """Train for some epochs, validate after each of them, and call callbacks. Call it again for more epochs.
 
         Args:
             epochs: How many more epochs to train. With `resume_from` it is the total: those that the checkpoint has
@@ -555,7 +555,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         validate: Literal["inline", "async"] = "inline",
         log_every_n_steps: int = 50,
     ) -> Iterator[dict[str, Any]]:
-        """Trains as `fit` does, and gives you the results of each epoch when it ends.
+        """Train as `fit` does, and give you the results of each epoch when it ends.
 
         The next epoch begins when you ask for it. If you leave the loop, the run is stopped: callbacks see its end, and
         the trainer stays usable.
@@ -595,7 +595,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return Fit(self, options).epochs()
 
     def test(self, dataset: Any) -> Metrics:
-        """Evaluates on other data than the registered ones, as `validate(dataset=...)`; names begin with `test_`."""
+        """Evaluate on other data than the registered ones, as `validate(dataset=...)`; name begin with `test_`."""
         self._check_dataset(dataset, training=False)
         return self._test(dataset)
 
@@ -609,7 +609,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._recorder.history
 
     def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Lets these callbacks, and no others, run in the workers that there are, and in those to come.
+        """Let these callbacks, and no others, run in the workers that there are, and in those to come.
 
         Raises:
             TypeError: This trainer has none in its workers.
@@ -634,7 +634,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Runs a method of the replicas on all of them; the options are those of a `Call`."""
+        """Run a method of the replicas on all of them; the options are those of a `Call`."""
         return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
 
     @property
@@ -657,7 +657,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         info: Mapping[str, Any] | None = None,
         max_retries: int = 3,
     ) -> Any:
-        """Predicts on all workers: one result for each row of the data, in the order of the rows.
+        """Predict on all workers: one result for each row of the data, in the order of the rows.
 
         Each batch goes through the operator's `predict_batch`, in evaluation mode and without gradients. The batches
         are those of one process, whatever the number of workers. The training state does not change.
@@ -699,7 +699,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
-        """Loads such a state into all workers; returns when they have it.
+        """Load such a state into all workers; return when they have it.
 
         Args:
             state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
@@ -717,12 +717,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned."""
+        """Load what `state_dict` returned."""
 
     # ------------------------------------------------------------------------------ changes of what live workers train
 
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
-        """Begins again with another config, as a new trainer would: new operators, in the same worker processes.
+        """Begin again with another config, as a new trainer would: new operators, in the same worker processes.
 
         With Horovod the processes are new, too. What was trained is gone: `save` it before if you need it.
         Random generators are seeded again only if the trainer has a `seed`.
@@ -746,7 +746,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self._check_same_data()
 
     def update_config(self, **changes: Any) -> None:
-        """Changes entries of the config in the running operators, which keep their state.
+        """Change entries of the config in the running operators, which keep their state.
 
         Each operator's `config` has the new values, and its `config_changed` is called. With `TorchTrainer`, that gives
         the optimizers the learning rate `lr`. Workers that start later run `setup` with the config from before, and
@@ -797,7 +797,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
-        """Goes on with another operator class, usually an edited one, in the same workers and with the same state.
+        """Go on with another operator class, usually an edited one, in the same workers and with the same state.
 
         Each worker makes an operator of the new class and gives it the state of the old one. Only when all have done so
         they drop the old ones. Hyperparameters of optimizers that the new class chooses differently are taken over.
@@ -841,10 +841,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _check_reload(self, training_operator_cls: Any) -> None:
-        """Refuses what is no class of operators, and trainers whose workers cannot make another one beside theirs."""
+        """Refuse what is no class of operators, and trainers whose workers cannot make another one beside theirs."""
 
     def _prepared(self, settings: ReplicaSettings) -> Any:
-        """Lets all workers make an operator of the new class; returns what is edited in its hyperparameters."""
+        """Let all workers make an operator of the new class; return what is edited in its hyperparameters."""
         with OnFailure(self._drop_prepared):
             answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
             for name in ("train_data", "validation_data"):
@@ -862,7 +862,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 self._on_all(self._runner_cls.drop_reload)
 
     def take_state_of(self, other: Any) -> None:
-        """Loads the state of another trainer that is alive, past the driver and without a file.
+        """Load the state of another trainer that is alive, past the driver and without a file.
 
         Where configs differ, optimizers keep the hyperparameters of `setup`; a scheduled learning rate keeps its place.
 
@@ -884,7 +884,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        """Loads what workers had, perhaps another trainer's. It may be shared: nothing of it is changed."""
+        """Load what workers had, perhaps another trainer's. It may be shared: nothing of it is changed."""
 
     def _follow_config(self) -> None:
         self._on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
@@ -898,7 +898,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             yield
 
     def _renew(self) -> None:
-        """Makes new operators, from the present settings."""
+        """Make new operators, from the present settings."""
         if self.backend == "horovod":  # what it sets up in a process stays there
             self._controller.restart()
         else:
@@ -911,11 +911,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     # -------------------------------------------------------------------------------- code in the workers, and the end
 
     def apply_all_workers(self, fn: Callable[[], T]) -> list[T]:
-        """Runs `fn()` once in each worker process; returns the results in rank order."""
+        """Run `fn()` once in each worker process; return the results in rank order."""
         return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # it may seed, say
 
     def apply_all_operators(self, fn: Callable[[AnyOperatorT], T]) -> list[T]:
-        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
+        """Run `fn(operator)` in each worker, all at the same time; return the results in rank order.
 
         Where it raises on some workers only, or not at the same line, all are replaced: some may have
         changed and others not.
@@ -938,7 +938,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return operator
 
     def shutdown(self, force: bool = False) -> None:
-        """Ends the workers and gives their resources back; a second time it does nothing.
+        """End the workers and give their resources back; a second time it does nothing.
 
         From another thread it ends a running call too, which raises `TrainerShutdownError`.
 
@@ -985,7 +985,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return global_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
 
     def ledger(self) -> TimeLedger:
-        """Returns where the time of every rank went, up to its last sign of life. Asks no worker.
+        """Return where the time of every rank went, up to its last sign of life. Asks no worker.
 
         `status().ledger` is the same as of now. Its notes say what is missing.
         """
@@ -1093,12 +1093,12 @@ def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _abandon(controller: ElasticController) -> None:
-    """Ends a trainer that was never shut down, at its collection or at the end of the program."""
+    """End a trainer that was never shut down, at its collection or at the end of the program."""
     controller.stop(force=True)
 
 
 def _send_by_value(operator_cls: type[Any]) -> None:
-    """Lets a class of a user's module travel as it is now: workers may have imported what the module was before."""
+    """Let a class of a user's module travel as it is now: workers may have imported what the module was before."""
     module = sys.modules.get(operator_cls.__module__)
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
@@ -1110,7 +1110,7 @@ def _send_by_value(operator_cls: type[Any]) -> None:
 
 
 def show_options(trainer: object, *settings: Any) -> None:
-    """Lets every option be read as an attribute, unless the class says more about it than what was passed."""
+    """Let every option be read as an attribute, unless the class says more about it than what was passed."""
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})

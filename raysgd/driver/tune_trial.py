@@ -64,16 +64,16 @@ class TuneTrial(Protocol):
     """A training as a trial. All methods run in the process of the trial, one after the other."""
 
     def step(self) -> TrialStepResult:
-        """Trains until there is something to report, or until the end."""
+        """Train until there is something to report, or until the end."""
 
     def save(self, folder: Path) -> None:
-        """Writes what `load` needs into a folder."""
+        """Write what `load` needs into a folder."""
 
     def load(self, folder: Path) -> None:
-        """Goes on from what `save` wrote, here or in another process."""
+        """Go on from what `save` wrote, here or in another process."""
 
     def end(self) -> None:
-        """Gives everything back. A second time it does nothing."""
+        """Give everything back. A second time it does nothing."""
 
 
 def require_tune(purpose: str) -> Any:
@@ -195,7 +195,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
             )
 
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
-            """Gives the trainer another config, and new operators; False where it has to be another trainer."""
+            """Give the trainer another config, and new operators; False where it has to be another trainer."""
             return False
 
         @property
@@ -204,24 +204,24 @@ def trainer_trainable(purpose: str) -> type[Any]:
             return self._trainer
 
         def setup(self, config: dict[str, Any]) -> None:
-            """Starts the workers."""
+            """Start the workers."""
             self._trainer = self._create_trainer(dict(config))
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            """Lets the workers serve another trial; they keep their processes where they can."""
+            """Let the workers serve another trial; they keep their processes where they can."""
             if not self._reset_trainer(dict(new_config)):
                 self.cleanup()
                 self.setup(new_config)
             return True
 
         def save_checkpoint(self, checkpoint_dir: str) -> str:
-            """Writes the state into the folder. Returns the folder, as Ray Tune wants it."""
+            """Write the state into the folder. Return the folder, as Ray Tune wants it."""
             self._trainer.save(str(Path(checkpoint_dir, self._checkpoint_name)))
             write_config(Path(checkpoint_dir), self.config)
             return checkpoint_dir
 
         def load_checkpoint(self, checkpoint: str) -> None:
-            """Loads what `save_checkpoint` wrote; the path of the file does, too.
+            """Load what `save_checkpoint` wrote; the path of the file does, too.
 
             Of another config than this one, the optimizers keep this one's numbers. Override it if you have state
             outside of the trainer, as does `save_checkpoint`.
@@ -232,7 +232,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
                 self._trainer._follow_config()
 
         def cleanup(self) -> None:
-            """Ends the workers."""
+            """End the workers."""
             trainer, self._trainer = self._trainer, None
             if trainer is not None:
                 trainer.shutdown()
@@ -241,7 +241,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Notes the values of a config beside a checkpoint."""
+    """Note the values of a config beside a checkpoint."""
     (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(config)), encoding="utf-8")
 
 

@@ -68,7 +68,7 @@ class BackgroundCalls:
     def begin(
         self, work: Callable[[], Any], rest: Callable[[Any, Callable[[], None]], Any] | None = None
     ) -> CallHandle[Any]:
-        """Begins a call; whatever the trainer is told from now on comes after it.
+        """Begin a call; whatever the trainer is told from now on comes after it.
 
         Args:
             work: The call, with its arguments. Where there is a rest, what has to be done ahead of later calls.
@@ -96,7 +96,7 @@ class BackgroundCalls:
         return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:
-        """Waits for the threads, whose calls were ended."""
+        """Wait for the threads, whose calls were ended."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)

@@ -63,7 +63,7 @@ class PlaceInLine:
         self.is_interrupted = False
 
     def check_wanted(self) -> None:
-        """Raises `KeyboardInterrupt` where its call is not to go on."""
+        """Raise `KeyboardInterrupt` where its call is not to go on."""
         if self.is_interrupted:
             raise KeyboardInterrupt
 
@@ -153,7 +153,7 @@ class Turns:
                 self._line_moves.notify_all()
 
     def _wait_in_line(self, place: PlaceInLine | None) -> None:
-        """Waits for the calls whose places are ahead."""
+        """Wait for the calls whose places are ahead."""
         with self._line_moves:
             ahead = self._line[: self._line.index(place)] if place is not None else list(self._line)
             while any(each in self._line for each in ahead) and not (place is not None and place.is_interrupted):
@@ -174,7 +174,7 @@ class Turns:
             self._lifecycle.interrupt_thread(owner)
 
     def stop(self, force: bool) -> None:
-        """Stops everything, from any thread; a call that is running then raises. A second time it does nothing."""
+        """Stop everything, from any thread; a call that is running then raises. A second time it does nothing."""
         lifecycle = self._lifecycle
         if lifecycle.stopped.is_set():
             return
@@ -237,11 +237,11 @@ class ElasticController(Lifecycle):
         return self._monitor if self._monitor.is_on else None
 
     def observe_with(self, observer: Callable[[], None]) -> None:
-        """Calls `observer` about once a second while a call runs, and when one failed for good."""
+        """Call `observer` about once a second while a call runs, and when one failed for good."""
         self._monitor.observer = observer
 
     def ensure_group(self) -> WorkerGroup:
-        """Starts a group from the last snapshot if there is none. Returns the running group.
+        """Start a group from the last snapshot if there is none. Return the running group.
 
         Raises:
             WorkersLostError: Too few workers could be had.
@@ -256,13 +256,13 @@ class ElasticController(Lifecycle):
             return self.running
 
     def stand_by(self) -> None:
-        """Begins to start spares, and the workers that the group lacks as far as there is room for them."""
+        """Begin to start spares, and the workers that the group lacks as far as there is room for them."""
         with self.turns.take_turn():
             self.start_spares()
             self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
-        """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
+        """Start the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
         with self.turns.take_turn():
             if self.take_over():
                 self._monitor.settle_last_hold()
@@ -272,7 +272,7 @@ class ElasticController(Lifecycle):
                 self.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
     def stop(self, force: bool = False) -> None:
-        """Stops everything, from any thread; a call that is running then raises. A second time it does nothing.
+        """Stop everything, from any thread; a call that is running then raises. A second time it does nothing.
 
         Args:
             force: Kill the processes at once instead of letting them close first; always so in the middle of a call.
@@ -280,7 +280,7 @@ class ElasticController(Lifecycle):
         self.turns.stop(force)
 
     def make_room(self) -> str:
-        """Frees trainers that nothing refers to any more, and lets idle ones give way, where room is missing.
+        """Free trainers that nothing refers to any more, and let idle ones give way, where room is missing.
 
         Returns:
             The trainers of this program that still hold what is missing, in words; empty if there are none.
@@ -309,7 +309,7 @@ class ElasticController(Lifecycle):
         return group is not None and not group.is_driver_only and not self.has_session_ended
 
     def give_way(self) -> bool:
-        """Stops the workers after a snapshot, if they are idle; the next call starts them again from it.
+        """Stop the workers after a snapshot, if they are idle; the next call starts them again from it.
 
         Returns:
             Whether they are stopped. Not where something would be lost, or the snapshot is in parts on the nodes.
@@ -331,7 +331,7 @@ class ElasticController(Lifecycle):
             return True
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
-        """Runs `call` on every rank and returns the values in rank order.
+        """Run `call` on every rank and return the values in rank order.
 
         Args:
             call: What to run.
@@ -385,7 +385,7 @@ class ElasticController(Lifecycle):
         make_args: Callable[[], Sequence[Any]],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Runs a call on one spare, outside all turns. Where the spare is lost or steps in, another one runs it again.
+        """Run a call on one spare, outside all turns. Where the spare is lost or steps in, another one runs it again.
 
         Args:
             loan: The spare, if one was ready.
@@ -512,7 +512,7 @@ class ElasticController(Lifecycle):
         )
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
-        """Runs a call, again and again while that is allowed, and returns the values of the attempt that succeeded."""
+        """Run a call, again and again while that is allowed, and return the values of the attempt that succeeded."""
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         is_inside = number is not None and number.is_resumed
@@ -548,7 +548,7 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers.
+        """Run the call once; when it changed the state, notes so and takes the snapshot that came with the answers.
 
         Returns:
             What became of it; and the values, if all ranks came to its end.
@@ -612,7 +612,7 @@ class ElasticController(Lifecycle):
             self._grow_if_possible(call)
 
     def _leave_nodes(self) -> None:
-        """Moves to other nodes, in place if that can be done."""
+        """Move to other nodes, in place if that can be done."""
         self._monitor.watch()
         in_place = self.recovery.can_change()
         if in_place is None:  # a failure, which the call will come upon
@@ -626,7 +626,7 @@ class ElasticController(Lifecycle):
             self.recovery.restart_workers(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
-        """Lets more workers step in, or starts a larger group, when something is free for it."""
+        """Let more workers step in, or start a larger group, when something is free for it."""
         group, most = self.ensure_group(), self.scaling.max_workers
         self.start_spares()
         if len(group) >= most:
@@ -650,7 +650,7 @@ class ElasticController(Lifecycle):
             self.recovery.restart_workers("grown", f"resources for {target} workers are free")
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
-        """Makes new replicas in the workers, in the group that they are in. What was trained is dropped.
+        """Make new replicas in the workers, in the group that they are in. What was trained is dropped.
 
         That is as in new workers, without the time that these take to start. Workers that start later have to be made
         with the same arguments: see to it before you call this.
@@ -676,7 +676,7 @@ class ElasticController(Lifecycle):
             self.keep_facts(self.run(call))
 
     def restart(self) -> None:
-        """Does the same in new processes, for replicas that leave something behind in theirs."""
+        """Do the same in new processes, for replicas that leave something behind in theirs."""
         self.kill_group()
         self.snapshots.begin_again()
         self.ensure_group()

@@ -94,7 +94,7 @@ class Listener:
         return None if waiting else [values[rank] for rank in self._references]
 
     def _look_closer(self) -> dict[int, Outcome]:
-        """Listens until the kind of failure is plain: see the grace periods above."""
+        """Listen until the kind of failure is plain: see the grace periods above."""
         self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
         outcomes = {rank: self._platform.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
@@ -159,7 +159,7 @@ def roll_call(
 
 
 def await_all(platform: Platform, references: Collection[Any], timeout_s: float) -> None:
-    """Waits until all of these came to an end, or for so long; seconds in which this process stood still do not count.
+    """Wait until all of these came to an end, or for so long; seconds in which this process stood still do not count.
 
     Args:
         platform: Hears them.

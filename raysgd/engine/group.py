@@ -100,7 +100,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------ start
 
     def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
-        """Reserves, creates, connects and builds. Where too few can be made ready, nothing is left behind.
+        """Reserve, creates, connects and build. Where too few can be made ready, nothing is left behind.
 
         Workers that die before they are connected are left out, as long as enough are ready. Others start in their
         place, as far as that is allowed; they are waited for only where fewer are ready, and else step in later.
@@ -130,7 +130,7 @@ class WorkerGroup:
             return self._connect(partial(self._build, captures=self._spec.captures_after_calls), self._startup.poll)
 
     def _create(self, timeout_s: float) -> None:
-        """Holds room for the workers and the spares, and begins to start the workers."""
+        """Hold room for the workers and the spares, and begin to start the workers."""
         spec, workers = self._spec, self.workers
         if spec.use_local:
             workers.append(self._platform.new_local_worker(spec.connection))
@@ -150,7 +150,7 @@ class WorkerGroup:
             spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
-        """Lets the workers load what they need; returns where those live that are ready, or what failed."""
+        """Let the workers load what they need; return where those live that are ready, or what failed."""
         num_workers = len(self.workers)
         placed = self._submit("describe", ranks=self.remote_ranks)  # answered beside the user's hook
         calls = self._submit("prepare", self._spec.initialization_hook)
@@ -200,7 +200,7 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Lets all join and make their replicas; returns the calls. With `captures` they copy the state."""
+        """Let all join and make their replicas; return the calls. With `captures` they copy the state."""
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -210,7 +210,7 @@ class WorkerGroup:
     def _connect(
         self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
     ) -> GroupReport:
-        """Lets every rank listen for the others, and then join them where they listen.
+        """Let every rank listen for the others, and then join them where they listen.
 
         Returns:
             The answers of `join`. Where a rank could not listen for the others, no other one has answered.
@@ -233,14 +233,14 @@ class WorkerGroup:
         return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
 
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
-        """Makes these the group's workers, with the ranks in which they come."""
+        """Make these the group's workers, with the ranks in which they come."""
         self.workers, self.infos = list(workers), list(infos)
         note_processes(infos)
         self.worlds = rank_rules.assign(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 
     def take_over(self, kept: KeptGroup) -> None:
-        """Goes on with workers that have outlived another process."""
+        """Go on with workers that have outlived another process."""
         self.give_ranks(kept.workers, kept.infos)
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
@@ -261,7 +261,7 @@ class WorkerGroup:
         on_wait: Callable[[], None] | None = None,
         by_line: bool = False,
     ) -> GroupReport:
-        """Runs `function(replica, *args)` on the ranks named in `args_by_rank` and gathers the answers."""
+        """Run `function(replica, *args)` on the ranks named in `args_by_rank` and gather the answers."""
         workers = self.workers
         packed: dict[int, tuple[Any, ...]] = {}  # by identity of the arguments: most calls say the same to every rank
         calls = {}
@@ -278,11 +278,11 @@ class WorkerGroup:
         return self._gather(calls, on_wait)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Starts a method of a remote rank's worker; returns Ray's reference to its result."""
+        """Start a method of a remote rank's worker; return Ray's reference to its result."""
         return self._remote(rank).submit(method, *args, **kwargs)
 
     def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Starts a method of these ranks (all, unless said); returns the calls."""
+        """Start a method of these ranks (all, unless said); return the calls."""
         asked = range(len(self.workers)) if ranks is None else ranks
         return {rank: self.workers[rank].submit(method, *args) for rank in asked}
 
@@ -292,7 +292,7 @@ class WorkerGroup:
         return worker
 
     def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
+        """Wait for all answers; after the first failure, only as long as it takes to see what belongs to it."""
         if self.is_driver_only:
             self._unanswered = {}
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
@@ -351,15 +351,15 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ beside calls
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Runs `function(replica, *args)` on a rank that may be busy. Returns a transfer with `result(timeout_s)`."""
+        """Run `function(replica, *args)` on a rank that may be busy. Return a transfer with `result(timeout_s)`."""
         return self._platform.transfer(self.workers[rank].submit("beside", function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Does what `beside` does, for what may be gigabytes or wait for the device. A heartbeat never waits for it."""
+        """Do what `beside` does, for what may be gigabytes or wait for the device. A heartbeat never waits for it."""
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
-        """Does what `fetch` does with `function(replica, token)` on each rank, for parts that have to outlive a node.
+        """Do what `fetch` does with `function(replica, token)` on each rank, for parts that have to outlive a node.
 
         A part goes to a partner on another node, or where there is none, to the driver.
         """
@@ -385,7 +385,7 @@ class WorkerGroup:
         return {found.rank: found.value for found in outcomes if found.ok or found.rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Asks a remote rank beside its work; returns the call, for `poll`."""
+        """Ask a remote rank beside its work; return the call, for `poll`."""
         return self.workers[rank].submit("beside", function, *args)
 
     def poll(self, rank: int, call: Any) -> Outcome:
@@ -393,7 +393,7 @@ class WorkerGroup:
         return self._platform.outcome(rank, call)
 
     def store(self, value: Any) -> SharedValue:
-        """Puts `value` where all ranks can take it from, once, whatever the group will look like then."""
+        """Put `value` where all ranks can take it from, once, whatever the group will look like then."""
         return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
@@ -431,7 +431,7 @@ class WorkerGroup:
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
-        """Waits until these calls of survivors have finished; returns those that do not, or are dead."""
+        """Wait until these calls of survivors have finished; return those that do not, or are dead."""
         platform, timeout_s = self._platform, self._spec.settle_timeout_s
         own_time, has_told = OwnTime(platform.now), False
         while calls and (waited_s := own_time.look()) < timeout_s:
@@ -447,7 +447,7 @@ class WorkerGroup:
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Ends what these ranks wait for, without waiting for that; returns the calls of the remote ones."""
+        """End what these ranks wait for, without waiting for that; return the calls of the remote ones."""
         calls = self._submit("interrupt", ranks=ranks)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
@@ -458,7 +458,7 @@ class WorkerGroup:
         return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Lets the survivors leave their group; each tells how far it is.
+        """Let the survivors leave their group; each tells how far it is.
 
         They listen for the next group at once, to be asked once less: under the addresses that it has without others.
         """
@@ -470,7 +470,7 @@ class WorkerGroup:
         return GroupReport(tuple(replace(o, value=o.value[0]) if o.ok else o for o in report.outcomes))
 
     def remove_workers(self, ranks: Sequence[int]) -> None:
-        """Kills the workers of these ranks, dead or alive; their slots are free for others."""
+        """Kill the workers of these ranks, dead or alive; their slots are free for others."""
         for rank in ranks:
             worker = self._remote(rank)
             if rank in self.silent or rank in self.stuck:
@@ -490,7 +490,7 @@ class WorkerGroup:
         on_wait: Callable[[], None] | None = None,
         places: Sequence[int] = (),
     ) -> GroupReport:
-        """Forms a new group of the `survivors` and those that join them.
+        """Form a new group of the `survivors` and those that join them.
 
         Args:
             survivors: Ranks in the old group, which have left it.
@@ -522,7 +522,7 @@ class WorkerGroup:
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """Does what `regroup` does with new replicas in all processes, which have no state yet.
+        """Do what `regroup` does with new replicas in all processes, which have no state yet.
 
         Args:
             survivors: As for `regroup`.
@@ -547,11 +547,11 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------- end
 
     def interrupt(self) -> None:
-        """Ends all waiting of ranks for each other, and so breaks their group."""
+        """End all waiting of ranks for each other, and so breaks their group."""
         self._interrupt(range(len(self.workers)))
 
     def kill_rank(self, rank: int) -> None:
-        """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
+        """Kill a worker that does not answer any more, in a way that reaches a stopped process too."""
         self.workers[rank].kill()
         self._platform.kill_process(self.infos[rank])
 
@@ -570,7 +570,7 @@ class WorkerGroup:
                 worker.interrupt()
 
     def stop(self, timeout_s: float) -> None:
-        """Lets every worker close what it has, then kills the processes and gives the resources back."""
+        """Let every worker close what it has, then kill the processes and give the resources back."""
         try:
             remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
             for worker in self.workers:
@@ -589,7 +589,7 @@ class WorkerGroup:
             self.kill(timeout_s)
 
     def kill(self, timeout_s: float = 5.0) -> None:
-        """Kills the processes at once and gives the resources back. Safe at any time, also half-started or twice."""
+        """Kill the processes at once and give the resources back. Safe at any time, also half-started or twice."""
         try:
             self.standby.kill_all()
             workers, self.workers = self.workers, []

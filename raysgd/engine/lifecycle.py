@@ -157,14 +157,14 @@ class Lifecycle(ABC):
         return self.clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits; raises `TrainerShutdownError` if the trainer was stopped meanwhile."""
+        """Wait; raise `TrainerShutdownError` if the trainer was stopped meanwhile."""
         self.clock.sleep(seconds)
         self.check_active()
 
     def record(
         self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
     ) -> None:
-        """Records what happened to the group, and logs it. After its end there are no workers any more."""
+        """Record what happened to the group, and log it. After its end there are no workers any more."""
         now, num_workers = self.now(), self.num_workers
         if kind in ("lost", "ended"):
             num_workers, detail = 0, self.spec.words.after_end
@@ -175,7 +175,7 @@ class Lifecycle(ABC):
     # ------------------------------------------------------------------------------------------------ starts
 
     def start_workers(self, budget: RetryBudget) -> None:
-        """Starts the full number of workers, for the first time.
+        """Start the full number of workers, for the first time.
 
         A worker that dies while starting is tried again, as often as it is paid for; where groups can change, in its
         slot, beside the others. An exception in the user's set-up is raised at once.
@@ -203,7 +203,7 @@ class Lifecycle(ABC):
         self.record("started", 0, began, "a new trainer")
 
     def take_over(self) -> bool:
-        """Goes on with the workers that have outlived another process; False where there are none."""
+        """Go on with the workers that have outlived another process; False where there are none."""
         kept_by = keeper()
         kept = kept_by.find() if kept_by is not None else None
         if kept_by is None or kept is None:
@@ -220,7 +220,7 @@ class Lifecycle(ABC):
         return True
 
     def try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
-        """Starts a group, of those who live through it where that are enough; False when too few do.
+        """Start a group, of those who live through it where that are enough; False when too few do.
 
         Raises:
             WorkerError: The user's set-up failed.
@@ -247,12 +247,12 @@ class Lifecycle(ABC):
         return True
 
     def take_answers(self, report: GroupReport) -> None:
-        """Takes over what new replicas say of themselves; asks for the workers that the group lacks."""
+        """Take over what new replicas say of themselves; ask for the workers that the group lacks."""
         self.keep_facts([answer.value for answer in report.values])
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
-        """Starts a group and lets the front end see it. After a failure, nothing of it is left."""
+        """Start a group and let the front end see it. After a failure, nothing of it is left."""
         self._starting = group
         group.standby.replacements = self._replacements
         # How many have to live through it; None for all, where a group cannot change.
@@ -283,7 +283,7 @@ class Lifecycle(ABC):
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """Makes new replicas in those who live, where others were lost while replicas were made or given a state.
+        """Make new replicas in those who live, where others were lost while replicas were made or given a state.
 
         Where too few live, it waits for standby workers as long as any are coming.
 
@@ -311,12 +311,12 @@ class Lifecycle(ABC):
         return report
 
     def allow_replacements(self) -> None:
-        """Allows so many for all attempts of a start together: what dies again and again is not started without end."""
+        """Allow so many for all attempts of a start together: what dies again and again is not started without end."""
         num_allowed = _REPLACEMENTS * self.scaling.max_workers
         self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
 
     def end_replacements(self) -> None:
-        """Allows no more: the start is over."""
+        """Allow no more: the start is over."""
         self._replacements.num_left = 0
 
     # ------------------------------------------------------------------------------------- room in the cluster
@@ -351,7 +351,7 @@ class Lifecycle(ABC):
         return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
 
     def note_short_of_memory(self) -> None:
-        """Notes that memory has run out with so many workers as there are."""
+        """Note that memory has run out with so many workers as there are."""
         self._num_short = len(self.running)
 
     def find_room(self) -> int:
@@ -367,7 +367,7 @@ class Lifecycle(ABC):
         return self.scaling.grow(view, need, len(group), group.slots.num_usable(avoid))
 
     def start_standby(self) -> None:
-        """Begins to start the workers that the group lacks, as far as there is room; does not wait for them."""
+        """Begin to start the workers that the group lacks, as far as there is room; do not wait for them."""
         group, most = self.running, self.scaling.max_workers
         group.slots.take_granted()
         missing = most - len(group) - group.standby.num_coming - group.standby.num_ready
@@ -384,7 +384,7 @@ class Lifecycle(ABC):
         group.slots.ask_up_to(most, len(group))
 
     def let_step_in(self) -> None:
-        """Holds replicas that run on by themselves, wherever they are, as soon as others can join them."""
+        """Hold replicas that run on by themselves, wherever they are, as soon as others can join them."""
         group = self.group
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
@@ -397,7 +397,7 @@ class Lifecycle(ABC):
         return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:
-        """Begins to start as many workers as are to wait as spares, and were used up or lost."""
+        """Begin to start as many workers as are to wait as spares, and were used up or lost."""
         self._owes_spares = False
         group = self.group
         if group is None or not self.spec.num_spares:
@@ -407,11 +407,11 @@ class Lifecycle(ABC):
             group.standby.start_more(missing, len(group), self.nodes_to_avoid)
 
     def owe_spares(self) -> None:
-        """Notes that spares may be missing. A new process takes the time of the others' cores, so it comes later."""
+        """Note that spares may be missing. A new process takes the time of the others' cores, so it comes later."""
         self._owes_spares = True
 
     def start_owed_spares(self) -> None:
-        """Does what `start_spares` does, once for each time that spares may have been used up."""
+        """Do what `start_spares` does, once for each time that spares may have been used up."""
         if self._owes_spares:
             self.start_spares()
 
@@ -431,7 +431,7 @@ class Lifecycle(ABC):
         return leaving if used - leaving else frozenset()
 
     def suspect(self, survivors: Sequence[int]) -> None:
-        """Avoids for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
+        """Avoid for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
 
         Ray tells of the death of a process at once, of that of a node half a minute later.
         """
@@ -448,7 +448,7 @@ class Lifecycle(ABC):
         return self._session is not None and self._session != session()
 
     def check_active(self, during: Exception | None = None) -> None:
-        """Raises `TrainerShutdownError` once it was stopped or the Ray session has ended.
+        """Raise `TrainerShutdownError` once it was stopped or the Ray session has ended.
 
         Raises `KeyboardInterrupt` after `interrupt`.
 
@@ -494,7 +494,7 @@ class Lifecycle(ABC):
         self.kill_group()
 
     def kill_group(self) -> None:
-        """Kills the processes; the next call starts new ones from the last snapshot."""
+        """Kill the processes; the next call starts new ones from the last snapshot."""
         if self.group is not None:
             group, self.group = self.group, None
             self._end_group(group)
@@ -507,14 +507,14 @@ class Lifecycle(ABC):
             self.record(kind, len(group), began, cause)
 
     def stop_group(self, *, force: bool) -> None:
-        """Stops the group and drops all snapshots, for good; with `force`, without letting the workers close."""
+        """Stop the group and drop all snapshots, for good; with `force`, without letting the workers close."""
         group, self.group = self.group, None
         self.snapshots.clear()
         if group is not None:
             self._end_group(group, force=force)
 
     def _end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
-        """Stops a group, or with `force` kills it; the front end's hooks come first."""
+        """Stop a group, or with `force` kills it; the front end's hooks come first."""
         if self.has_session_ended:
             group.kill()  # what of it is in this process
             return

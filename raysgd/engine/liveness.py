@@ -36,7 +36,7 @@ class OwnTime:
         return self._count(at_most_s)
 
     def catch_up(self) -> None:
-        """Counts all until now: this process did something else, which took it so long."""
+        """Count all until now: this process did something else, which took it so long."""
         self._count(float("inf"))
 
     def _count(self, at_most_s: float) -> float:
@@ -52,7 +52,7 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Returns the time for which nothing more has to come in before those who are missing are silent."""
+    """Return the time for which nothing more has to come in before those who are missing are silent."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
@@ -104,13 +104,13 @@ class LivenessCheck(Generic[KeyT]):
         return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
     def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
-        """Asks all who do not owe an answer already."""
+        """Ask all who do not owe an answer already."""
         for key in keys:
             if key not in self._asked:
                 self._asked[key] = submit(key), self._own_time.look()
 
     def poll(self) -> tuple[list[tuple[KeyT, Outcome]], list[tuple[KeyT, float]]]:
-        """Looks who has answered since the last time.
+        """Look who has answered since the last time.
 
         Returns:
             Who answered, and what; and who has not for too long, and for how many seconds. Those are not waited for
@@ -131,9 +131,9 @@ class LivenessCheck(Generic[KeyT]):
         return answers, silent
 
     def rest(self) -> None:
-        """Says that until now this process was here to poll."""
+        """Say that until now this process was here to poll."""
         self._own_time.catch_up()
 
     def remove(self, key: KeyT) -> None:
-        """Expects no answer from `key` any more."""
+        """Expect no answer from `key` any more."""
         self._asked.pop(key, None)

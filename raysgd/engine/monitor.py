@@ -60,7 +60,7 @@ class Monitor:
         self.is_on = is_of_restore
 
     def watch(self, call: Call | None = None) -> None:
-        """Watches the group from now on: while it runs a call, or while it changes, or waits."""
+        """Watch the group from now on: while it runs a call, or while it changes, or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._parted = None if call is None else call.parted
@@ -82,14 +82,14 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Watches what follows the call: a failure, or a change of the ranks that were held for it."""
+        """Watch what follows the call: a failure, or a change of the ranks that were held for it."""
         if self.is_on:
             before = self.heartbeats
             self.watch()
             self._before = before
 
     def poll(self) -> None:
-        """Does what is due. To be called now and then while the driver waits."""
+        """Do what is due. To be called now and then while the driver waits."""
         if not self.is_on:
             return
         self._listen()
@@ -108,12 +108,12 @@ class Monitor:
         self._liveness.rest()
 
     def observe(self) -> None:
-        """Tells the observer."""
+        """Tell the observer."""
         if self.observer is not None and not self._lifecycle.stopped.is_set():
             self.observer()
 
     def await_snapshot(self) -> None:
-        """Waits until no snapshot is on its way any more, for whatever reason."""
+        """Wait until no snapshot is on its way any more, for whatever reason."""
         if not self.is_on:
             self.watch()
         self._snapshots.poll()
@@ -168,7 +168,7 @@ class Monitor:
             self._free_parted()
 
     def _free_parted(self) -> None:
-        """Ends the wait of ranks for others that did something else; the call then fails, which tells what they did."""
+        """End the wait of ranks for others that did something else; the call then fails, which tells what they did."""
         group = self._lifecycle.group
         if group is not None and self._parted is not None and self._parted(self.heartbeats):
             self._parted = None
@@ -193,7 +193,7 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way."""
+        """Process that are stopped or frozen are lost; the failure of their call then takes the usual way."""
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
@@ -205,7 +205,7 @@ class Monitor:
             group.kill_rank(rank)
 
     def tell_stuck(self) -> None:
-        """Logs what every rank is doing, so that you can find out why one of them holds the others up."""
+        """Log what every rank is doing, so that you can find out why one of them holds the others up."""
         if self.is_on:
             logger.warning("workers are not stopping:\n%s", self._report())
 
@@ -223,7 +223,7 @@ class Monitor:
         return shown_together(alike)
 
     def _look_for_snapshot(self) -> None:
-        """Takes a snapshot from inside the running call, once all ranks have one; not while another is on its way."""
+        """Take a snapshot from inside the running call, once all ranks have one; not while another is on its way."""
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
             return
@@ -247,7 +247,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------ stops inside a call
 
     def _hold_where_due(self) -> None:
-        """Stops the running call at a step boundary, where workers are to leave or can step in."""
+        """Stop the running call at a step boundary, where workers are to leave or can step in."""
         lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
         if group is None or self._is_holding:
             return
@@ -274,7 +274,7 @@ class Monitor:
                 self._agree(group, ROOM)
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
-        """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
+        """Agree with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
         self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
         self._num_holds += 1
@@ -291,7 +291,7 @@ class Monitor:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
     def settle_last_hold(self) -> None:
-        """Settles the stop that a process that was killed may have left open: ranks wait for that without limit.
+        """Settle the stop that a process that was killed may have left open: ranks wait for that without limit.
 
         A rank that was told to stop does, so all have to.
         """

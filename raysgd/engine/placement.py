@@ -44,7 +44,7 @@ def _ray() -> Any:
 
 
 def ensure_ray() -> None:
-    """Connects to Ray; starts a local single-node one when nothing is running."""
+    """Connect to Ray; start a local single-node one when nothing is running."""
     ray = _ray()
     if not ray.is_initialized():
         logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
@@ -53,7 +53,7 @@ def ensure_ray() -> None:
 
 
 def init_ray(**options: Any) -> None:
-    """Does what `ray.init` does, also in a cluster whose head was started with a token that this user has, too.
+    """Do what `ray.init` does, also in a cluster whose head was started with a token that this user has, too.
 
     Where `RAY_AUTH_MODE` is not set, Ray goes by the file `~/.ray/auth_token` only if it starts a cluster.
     """
@@ -72,12 +72,12 @@ _noted: set[tuple[str, str]] = set()
 
 
 def note_processes(infos: Iterable[WorkerInfo]) -> None:
-    """Remembers where workers are or were: raysgd says itself, in one line, if one of them is lost."""
+    """Remember where workers are or were: raysgd says itself, in one line, if one of them is lost."""
     _noted.update((info.node_id, str(info.pid)) for info in infos)
 
 
 def _quiet_ray() -> None:
-    """Keeps Ray from printing 1,200 characters on each such worker, whatever `log_to_driver` is.
+    """Keep Ray from printing 1,200 characters on each such worker, whatever `log_to_driver` is.
 
     What prints them is private: where it is missing, they are printed.
     """
@@ -217,7 +217,7 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 
 
 def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str | None:
-    """Returns why today's nodes can never hold so many workers, or None if they can once nothing else runs."""
+    """Return why today's nodes can never hold so many workers, or None if they can once nothing else runs."""
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
         return None
@@ -286,7 +286,7 @@ class Reservation:
         return group is None or _state_of(group) == "CREATED"
 
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-        """Blocks until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
+        """Block until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
 
         Args:
             timeout_s: How long to wait.
@@ -369,7 +369,7 @@ class Reservation:
         return options
 
     def nodes(self) -> list[str | None]:
-        """Returns the live node that holds each bundle now, or None; Ray moves the bundles of a lost node."""
+        """Return the live node that holds each bundle now, or None; Ray moves the bundles of a lost node."""
         ray = _ray()
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if self._own is None:
@@ -378,7 +378,7 @@ class Reservation:
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def gpus_of_driver(self) -> list[str]:
-        """Takes the GPUs of the first worker for this very process, and returns their ids.
+        """Take the GPUs of the first worker for this very process, and return their ids.
 
         Ray hands out GPUs to actors only, so an actor that does nothing holds them until `close`. Inside a worker or
         somebody else's placement group nothing is taken: what this process may use was decided there.
@@ -392,7 +392,7 @@ class Reservation:
         return ids
 
     def close(self, timeout_s: float) -> None:
-        """Gives the resources back and waits until Ray says so; after `timeout_s` only a warning is logged."""
+        """Give the resources back and wait until Ray says so; after `timeout_s` only a warning is logged."""
         if self._own is None:
             return
         ray = _ray()
@@ -516,7 +516,7 @@ class Slots:
     def reserve(
         self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Reserves room for `count` more workers, all or none, instead of what was requested before.
+        """Reserve room for `count` more workers, all or none, instead of what was requested before.
 
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
@@ -527,14 +527,14 @@ class Slots:
         self._add(reservation)
 
     def ask_up_to(self, max_workers: int, num_workers: int) -> None:
-        """Asks for the room that `num_workers` lack to become `max_workers`. An autoscaler starts nodes for it.
+        """Ask for the room that `num_workers` lack to become `max_workers`. An autoscaler starts nodes for it.
 
         Does not wait: `take_granted` takes what came.
         """
         self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more than one for each worker
 
     def _ask_for(self, count: int) -> None:
-        """Asks for room for `count` more workers, instead of what was requested before.
+        """Ask for room for `count` more workers, instead of what was requested before.
 
         Each is requested by itself, because one is of use without the others. Why: ADR 11.
         """
@@ -547,7 +547,7 @@ class Slots:
             self._asked.append(reservation)
 
     def take_granted(self) -> None:
-        """Takes what was requested and is there now."""
+        """Take what was requested and is there now."""
         for reservation in [each for each in self._asked if each.is_granted()]:
             self._asked.remove(reservation)
             self._add(reservation)
@@ -555,7 +555,7 @@ class Slots:
     def await_room(
         self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
     ) -> None:
-        """Asks for room for `count` workers, and waits until it is there or the time is over.
+        """Ask for room for `count` workers, and wait until it is there or the time is over.
 
         Nothing stays reserved: how many are started is decided by what is there then.
         """
@@ -573,7 +573,7 @@ class Slots:
         self._free += [Slot(reservation, index) for index in range(len(reservation))]
 
     def take_over(self, slots: Slots, taken: Collection[Slot]) -> None:
-        """Takes over what another process has reserved, of which these slots are taken."""
+        """Take over what another process has reserved, of which these slots are taken."""
         self._asked = slots._asked
         places = {(id(slot.reservation), slot.index) for slot in taken}
         for reservation in slots._reservations:
@@ -606,11 +606,11 @@ class Slots:
         return slot.reservation.nodes()[slot.index]
 
     def give_back(self, slot: Slot) -> None:
-        """Says that `slot` is free again."""
+        """Say that `slot` is free again."""
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:
-        """Gives everything back to the cluster, also where Ctrl-C ends the wait for a part of it."""
+        """Give everything back to the cluster, also where Ctrl-C ends the wait for a part of it."""
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []
         with ExitStack() as closing:

@@ -53,7 +53,7 @@ class Platform:
         return node_here()[0]
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
-        """Begins to start a worker process. Does not wait."""
+        """Begin to start a worker process. Does not wait."""
         return RemoteWorker(slot, connection, num_threads)
 
     def new_local_worker(self, connection: Connection) -> LocalWorker:
@@ -61,7 +61,7 @@ class Platform:
         return LocalWorker(copy.deepcopy(connection))  # this one is sent to others
 
     def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Runs `body` in another thread of the driver; returns what waits for its end."""
+        """Run `body` in another thread of the driver; return what waits for its end."""
         thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
         thread.start()
         return thread.join
@@ -79,7 +79,7 @@ class Platform:
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
     def kill_process(self, info: WorkerInfo) -> None:
-        """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
+        """End a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
         if info.node_id == self.home:
             _sigkill(info.pid)
         else:
@@ -148,7 +148,7 @@ def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
 
 
 def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
-    """Calls a function with the number of a process on the node of that process, in another one."""
+    """Call a function with the number of a process on the node of that process, in another one."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

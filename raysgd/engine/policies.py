@@ -158,7 +158,7 @@ class Diagnosis:
 
 
 def classify(report: GroupReport) -> Diagnosis:
-    """Names the cause of a failed call.
+    """Name the cause of a failed call.
 
     A death outranks everything, because the survivors' errors follow from it. A user exception outranks lost
     connections, which follow from the rank that stopped. Lost connections alone mean a peer that could not be reached.
@@ -238,7 +238,7 @@ class RetryBudget:
         self.renew()
 
     def renew(self) -> None:
-        """Starts afresh, for the next piece of work."""
+        """Start afresh, for the next piece of work."""
         self.num_spent = 0
         self.num_refused = 0
         self._continued_at: int | None = None  # steps done in all when survivors went on, since the workers were new
@@ -249,7 +249,7 @@ class RetryBudget:
         return self.num_spent >= self.num_restarts
 
     def obstacle_to_continuing(self, progress: int) -> str | None:
-        """Returns why survivors stop after `progress` steps in all; None when going on is free or can be paid for."""
+        """Return why survivors stop after `progress` steps in all; None when going on is free or can be paid for."""
         if self._continued_at is not None and progress <= self._continued_at:
             return "no step was completed since the survivors went on the last time"
         if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
@@ -257,7 +257,7 @@ class RetryBudget:
         return None
 
     def note_hang(self) -> None:
-        """Notes that what comes next is because of a worker that hung."""
+        """Note that what comes next is because of a worker that hung."""
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
@@ -274,7 +274,7 @@ class RetryBudget:
         self._continued_at, self._has_hung = None, False
 
     def refuse(self) -> None:
-        """Notes a failure that nothing is left for."""
+        """Note a failure that nothing is left for."""
         self.num_refused += 1
 
 

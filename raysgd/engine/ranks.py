@@ -12,7 +12,7 @@ ItemT = TypeVar("ItemT")
 
 
 def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
-    """Orders new workers for their ranks, as indices of `infos`: node by node, and by the GPU on each.
+    """Order new workers for their ranks, as indices of `infos`: node by node, and by the GPU on each.
 
     The nodes come in the order in which they appear, and so do workers that share a GPU or have none. So neighbours in
     the world are neighbours in fact, wherever the cluster put them.
@@ -31,7 +31,7 @@ def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:
-    """Gives each worker its place; world ranks follow the order of `infos`, local ranks count up node by node."""
+    """Give each worker its place; world ranks follow the order of `infos`, local ranks count up node by node."""
     seen: Counter[str] = Counter()
     sizes = Counter(info.node_id for info in infos)
     node_ranks = _numbered_nodes(infos)

@@ -141,7 +141,7 @@ class Recovery:
     # ------------------------------------------------------------------------------------------- a call failed
 
     def recover(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Mends or replaces the group after a failed call.
+        """Mend or replaces the group after a failed call.
 
         Returns:
             Whether the replicas are inside the call, so that it can continue.
@@ -184,7 +184,7 @@ class Recovery:
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
-        """Changes the group whose ranks were held at a step boundary; returns what `recover` does."""
+        """Change the group whose ranks were held at a step boundary; return what `recover` does."""
         self._lifecycle.check_active()
         reason = self._monitor.reason
         self._monitor.go_on()
@@ -208,7 +208,7 @@ class Recovery:
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def _give_up(self, diagnosis: Diagnosis, budget: RetryBudget, cause: str) -> NoReturn:
-        """Raises a failure for good."""
+        """Raise a failure for good."""
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()
         hint = (
@@ -288,7 +288,7 @@ class Recovery:
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
     def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> Failed | None:
-        """Lets survivors that went on wait for new workers after all, as long as any are coming."""
+        """Let survivors that went on wait for new workers after all, as long as any are coming."""
         lifecycle, began, num_short = self._lifecycle, self._lifecycle.now(), len(self._lifecycle.running)
         lifecycle.note_short_of_memory()
         self._went_on_at = None
@@ -364,7 +364,7 @@ class Recovery:
         return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)
 
     def _make(self, change: Change) -> Failed | None:
-        """Makes a change, and notes it in the budget and in the history."""
+        """Make a change, and note it in the budget and in the history."""
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
 
         def gone(staying: Collection[int]) -> set[int]:
@@ -404,7 +404,7 @@ class Recovery:
         return None
 
     def _try_to_make(self, change: Change) -> NextGroup:
-        """Forms the next group; where workers are lost over it, another one without them, which waits for no one new.
+        """Form the next group; where workers are lost over it, another one without them, which waits for no one new.
 
         Raises:
             CannotForm: No group can be formed.
@@ -447,7 +447,7 @@ class Recovery:
     # ----------------------------------------------------------------------------------- who forms the next group
 
     def form(self, change: Change, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
-        """Lets those who stay leave the old group, and finds others to fill it up. Workers that die are left out.
+        """Let those who stay leave the old group, and find others to fill it up. Workers that die are left out.
 
         Args:
             change: What it is for.
@@ -474,7 +474,7 @@ class Recovery:
         return formed
 
     def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
-        """Lets the survivors leave the group; those that turn out to be dead are no survivors.
+        """Let the survivors leave the group; those that turn out to be dead are no survivors.
 
         Raises:
             CannotForm: None is left that another group could be formed of, or one of them failed.
@@ -498,7 +498,7 @@ class Recovery:
         return NextGroup([], [], [])
 
     def _fill_up(self, change: Change, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Lets others join, and waits for them: until they are `num_awaited`, and for those that are needed.
+        """Let others join, and wait for them: until they are `num_awaited`, and for those that are needed.
 
         Returns who is still there then.
 
@@ -523,7 +523,7 @@ class Recovery:
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
     def _fill_from_standby(self, change: Change, formed: NextGroup, wait_s: float) -> bool:
-        """Lets those join who are ready; and new ones, if there is room and time to wait. Returns whether it waited."""
+        """Let those join who are ready; and new ones, if there is room and time to wait. Return whether it waited."""
         standby, most = self._lifecycle.running.standby, self._scaling.max_workers
         admits = all(each.admits for each in formed.progress_reports)
         missing = most - formed.num_workers if admits else 0
@@ -542,7 +542,7 @@ class Recovery:
     # ------------------------------------------------------------------------------- back to the last snapshot
 
     def restart_workers(self, kind: EventKind, cause: str, after: GroupReport | None = None) -> None:
-        """Kills what is left, sizes a new group by what is free, starts it, and restores the last snapshot.
+        """Kill what is left, size a new group by what is free, start it, and restore the last snapshot.
 
         Args:
             kind: What it is called in the history.
@@ -576,7 +576,7 @@ class Recovery:
             lifecycle.end_replacements()
 
     def _try_renew(self, after: GroupReport) -> int | None:
-        """Restores the last snapshot in the processes that are there; None where all have to be new.
+        """Restore the last snapshot in the processes that are there; None where all have to be new.
 
         Of replicas that regroup only standby workers are kept: why the survivors could not go on may be in them.
 
@@ -611,7 +611,7 @@ class Recovery:
         return len(before & set(lifecycle.running.infos)) if self._restore_those_left() else None
 
     def _start_others(self, kind: EventKind, cause: str) -> None:
-        """Starts another group, as soon as it finds room, and restores the last snapshot in it."""
+        """Start another group, as soon as it finds room, and restore the last snapshot in it."""
         lifecycle, scaling = self._lifecycle, self._scaling
         lifecycle.kill_group()
         self._refuse_if_lost(cause)
@@ -646,7 +646,7 @@ class Recovery:
         raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
-        """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""
+        """Raise where no state is left to go on from: new workers would begin from the start, unnoticed."""
         if not self._snapshots.is_lost:
             return
         if not self._spec.loses_state:
@@ -661,7 +661,7 @@ class Recovery:
         )
 
     def _restore_those_left(self) -> bool:
-        """Restores the state in all who live through it; False when too few do."""
+        """Restore the state in all who live through it; False when too few do."""
         lifecycle = self._lifecycle
         while (failed := self._restore()) is not None:
             on_wait = Monitor(lifecycle, is_of_restore=True).poll
@@ -675,7 +675,7 @@ class Recovery:
         return True
 
     def _restore(self) -> GroupReport | None:
-        """Brings the new group to the state of the last snapshot, and on to the last completed call.
+        """Bring the new group to the state of the last snapshot, and on to the last completed call.
 
         Returns:
             What failed, when a worker died over it.

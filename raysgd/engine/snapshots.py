@@ -141,11 +141,11 @@ class SnapshotPace:
         self._has_warned = False
 
     def note_call(self, function: Any, seconds: float) -> None:
-        """Notes how long a call took."""
+        """Note how long a call took."""
         self._usual_s[function] = seconds
 
     def note_copy(self, seconds: float) -> None:
-        """Notes that the state was copied, and for how long that held the workers up."""
+        """Note that the state was copied, and for how long that held the workers up."""
         self.copy_s, self._taken_at = seconds, self._now()
         if seconds > self._heartbeat_s and not self._has_warned:
             self._has_warned = True
@@ -278,7 +278,7 @@ class Snapshots:
         return self.landed is not None or self._coming is not None
 
     def completed(self, call: Call | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
-        """Notes that a call changed the state.
+        """Note that a call changed the state.
 
         Args:
             call: The call; None for one that will never be run again.
@@ -304,15 +304,15 @@ class Snapshots:
         return self._coming
 
     def touch(self) -> None:
-        """Notes that the state may have changed in a way that no call explains."""
+        """Note that the state may have changed in a way that no call explains."""
         self._is_stale = True
 
     def touch_ranks(self) -> None:
-        """Notes the same of what each rank has for itself alone."""
+        """Note the same of what each rank has for itself alone."""
         self._is_stale_for_ranks = True
 
     def leave_call(self) -> None:
-        """Notes that the running call was broken off for good: it will not continue from inside."""
+        """Note that the running call was broken off for good: it will not continue from inside."""
         if self._coming is not None and self._coming.progress is not None:
             self._lose_coming()
         if self.landed is not None and not self._calls:
@@ -326,7 +326,7 @@ class Snapshots:
     def take_captures(
         self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
     ) -> None:
-        """Takes over what the ranks captured after the last completed call.
+        """Take over what the ranks captured after the last completed call.
 
         Args:
             captures: That of each rank.
@@ -349,7 +349,7 @@ class Snapshots:
             self._num_covered, self.is_awaited = num_covered, False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Lets a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""
+        """Let a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""
         if self._coming is None:
             return
         try:
@@ -365,30 +365,30 @@ class Snapshots:
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Notes that the replicas are gone: what they were sending will not come, and new ones count tokens from 1."""
+        """Note that the replicas are gone: what they were sending will not come, and new ones count tokens from 1."""
         if self._coming is not None:
             self._lose_coming()
         self.landed_token = None
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Takes over a state that the driver had before the workers did."""
+        """Take over a state that the driver had before the workers did."""
         self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
         self.must_follow, self._num_gaps_coming = False, self._num_gaps
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def forget_calls(self) -> None:
-        """Leaves `landed` as the state to go on from: the calls since are not to be run again."""
+        """Leave `landed` as the state to go on from: the calls since are not to be run again."""
         self._calls.clear()
         self._call_s.clear()
 
     def clear(self) -> None:
-        """Drops everything, once nothing in the driver works on it any more."""
+        """Drop everything, once nothing in the driver works on it any more."""
         self.landed, self._coming = None, None
         self._calls.clear()
         self._call_s.clear()
 
     def begin_again(self) -> None:
-        """Drops everything, for workers that are about to be as new; what they send from now on is counted from 1."""
+        """Drop everything, for workers that are about to be as new; what they send from now on is counted from 1."""
         self.clear()
         self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
@@ -417,7 +417,7 @@ class Snapshots:
         return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
 
     def note_call(self, call: Call, seconds: float) -> None:
-        """Notes that a call is completed that is kept in a copy, or to be repeated."""
+        """Note that a call is completed that is kept in a copy, or to be repeated."""
         if self._spec.captures_after_calls:
             self.completed(call, seconds, is_repeatable=call.is_repeatable)
             self.pace.note_call(call.function, seconds)
@@ -425,7 +425,7 @@ class Snapshots:
             self.completed(None)
 
     def note_broken_off(self, call: Call, *, has_group: bool) -> None:
-        """Notes that a call ended half-way: ranks that were kept are in no state that a snapshot knows."""
+        """Note that a call ended half-way: ranks that were kept are in no state that a snapshot knows."""
         self.leave_call()
         if call.changes_state and has_group:
             self.touch()
@@ -447,7 +447,7 @@ class Snapshots:
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Takes over what the ranks copied of their state; what rank 0 kept is fetched, or each rank's part."""
+        """Take over what the ranks copied of their state; what rank 0 kept is fetched, or each rank's part."""
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):

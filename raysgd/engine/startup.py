@@ -61,7 +61,7 @@ class Loan:
     def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
     ) -> Outcome | None:
-        """Runs `function(replica, number, *args)`, which gives up between two batches once it is recalled.
+        """Run `function(replica, number, *args)`, which gives up between two batches once it is recalled.
 
         Args:
             function: What to run.
@@ -138,19 +138,19 @@ class StartupCheck:
         self._next_round = self._now()
 
     def watch_worker(self, worker: RemoteWorker) -> None:
-        """Checks `worker` from now on."""
+        """Check `worker` from now on."""
         self._workers.append(worker)
         self._ask([worker])
 
     def remove(self, worker: RemoteWorker) -> None:
-        """Checks `worker` no longer: it is ready, or was killed."""
+        """Check `worker` no longer: it is ready, or was killed."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
             self._liveness.remove(worker)
 
     def poll(self) -> None:
-        """Reads the answers, kills silent workers, and asks again when that is due. Call it now and then."""
+        """Read the answers, kills silent workers, and ask again when that is due. Call it now and then."""
         answers, silent = self._liveness.poll()
         for worker, found in answers:
             if found.ok:
@@ -215,7 +215,7 @@ class StandbyWorkers:
         return len(self._ready) + len(self._loans)
 
     def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        """Begins to make up to `count` more workers ready where there is reserved room; returns for how many there is.
+        """Begin to make up to `count` more workers ready where there is reserved room; return for how many there is.
 
         Args:
             count: How many are wanted beside those that are coming or ready.
@@ -235,13 +235,13 @@ class StandbyWorkers:
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
-        """Begins to make workers ready instead of those that died while they started, as far as these are allowed."""
+        """Begin to make workers ready instead of those that died while they started, as far as these are allowed."""
         if not self._is_cancelled:
             left = self.replacements
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
 
     def look_after(self) -> None:
-        """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""
+        """See who is ready, and who froze over it. To be called now and then while workers are made ready."""
         self._poll()
 
     def take_ready(
@@ -279,7 +279,7 @@ class StandbyWorkers:
         return None
 
     def lend(self) -> Loan | None:
-        """Lends a worker that is ready; None where none is. It steps in all the same when it is needed."""
+        """Lend a worker that is ready; None where none is. It steps in all the same when it is needed."""
         with self._polling:  # waits for another thread: one that died counts as a spare until it is taken back
             self._see_to_all()
         if not self._ready:
@@ -290,7 +290,7 @@ class StandbyWorkers:
         return loan
 
     def _recall(self, count: int) -> None:
-        """Takes back up to `count` that are lent. One that does not leave its call in time stays where it is."""
+        """Take back up to `count` that are lent. One that does not leave its call in time stays where it is."""
         loans = self._loans[: max(0, count)]
         for loan in loans:
             loan.recall()
@@ -300,7 +300,7 @@ class StandbyWorkers:
         self._take_back()
 
     def _take_back(self) -> None:
-        """Makes those ready again whose call is over; ends those that died in it."""
+        """Make those ready again whose call is over; end those that died in it."""
         for loan in [each for each in self._loans if each.is_over]:
             if not _take_out(self._loans, loan):
                 continue
@@ -319,11 +319,11 @@ class StandbyWorkers:
         self._is_cancelled = True
 
     def kill(self, standby_worker: StandbyWorker) -> None:
-        """Ends a worker that was taken and is not needed after all."""
+        """End a worker that was taken and is not needed after all."""
         self._kill(standby_worker.worker)
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
-        """Kills those on nodes that are going away, also those that are still being made ready."""
+        """Kill those on nodes that are going away, also those that are still being made ready."""
         self._drop([each for each in self._idle if each.info.node_id in node_ids])
         coming = self._coming if node_ids else []
         for worker, call in [each for each in coming if self._slots.node_of(each[0].slot) in node_ids]:
@@ -331,14 +331,14 @@ class StandbyWorkers:
             self._kill(worker)
 
     def kill_all(self) -> None:
-        """Ends all of them."""
+        """End all of them."""
         workers, self._coming = [worker for worker, _ in self._coming], []
         self._drop(self._idle)
         for worker in workers:
             self._kill(worker)
 
     def _poll(self) -> None:
-        """Sees who is ready, from any thread: programs request a status outside of turns."""
+        """See who is ready, from any thread: programs request a status outside of turns."""
         if not self._polling.acquire(blocking=False):  # another thread sees to it
             return
         try:
@@ -366,7 +366,7 @@ class StandbyWorkers:
         self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
-        """Ends those that were ready and do not answer any more: they are not polled while they wait."""
+        """End those that were ready and do not answer any more: they are not polled while they wait."""
         self._poll()
         idle = self._idle
         if not idle:
@@ -394,7 +394,7 @@ class StandbyWorkers:
 
 
 def _take_out(items: list[Any], item: Any) -> bool:
-    """Takes an item out of a list; returns False where another thread has done that."""
+    """Take an item out of a list; return False where another thread has done that."""
     try:
         items.remove(item)
     except ValueError:

@@ -128,7 +128,7 @@ class TrainerStatus:
         return self.as_card("Trainer")
 
     def as_card(self, title: str) -> str:
-        """Returns the card as HTML, under this title."""
+        """Return the card as HTML, under this title."""
         workers = grid(
             ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
         )
@@ -196,7 +196,7 @@ def compose(
     pace: SnapshotPace | None = None,
     has_session_ended: bool = False,
 ) -> TrainerStatus:
-    """Puts together what the parts of a trainer know."""
+    """Put together what the parts of a trainer know."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     return TrainerStatus(

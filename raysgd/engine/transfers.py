@@ -45,7 +45,7 @@ class SharedValue:
 
 
 def store(value: Any) -> SharedValue:
-    """Puts a value into Ray's object store, once for all ranks, whatever the group will look like then."""
+    """Put a value into Ray's object store, once for all ranks, whatever the group will look like then."""
     import ray
 
     reference = ray.put(value)

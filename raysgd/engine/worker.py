@@ -216,7 +216,7 @@ class WorkerProcess:
 
     @_guarded
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
-        """Runs the user's hook, then loads the framework. Returns where this worker lives."""
+        """Run the user's hook, then load the framework. Return where this worker lives."""
         return self._prepare(initialization_hook)
 
     def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
@@ -234,14 +234,14 @@ class WorkerProcess:
 
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port."""
+        """Leave the group that it is in, if any, and listen for the ranks of the next one. Return the port."""
         if self._replica is not None or self._world.size:  # it was made ready to step in, or failed to join
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 
     @_guarded
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
-        """Joins the group and builds the replica in it, instead of one that was here before."""
+        """Join the group and build the replica in it, instead of one that was here before."""
         self._world = world
         if self._replica is not None:
             self._end_replica()
@@ -254,7 +254,7 @@ class WorkerProcess:
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
     ) -> WorkerAnswer:
-        """Gets ready to step in: everything that a rank does before it joins, in a separate group.
+        """Get ready to step in: everything that a rank does before it joins, in a separate group.
 
         Without `make_replica`, the replica is made only in the group that it joins.
 
@@ -274,7 +274,7 @@ class WorkerProcess:
 
     @_guarded
     def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
-        """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one.
+        """Leave the group, whatever is left of it, and listen under `host` for the ranks of the next one.
 
         Returns:
             How far the replica is, and the port; None where it has to know its rank to listen.
@@ -286,7 +286,7 @@ class WorkerProcess:
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
-        """Joins a new group and continues in it. Returns the replica's facts."""
+        """Join a new group and continue in it. Return the replica's facts."""
         self._world = world
         self._connection.join(rendezvous, world, even_alone=True)
         replica: Any = self.replica
@@ -294,18 +294,18 @@ class WorkerProcess:
 
     @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
-        """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
+        """Run `function(replica, *args)`, and copy the state right behind it when `capture` is set."""
         return _answer(self, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Does what `on_replica` does with a call that `pack` made; `values` go to their places in it.
+        """Do what `on_replica` does with a call that `pack` made; `values` go to their places in it.
 
         One whose number it has had is not run again: it was sent by a process that has died since.
         """
         return self._told(_reply_of(self, packed, values))
 
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
-        """Does what `on_packed` does, and answers by a line; then with the calls that come by it, until its end.
+        """Do what `on_packed` does, and answer by a line; then with the calls that come by it, until its end.
 
         Returns:
             The last answer if it does not go by the line.
@@ -331,24 +331,24 @@ class WorkerProcess:
         return self._number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
+        """Run `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Does what `execute` does with `function(replica, *args, **kwargs)`."""
+        """Do what `execute` does with `function(replica, *args, **kwargs)`."""
         return function(self.replica, *args, **kwargs)
 
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs `function(replica, *args)` in a second thread, while the replica may be busy; None once it is closed."""
+        """Run `function(replica, *args)` in a second thread, while the replica may be busy; None once it is closed."""
         replica = self._replica
         return None if replica is None else function(replica, *args)
 
     def send(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Does what `beside` does in a third thread, for answers that may take long: no heartbeat waits for them."""
+        """Do what `beside` does in a third thread, for answers that may take long: no heartbeat waits for them."""
         return self.beside(function, *args)
 
     def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
-        """Returns what another worker has returned: as an object in the store of this node, which outlives that one's.
+        """Return what another worker has returned: as an object in the store of this node, which outlives that one's.
 
         What comes first is all that the driver waits for, so that the object does not travel to it.
         """
@@ -371,7 +371,7 @@ class WorkerProcess:
         return "".join(traceback.format_list(frames[num_ours:] or frames))
 
     def close(self) -> None:
-        """Lets the replica and the group go; errors of a broken group do not matter any more."""
+        """Let the replica and the group go; errors of a broken group do not matter any more."""
         try:
             self._end_replica()
         finally:
@@ -404,7 +404,7 @@ class WorkerProcess:
         return failure
 
     def _fail(self, failure: Failure) -> Any:
-        """Ends a call without a value."""
+        """End a call without a value."""
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
@@ -475,7 +475,7 @@ class LocalWorker:
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
 
     def submit(self, method: str, *args: Any) -> LocalCall:
-        """Notes the call; nothing runs yet."""
+        """Note the call; nothing runs yet."""
         return LocalCall(partial(getattr(self._process, method), *args))
 
     def interrupt(self) -> None:
@@ -488,7 +488,7 @@ class LocalWorker:
         return self._process.replica
 
     def kill(self) -> None:
-        """Closes it; a process cannot kill itself and live on. What goes wrong is logged: the others must end too."""
+        """Close it; a process cannot kill itself and live on. What goes wrong is logged: the others must end too."""
         try:
             self._process.close()
         except Exception as error:  # of user code
@@ -512,13 +512,13 @@ class RemoteWorker:
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Starts a call and returns Ray's reference to its result."""
+        """Start a call and return Ray's reference to its result."""
         if method not in _BESIDE:
             self._hang_up()
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Does what `submit("on_packed", ...)` does, by a line if that can be."""
+        """Do what `submit("on_packed", ...)` does, by a line if that can be."""
         before = self._call
         self._can_attend = self._can_attend and (before is None or before.was_heard)
         if values or len(packed) > LARGEST or not self._can_attend:
@@ -565,7 +565,7 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _fail(self, failure: Failure) -> Any:
-        """Returns a lost connection, which all survivors report at once: Ray is faster with a value."""
+        """Return a lost connection, which all survivors report at once: Ray is faster with a value."""
         return failure if failure.kind == "disconnected" else super()._fail(failure)
 
 

@@ -95,16 +95,16 @@ class Accounts:
         self._lock = threading.Lock()  # `status` may be asked for from any thread
 
     def begin_call(self) -> None:
-        """Notes that a training call begins."""
+        """Note that a training call begins."""
         self._has_trained, self._call = True, (self._clock(), math.inf)
 
     def end_call(self) -> None:
-        """Notes that it has ended, and that its ranks have told their time."""
+        """Note that it has ended, and that its ranks have told their time."""
         self._call = self._call[0], self._clock()
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
-        """Notes the time of the block, in which all ranks wait for a validation that others do."""
+        """Note the time of the block, in which all ranks wait for a validation that others do."""
         began = self._clock()
         try:
             yield
@@ -112,11 +112,11 @@ class Accounts:
             self._waited_s += self._clock() - began
 
     def note_end(self) -> None:
-        """Notes that the trainer was shut down."""
+        """Note that the trainer was shut down."""
         self._is_over = True
 
     def note_times(self, told: Mapping[int, Heartbeat]) -> None:
-        """Takes in what ranks say of their time so far, those that have measured it."""
+        """Take in what ranks say of their time so far, those that have measured it."""
         with self._lock:
             now = self._clock()
             for rank, heartbeat in told.items():
@@ -186,7 +186,7 @@ class Accounts:
         return notes
 
     def warn(self) -> None:
-        """Says once what takes the most time that could be saved, if that is much."""
+        """Say once what takes the most time that could be saved, if that is much."""
         ledger = self.ledger()
         found = ledger.largest_avoidable()
         if found is None or found[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):

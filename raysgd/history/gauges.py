@@ -70,7 +70,7 @@ class Gauges:
         self._num_events = -1
 
     def report(self, num_events: int, read: Callable[[], TrainerStatus]) -> None:
-        """Reports, unless it did a moment ago and nothing has happened to the workers since."""
+        """Report, unless it did a moment ago and nothing has happened to the workers since."""
         now = time.monotonic()
         if (now < self._due and num_events == self._num_events) or not _is_ray_up():
             return
@@ -82,7 +82,7 @@ class Gauges:
                 self._gauge(name).set(value, self._tags)
 
     def report_end(self) -> None:
-        """Says that there are no workers any more, if it was said that there are some."""
+        """Say that there are no workers any more, if it was said that there are some."""
         if _is_ray_up():
             for name in _ZERO_AT_THE_END:
                 if name in self._gauges:

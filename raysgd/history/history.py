@@ -115,7 +115,7 @@ class History(Sequence[dict[str, Any]]):
         return readable.names_in(self._rows)
 
     def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
-        """Adds a call: one of `train` begins a row, one of `validate` completes it.
+        """Add a call: one of `train` begins a row, one of `validate` completes it.
 
         Args:
             record: The call.
@@ -131,12 +131,12 @@ class History(Sequence[dict[str, Any]]):
             row.update(validation, val_seconds=record.seconds)
 
     def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds an epoch, or a report of a function, as a new row; returns the row."""
+        """Add an epoch, or a report of a function, as a new row; return the row."""
         self._rows.append(dict(row))
         return self._rows[-1]
 
     def take_over(self, other: History) -> None:
-        """Puts what another history has ahead of what this one has; its reason to stop is that of a run before."""
+        """Put what another history has ahead of what this one has; its reason to stop is that of a run before."""
         self._rows[:0] = [dict(row) for row in other]
         self.records[:0] = other.records
         self.events[:0] = other.events
@@ -336,7 +336,7 @@ class CallRecorder:
         self._lock = threading.Lock()
 
     def record(self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int) -> None:
-        """Adds a call that a trainer with so many workers has made."""
+        """Add a call that a trainer with so many workers has made."""
         metrics = dict(result) if isinstance(result, Mapping) else {}
         with self._lock:
             epoch = metrics.get("epoch") if kind == "train" else None
@@ -359,7 +359,7 @@ class CallRecorder:
         return add
 
     def add_record(self, record: CallRecord) -> None:
-        """Adds a call that another process has recorded."""
+        """Add a call that another process has recorded."""
         with self._lock:
             self._add(record, None)
 
@@ -374,7 +374,7 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Lets a method of a trainer record each call that succeeds, in its `_recorder`."""
+    """Let a method of a trainer record each call that succeeds, in its `_recorder`."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)

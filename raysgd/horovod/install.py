@@ -29,7 +29,7 @@ class InstallError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m raysgd.horovod.install",
         description=f"Builds Horovod {recipe.VERSION} for the PyTorch of this environment and installs it. "
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install(*, force: bool = False) -> None:
-    """Builds Horovod unless it is in the cache, and installs it unless it is there.
+    """Build Horovod unless it is in the cache, and install it unless it is there.
 
     Args:
         force: Do both in any case.
@@ -93,7 +93,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Starts Horovod in a separate process; returns what went wrong, or None."""
+    """Start Horovod in a separate process; return what went wrong, or None."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"
@@ -102,7 +102,7 @@ def probe() -> str | None:
 
 
 def build(target: recipe.Target, folder: Path) -> Path:
-    """Fetches, mends and builds; returns the wheel, which is then in `folder`."""
+    """Fetch, mends and build; return the wheel, which is then in `folder`."""
     cmake = _find_tools()
     with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
         source = fetch(Path(scratch))
@@ -123,7 +123,7 @@ def build(target: recipe.Target, folder: Path) -> Path:
 
 
 def fetch(scratch: Path) -> Path:
-    """Fetches the source package with pip and unpacks it; returns its folder."""
+    """Fetch the source package with pip and unpack it; return its folder."""
     say(f"fetching the source package of Horovod {recipe.VERSION}")
     requirements = scratch / "requirements.txt"
     requirements.write_text(recipe.REQUIREMENT + "\n", encoding="utf-8")
@@ -139,7 +139,7 @@ def fetch(scratch: Path) -> Path:
 
 
 def mend_all(source: Path) -> None:
-    """Applies every mend to the files under `source`."""
+    """Apply every mend to the files under `source`."""
     for mend in recipe.MENDS:
         path = source / mend.path
         try:
@@ -149,7 +149,7 @@ def mend_all(source: Path) -> None:
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Moves the wheel into the cache in one step; two builds at the same time do no harm."""
+    """Move the wheel into the cache in one step; two builds at the same time do no harm."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, copy)
@@ -159,7 +159,7 @@ def keep(wheel: Path, folder: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """Tells the user about a step."""
+    """Tell the user about a step."""
     print(f"horovod: {text}", flush=True)
 
 

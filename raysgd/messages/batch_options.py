@@ -74,7 +74,7 @@ class BatchOptions:
         return min(-(-size // num_workers), self.micro_batch_size or size)
 
     def refuse_with(self, obstacles: Iterable[tuple[bool, str, str]]) -> None:
-        """Refuses a constant global batch where workers cannot divide one.
+        """Refuse a constant global batch where workers cannot divide one.
 
         Args:
             obstacles: Of each, whether it applies, the argument that asks for it, and what to do instead.

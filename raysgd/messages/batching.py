@@ -73,7 +73,7 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
 
 
 def check_global_size(requested: Any) -> int:
-    """Refuses what is no batch size, and returns it as Python's.
+    """Refuse what is no batch size, and return it as Python's.
 
     Raises:
         ValueError: It is not an integer, or below 1.

@@ -85,7 +85,7 @@ class PredictionPlace:
         self.num_steps_taken = request.num_done
 
     def note_batches(self, num_own: int) -> None:
-        """Notes that this worker has done so many batches of the round; the others are about as far."""
+        """Note that this worker has done so many batches of the round; the others are about as far."""
         done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
         self.num_steps_taken = done if total is None else min(done, total)
 
@@ -134,7 +134,7 @@ def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
 
 
 def check_rows(output: Any, num_rows: int, name: str) -> None:
-    """Refuses an output that has not one row for each row of its batch.
+    """Refuse an output that has not one row for each row of its batch.
 
     Raises:
         ValueError: It has not.

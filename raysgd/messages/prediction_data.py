@@ -46,7 +46,7 @@ class PredictionSource:
         return list(islice(self.pieces, number))
 
     def close(self) -> None:
-        """Ends a generator."""
+        """End a generator."""
         if hasattr(self.pieces, "close"):
             self.pieces.close()
 

@@ -77,7 +77,7 @@ class GroupSettings:
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Refuses spares where they cannot take the place of a lost worker.
+        """Refuse spares where they cannot take the place of a lost worker.
 
         Args:
             obstacles: What else prevents that: whether it applies, and the argument that asks for it.

@@ -67,7 +67,7 @@ class ComparisonPace:
         return self._cost_s <= _SHARE * self._since_s
 
     def note_call(self, seconds: float, costs_s: Sequence[float]) -> None:
-        """Notes how long a call took, and on each rank that was compared after it, how long that took."""
+        """Note how long a call took, and on each rank that was compared after it, how long that took."""
         if costs_s:
             self._cost_s, self._since_s = max(costs_s), 0.0
         self._since_s += seconds

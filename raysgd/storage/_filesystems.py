@@ -29,7 +29,7 @@ def is_whole_at_close(filesystem: Any) -> bool:
 
 
 def make_folder(filesystem: Any, path: str) -> None:
-    """Makes a folder and those above it."""
+    """Make a folder and those above it."""
     filesystem.create_dir(path, recursive=True)
     azure = getattr(getattr(filesystem, "handler", None), "fs", None) if _kind(filesystem) == "abfs" else None
     if azure is not None and not azure.exists(path):
@@ -47,7 +47,7 @@ def _kind(filesystem: Any) -> str:
 
 
 def check(argument: str, uri: str) -> None:
-    """Makes sure that there is a file system for a URI. Connects to nothing.
+    """Make sure that there is a file system for a URI. Connects to nothing.
 
     Raises:
         ValueError: The scheme is unknown, or the bucket is missing.

@@ -73,7 +73,7 @@ class LocalFolder(Folder):
             return sorted(entry.name for entry in self._entries() if not _is_hidden(entry.name))
 
     def delete(self) -> None:
-        """Deletes it: it takes another name first, so that no one sees half of it."""
+        """Delete it: it takes another name first, so that no one sees half of it."""
         doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
         with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
             os.rename(self._local_path, doomed)
@@ -146,7 +146,7 @@ class LocalFolder(Folder):
 
 
 def _remove(folder: Path) -> None:
-    """Deletes a folder; of a link to one, only the link."""
+    """Delete a folder; of a link to one, only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -158,7 +158,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _rename_to_new(source: Path, target: Path) -> None:
-    """Gives a folder its name.
+    """Give a folder its name.
 
     Raises:
         FileExistsError: The name is taken.

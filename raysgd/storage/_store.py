@@ -124,12 +124,12 @@ class StoreFolder(Folder):
         self._list(_transfers.on_threads(lambda name: self._upload_file(source / name, name), sent))
 
     def _upload_file(self, source: Path, name: str) -> str:
-        """Sends a file; returns its checksum."""
+        """Send a file; return its checksum."""
         with open(source, "rb") as file:
             return (self / name)._send(file)
 
     def _list(self, sums: Mapping[str, str]) -> None:
-        """Writes down the checksums of files that were sent, if they stay as they are."""
+        """Write down the checksums of files that were sent, if they stay as they are."""
         lasting = {name: checksum for name, checksum in sums.items() if not _base(name).startswith(".")}
         if self.is_staged and lasting:
             self.write(f"{_LIST}{secrets.token_hex(8)}", json.dumps(lasting).encode())
@@ -176,7 +176,7 @@ class StoreFolder(Folder):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Opens a file of this machine, which is sent when the block ends; so sending it can be tried again."""
+        """Open a file of this machine, which is sent when the block ends; so sending it can be tried again."""
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
             self._list({name: (self / name)._send(file)})
@@ -229,7 +229,7 @@ class StoreFolder(Folder):
         return bool(info.type == getattr(_fs().FileType, kind))
 
     def _send(self, file: IO[bytes]) -> str:
-        """Sends a file, under its name at once where the store shows a file when it is closed; returns its checksum."""
+        """Send a file, under its name at once where the store shows a file when it is closed; return its checksum."""
         filesystem, checksum = self.filesystem, _transfers.new_checksum()
 
         def content() -> Iterator[bytes]:
@@ -244,7 +244,7 @@ class StoreFolder(Folder):
         return str(checksum.hexdigest())
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
-        """Fetches a file. Checksums: those that it may have, as far as they are known.
+        """Fetch a file. Checksums: those that it may have, as far as they are known.
 
         Raises:
             FileNotFoundError: There is none.
@@ -295,7 +295,7 @@ class StoreFolder(Folder):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def _delete(self, delete: Callable[[str], object], path: str) -> None:
-        """Deletes something, if it is there."""
+        """Delete something, if it is there."""
         self._ask(f"delete `{self}`", partial(_unless_missing, delete, path))
 
 

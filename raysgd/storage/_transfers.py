@@ -60,7 +60,7 @@ def tree_of(root: Path) -> tuple[list[str], list[str]]:
 
 
 def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None:
-    """Copies everything in a folder, but for some files, into another one; each file is whole or not there."""
+    """Copy everything in a folder, but for some files, into another one; each file is whole or not there."""
     files, empty = tree_of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name in empty:
@@ -71,7 +71,7 @@ def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies a file, which is whole or not there."""
+    """Copy a file, which is whole or not there."""
     with placing(target) as file:
         shutil.copyfile(source, file.name)
         shutil.copymode(source, file.name)
@@ -79,7 +79,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def placing(target: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that takes its name when it is complete. It may not be on the disk yet when that happens."""
+    """Open a file that takes its name when it is complete. It may not be on the disk yet when that happens."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
     with OnFailure(lambda: temporary.unlink(missing_ok=True)):
@@ -89,7 +89,7 @@ def placing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_tree(root: Path) -> None:
-    """Makes sure that everything in a folder is on the disk."""
+    """Make sure that everything in a folder is on the disk."""
     for folder, _, names in os.walk(root):
         for name in names:
             flush_to_disk(os.path.join(folder, name))
@@ -107,7 +107,7 @@ def pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def send(fs: Any, content: Pieces, path: str) -> None:
-    """Sends a file to a store that shows files when they are closed.
+    """Send a file to a store that shows files when they are closed.
 
     Closing a stream makes a file of what was sent so far, also after Ctrl-C: so another thread sends, to the end.
     """
@@ -124,7 +124,7 @@ def _send(fs: Any, content: Pieces, path: str) -> None:
 
 
 def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
-    """Sends a file to a store that shows files as they grow."""
+    """Send a file to a store that shows files as they grow."""
     folder = path[: path.rfind("/") + 1]
     if folder.strip("/"):
         fs.create_dir(folder.rstrip("/"), recursive=True)
@@ -140,7 +140,7 @@ def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
 
 
 def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()) -> None:
-    """Gets a file out of a store.
+    """Get a file out of a store.
 
     Args:
         fs: The file system.
@@ -173,7 +173,7 @@ def new_checksum() -> Any:
 
 
 def on_threads(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Does the work for all names, several at once; returns what came of each. After a failure no more is begun.
+    """Do the work for all names, several at once; return what came of each. After a failure no more is begun.
 
     Raises:
         Exception: What the first one raised that failed.

@@ -54,7 +54,7 @@ class BackgroundWriter:
                 self._thread.start()
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
-        """Writes a file in this thread, after everything that was submitted. Arguments as for `submit`.
+        """Write a file in this thread, after everything that was submitted. Arguments as for `submit`.
 
         Raises:
             BaseException: What made this write, or an earlier one, fail.
@@ -93,14 +93,14 @@ class BackgroundWriter:
         self.wait()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
-        """Raises the oldest failure, past those of a class that does not have to be raised yet."""
+        """Raise the oldest failure, past those of a class that does not have to be raised yet."""
         failure = next((each for each in self._failures if not isinstance(each, passing)), None)
         if failure is not None:
             self._failures.remove(failure)
             raise failure
 
     def _make_up(self) -> None:
-        """Notes that a state was written, which is newer than those that were lost with a worker before."""
+        """Note that a state was written, which is newer than those that were lost with a worker before."""
         with self._changed:
             kept = [failure for failure in self._failures if not isinstance(failure, WorkersLostError)]
             self._failures = collections.deque(kept)

@@ -18,7 +18,7 @@ from raysgd.storage.opening import open_folder
 
 
 def check_location(name: str, location: Any) -> None:
-    """Refuses what is neither the path of a file nor a URI of one. Connects to nothing.
+    """Refuse what is neither the path of a file nor a URI of one. Connects to nothing.
 
     Raises:
         TypeError: It is no text and no path.
@@ -34,7 +34,7 @@ def check_location(name: str, location: Any) -> None:
 
 @contextlib.contextmanager
 def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Opens a file, for writing and reading, that becomes the one at `location` when the block ends well.
+    """Open a file, for writing and reading, that becomes the one at `location` when the block ends well.
 
     Args:
         location: A path or a URI.

@@ -89,7 +89,7 @@ class Folder(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Makes the folder and those above it; writing into it does so too."""
+        """Make the folder and those above it; writing into it does so too."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -104,11 +104,11 @@ class Folder(ABC):
 
     @abstractmethod
     def delete(self) -> None:
-        """Deletes it with everything in it. If it was committed, it stops being so first."""
+        """Delete it with everything in it. If it was committed, it stops being so first."""
 
     @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
-        """Copies everything in a folder of this machine into this one. Each file is whole or not there.
+        """Copy everything in a folder of this machine into this one. Each file is whole or not there.
 
         Args:
             source: The folder.
@@ -120,7 +120,7 @@ class Folder(ABC):
 
     @abstractmethod
     def download(self, target: Path) -> None:
-        """Copies everything in it into a folder of this machine, which is made.
+        """Copy everything in it into a folder of this machine, which is made.
 
         Raises:
             FileNotFoundError: This folder does not exist.
@@ -138,25 +138,25 @@ class Folder(ABC):
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file: at any moment there is the whole old one or the whole new one."""
+        """Write a file: at any moment there is the whole old one or the whole new one."""
         with self.writing(name) as file:
             file.write(data)
 
     @abstractmethod
     def fetch(self, name: str, target: Path) -> None:
-        """Copies a file to this machine; `target` is whole or not there."""
+        """Copy a file to this machine; `target` is whole or not there."""
 
     @abstractmethod
     def reading(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file for reading; from a store it is fetched first."""
+        """Open a file for reading; from a store it is fetched first."""
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file, for writing and reading, that takes its name when the block ends without an exception."""
+        """Open a file, for writing and reading, that takes its name when the block ends without an exception."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Deletes a file, if it is there."""
+        """Delete a file, if it is there."""
 
     # ------------------------------------------------------------------------------------------------ commits
 
@@ -170,7 +170,7 @@ class Folder(ABC):
 
     @abstractmethod
     def commit(self, name: str) -> Folder:
-        """Makes what was staged for `name` whole, in one step; returns it. One process does this, when all are done.
+        """Make what was staged for `name` whole, in one step; return it. One process does this, when all are done.
 
         A second call does nothing.
 
@@ -188,7 +188,7 @@ class Folder(ABC):
 
     @abstractmethod
     def discard_staged(self, prefix: str) -> None:
-        """Deletes what was staged and not committed under names that begin with `prefix`, and what a kill left of them.
+        """Delete what was staged and not committed under names that begin with `prefix`, and what a kill left of them.
 
         Call it when no one is writing there, as before a run goes on.
         """

@@ -15,7 +15,7 @@ from raysgd.testing.targets import controller_of
 
 @contextlib.contextmanager
 def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) -> Iterator[None]:
-    """Lets the writes of `trainer.save` fail, as on a full disk, as long as the block lasts.
+    """Let the writes of `trainer.save` fail, as on a full disk, as long as the block lasts.
 
     Writes in the background (`blocking=False`) that were begun inside the block fail too; its end waits for them.
 

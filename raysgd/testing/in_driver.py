@@ -22,20 +22,20 @@ _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.W
 
 
 def disarm_all(trainer: Any) -> None:
-    """Takes back all faults of this trainer that wait in the driver."""
+    """Take back all faults of this trainer that wait in the driver."""
     for undo in list(_undo.get(trainer, {}).values()):
         undo()
 
 
 def _disarm(trainer: Any, name: str) -> None:
-    """Takes back a fault at this moment, so that only one happens there."""
+    """Take back a fault at this moment, so that only one happens there."""
     undo = _undo.get(trainer, {}).get(name)
     if undo is not None:
         undo()
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
-    """Lets `act` happen when the method `name` of this trainer is called the next time."""
+    """Let `act` happen when the method `name` of this trainer is called the next time."""
     _disarm(trainer, name)
     original = getattr(trainer, name)
 
@@ -54,7 +54,7 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
-    """Lets the next group that is started, and has these ranks, lose them over its set-up."""
+    """Let the next group that is started, and has these ranks, lose them over its set-up."""
     _disarm(trainer, "setup")
     lifecycle = controller_of(trainer)
     original = lifecycle.make_group

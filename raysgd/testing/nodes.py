@@ -8,7 +8,7 @@ from raysgd.testing.targets import check_ranks, group_of
 
 
 def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: int | None = None) -> Any:
-    """Ends all processes of a node of a local test cluster, without a word to anybody.
+    """End all processes of a node of a local test cluster, without a word to anybody.
 
     Args:
         cluster: A `ray.cluster_utils.Cluster`.

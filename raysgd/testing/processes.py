@@ -27,7 +27,7 @@ _ANSWER_S = 5.0
 
 
 def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
-    """Ends the process of a rank, or of several at once, with SIGKILL.
+    """End the process of a rank, or of several at once, with SIGKILL.
 
     Args:
         trainer: A running trainer with workers beside the driver.
@@ -50,7 +50,7 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
 
 
 def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
-    """Stops the process of a rank with SIGSTOP, as if its machine had frozen. It never goes on.
+    """Stop the process of a rank with SIGSTOP, as if its machine had frozen. It never goes on.
 
     The trainer notices during a call, after `heartbeat_s`, and ends the process.
 
@@ -68,7 +68,7 @@ def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
 
 @contextlib.contextmanager
 def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterator[None]:
-    """Lets one rank, or several, pause before each training step, as long as the block lasts.
+    """Let one rank, or several, pause before each training step, as long as the block lasts.
 
     Args:
         trainer: A running trainer.
@@ -91,7 +91,7 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
 
 
 def disarm(trainer: Any) -> None:
-    """Takes back all that was armed with this trainer and has not happened yet.
+    """Take back all that was armed with this trainer and has not happened yet.
 
     Raises:
         TypeError: It is no trainer.

@@ -20,7 +20,7 @@ _keys = itertools.count()
 
 
 def send_itself(number: int) -> None:
-    """Sends this very process a signal that kills or stops it, and waits for that."""
+    """Send this very process a signal that kills or stops it, and wait for that."""
     os.kill(os.getpid(), number)
     time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine somewhat later
 
@@ -88,7 +88,7 @@ _traps: list[Trap] = []  # of this process
 
 
 def _set(replica: Any, trap: Trap) -> str | None:
-    """Sets the trap, in the worker, beside its work. Returns why it cannot."""
+    """Set the trap, in the worker, beside its work. Return why it cannot."""
     needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "continue": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
@@ -112,7 +112,7 @@ def _unset(replica: Any, key: str | None) -> None:
 
 
 def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
-    """Sets the trap in the workers of these ranks.
+    """Set the trap in the workers of these ranks.
 
     Raises:
         ValueError: The trainer's workers never come to its place.
@@ -125,7 +125,7 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
 
 
 def disarm_everywhere(trainer: Any, key: str | None) -> None:
-    """Takes back the trap with this key in all workers, or all traps."""
+    """Take back the trap with this key in all workers, or all traps."""
     with contextlib.suppress(TrainerShutdownError):
         controller = controller_of(trainer)
         controller.check_active()

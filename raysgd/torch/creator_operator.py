@@ -31,7 +31,7 @@ class CreatorOperator(TrainingOperator):
     _has_created = False
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Calls the creators and registers what they return, once."""
+        """Call the creators and register what they return, once."""
         if self._has_created:
             return
         self._has_created = True

@@ -55,7 +55,7 @@ SCHEDULER_STEP_PTL = "ptl"  # what `scheduler_step_freq` is here: the module its
 def make_operator(
     parent: type[TrainingOperator], lightning_module_cls: type[Any], train_dataloader: Any, val_dataloader: Any
 ) -> type[LightningOperator]:
-    """Makes an operator class; see `TrainingOperator.from_ptl`. A `LightningOperator` as `parent` is subclassed."""
+    """Make an operator class; see `TrainingOperator.from_ptl`. A `LightningOperator` as `parent` is subclassed."""
     lightning_base(lightning_module_cls)
     for name, given in (("train_dataloader", train_dataloader), ("val_dataloader", val_dataloader)):
         if hasattr(given, "setup") and hasattr(given, "train_dataloader"):
@@ -89,7 +89,7 @@ class LightningOperator(TrainingOperator):
     warms_up = False  # hooks of the module may count on the beginning of a training
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Makes the module and runs its set-up hooks, in the order of Lightning 2."""
+        """Make the module and run its set-up hooks, in the order of Lightning 2."""
         module = self._module = instantiate(self._lightning_module_cls, config, says_so=self.world_rank == 0)
         self._hooks, self._has_started = LightningHooks(module), False
         self._meters: AverageMeterCollection | None = None
@@ -153,7 +153,7 @@ class LightningOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Trains on all batches, until `on_train_batch_start` returns -1 on any worker.
+        """Train on all batches, until `on_train_batch_start` returns -1 on any worker.
 
         If it goes on after a failure, a worker that was there before does not call the hooks at the beginning of an
         epoch.
@@ -203,7 +203,7 @@ class LightningOperator(TrainingOperator):
         self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Takes one step on one batch, or leaves it to a module with manual optimization."""
+        """Take one step on one batch, or leave it to a module with manual optimization."""
         batch_idx = batch_info["batch_idx"]
         if self._module.automatic_optimization:
             output = self._optimize(batch, batch_idx)
@@ -272,7 +272,7 @@ class LightningOperator(TrainingOperator):
         return loss, detached(output)
 
     def _backward(self, loss: torch.Tensor, optimizer: Any = None, *arguments: Any, **options: Any) -> None:
-        """Computes the gradients; the module's `manual_backward` ends up here, too."""
+        """Compute the gradients; the module's `manual_backward` ends up here, too."""
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
@@ -313,7 +313,7 @@ class LightningOperator(TrainingOperator):
         return self._raysgd.sum_over_workers(float(stops))[0] > 0  # all or none: who went on alone would wait forever
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
-        """Uses up the epoch, so that the next one begins a new pass; a loader without a length might never end."""
+        """Use up the epoch, so that the next one begins a new pass; a loader without a length might never end."""
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
                 pass
@@ -342,7 +342,7 @@ class LightningOperator(TrainingOperator):
         ]
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluates on all batches; returns as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
+        """Evaluate on all batches; return as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
         meters = self._raysgd.new_meters()
         with torch.no_grad(), self._epoch("validation", "validation_epoch_end", meters):
             self._hooks.call_or("on_validation_model_zero_grad", self._module.zero_grad)
@@ -358,7 +358,7 @@ class LightningOperator(TrainingOperator):
             return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch with the bare module, so that nothing waits for other workers."""
+        """Evaluate one batch with the bare module, so that nothing waits for other workers."""
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
         with self.timers.record("eval_fwd"), self._raysgd.precision.forward():
@@ -369,7 +369,7 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output, self._raysgd.num_samples(batch))
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Returns the result of the module's `predict_step` for a batch; without one, of the module for its input."""
+        """Return the result of the module's `predict_step` for a batch; without one, of the module for its input."""
         if not self._hooks.overrides("predict_step"):
             return super().predict_batch(batch, batch_info)
         with self._raysgd.precision.forward():
@@ -377,7 +377,7 @@ class LightningOperator(TrainingOperator):
 
     @contextmanager
     def _epoch(self, stage: str, hook: str, meters: AverageMeterCollection) -> Iterator[None]:
-        """Takes what the module logs, and lets it know what is going on. The same meters go on after a failure."""
+        """Take what the module logs, and let it know what is going on. The same meters go on after a failure."""
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
             self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
@@ -443,7 +443,7 @@ class LightningOperator(TrainingOperator):
         return checkpoint
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Hands such a state to the module's `on_load_checkpoint`."""
+        """Hand such a state to the module's `on_load_checkpoint`."""
         if state_dict is not None:
             self._progress.load_state_dict(state_dict)
             self._hooks.call("on_load_checkpoint", state_dict)

@@ -33,7 +33,7 @@ class TorchRunner(ClassRunner):
         return self._hosted.operator
 
     def write_part(self, folder: str) -> WrittenPart:
-        """Writes what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
+        """Write what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
         state = self._hosted.state
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
@@ -49,7 +49,7 @@ class TorchRunner(ClassRunner):
         return [each if each is None else packed(each) for each in copies]
 
     def update_schedulers(self, metric: Any) -> None:
-        """Steps every registered scheduler with `metric`."""
+        """Step every registered scheduler with `metric`."""
         schedulers = self._hosted.internals.registered.schedulers
         if not schedulers:
             raise NotRegisteredError("`update_scheduler` was called, but `setup` registered no scheduler.")
@@ -57,7 +57,7 @@ class TorchRunner(ClassRunner):
             scheduler.step(metric)
 
     def step_plateaus(self, values: Mapping[str, float]) -> None:
-        """Steps the schedulers that go by these metrics of an epoch."""
+        """Step the schedulers that go by these metrics of an epoch."""
         for metric, step in self.operator._plateaus(self.epochs_done):
             if metric in values:
                 step(values[metric])

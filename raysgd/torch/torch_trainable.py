@@ -32,7 +32,7 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
         return trainer
 
     def step(self) -> dict[str, Any]:
-        """Trains, then validates. Returns the results of both; where they have the same names, those of validation.
+        """Train, then validate. Return the results of both; where they have the same names, those of validation.
 
         A lost worker fails the trial at once, so that Tune's `FailureConfig` decides.
         """
@@ -89,7 +89,7 @@ def make_trainable(
 
 
 def check_step(override_tune_step: Any) -> None:
-    """Refuses what cannot be called with a trainer and a dict."""
+    """Refuse what cannot be called with a trainer and a dict."""
     if override_tune_step is None:
         return
     try:

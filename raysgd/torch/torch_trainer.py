@@ -337,7 +337,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         *,
         whole: bool = False,
     ) -> Any:
-        """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
+        """Write the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
 
         With `strategy="fsdp"` it writes a folder, in which each worker has a file: no process needs the whole state.
         All workers and the driver have to see its path. `load` reads it into any number of workers.
@@ -385,7 +385,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         strict: bool = True,
         parts: Sequence[str] | None = None,
     ) -> LoadReport | Any:
-        """Loads what `save` wrote, a file or a folder, or a file of the old library, into all workers.
+        """Load what `save` wrote, a file or a folder, or a file of the old library, into all workers.
 
         Args:
             checkpoint: The path or the URI. A file of safetensors has models only, and the rest stays as it is.
@@ -418,7 +418,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         saving.load_snapshot(self._controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
-        """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
+        """Step every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
@@ -429,7 +429,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Lets all workers set their learning rates by the same value."""
+        """Let all workers set their learning rates by the same value."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:

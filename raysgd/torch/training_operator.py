@@ -132,7 +132,7 @@ class TrainingOperator(BaseOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Trains on all batches of `iterator` and returns the averaged metrics.
+        """Train on all batches of `iterator` and return the averaged metrics.
 
         Args:
             iterator: This worker's batches. Draw one, train on it, draw the next.
@@ -175,12 +175,12 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
-        """Returns the schedulers that go by a metric of this epoch, counted from 1; the validation may have it."""
+        """Return the schedulers that go by a metric of this epoch, counted from 1; the validation may have it."""
         return schedulers.plateaus_of(self)
 
     @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Takes one optimizer step on one batch; with accumulation, on the last of several.
+        """Take one optimizer step on one batch; with accumulation, on the last of several.
 
         Args:
             batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict
@@ -212,7 +212,7 @@ class TrainingOperator(BaseOperator):
         return dict(metrics)
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
-        """Splits a batch into inputs and target and brings them to the device."""
+        """Split a batch into inputs and target and bring them to the device."""
         features, target = batches.split(batch)
         device = self._raysgd.context.device
         if device.type == "cuda":
@@ -220,7 +220,7 @@ class TrainingOperator(BaseOperator):
         return features, target
 
     def forward(self, features: Any, target: Any) -> Any:
-        """Returns the output of the model and the loss, the mean over the samples. Used in training and validation.
+        """Return the output of the model and the loss, the mean over the samples. Used in training and validation.
 
         The loss is that of the criterion; without one, that which the model has put into its output as `loss`.
         An override may return the loss alone.
@@ -239,7 +239,7 @@ class TrainingOperator(BaseOperator):
         return output, self._raysgd.loss_calls.call(criterion, batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
-        """Computes gradients, which add up over the losses of a batch until its `optimizer_step`; needs no `zero_grad`.
+        """Compute gradients, which add up over the losses of a batch until its `optimizer_step`; need no `zero_grad`.
 
         Args:
             loss: The mean over the samples of the batch; with a weight the mean over what that counts.
@@ -260,7 +260,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def optimizer_step(self, optimizer: Any = None) -> None:
-        """Steps the optimizer with the gradients, the mean over all workers' samples by now.
+        """Step the optimizer with the gradients, the mean over all workers' samples by now.
 
         With accumulation it does nothing before the last batch of a step, and the stock `train_batch` does not call it
         before. It does nothing either where no worker's batch counted (`weight=0`).
@@ -274,23 +274,23 @@ class TrainingOperator(BaseOperator):
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
-        """Returns how many batches make an optimizer step, as the trainer was told. Asked once in each call of `train`.
+        """Return how many batches make an optimizer step, as the trainer was told. Asked once in each call of `train`.
 
         Override it to change the number over time; all workers have to answer alike.
         """
         return self._raysgd.context.settings.step_options.accumulate_grad_batches
 
     def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
-        """Clips the norm of all gradients of an optimizer together; only where the trainer was given a bound."""
+        """Clip the norm of all gradients of an optimizer together; only where the trainer was given a bound."""
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
-        """Clips each number of the gradients by itself; only where the trainer was given a bound."""
+        """Clip each number of the gradients by itself; only where the trainer was given a bound."""
         torch.nn.utils.clip_grad_value_(parameters, max_value)
 
     @rung
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluates on all batches of `val_iterator` and returns the averaged metrics.
+        """Evaluate on all batches of `val_iterator` and return the averaged metrics.
 
         Ranks may have different numbers of batches, so nothing in here may be a collective.
         """
@@ -305,7 +305,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
+        """Evaluate one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
         internals = self._raysgd
         output, target, comparisons, counted = internals.evaluate(batch)
         weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)
@@ -378,7 +378,7 @@ class TrainingOperator(BaseOperator):
         ddp_args: dict[str, Any] | None = None,
         apex_args: dict[str, Any] | None = None,
     ) -> Any:
-        """Hands models, optimizers, criterion and schedulers to the library, which places, prepares and wraps them.
+        """Hand models, optimizers, criterion and schedulers to the library, which places, prepares and wraps them.
 
         Args:
             models: One module, or a list or tuple of them.
@@ -410,7 +410,7 @@ class TrainingOperator(BaseOperator):
 
     @answer_mistakes("`self.register_data(train_loader=loader, validation_loader=another)`")
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Hands the loaders to the library.
+        """Hand the loaders to the library.
 
         A `DataLoader` over a map-style dataset is divided over the workers, in the order that it asks for itself; its
         `batch_size` is that of one worker. Any other iterable is used as it is, by every worker.
@@ -435,13 +435,13 @@ class TrainingOperator(BaseOperator):
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:
-        """Wraps the models; override to wrap them in another way."""
+        """Wrap the models; override to wrap them in another way."""
         return [self._raysgd.parallel.wrap(model, device_ids, ddp_args) for model in models]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Initialises Apex; override to do so in another way."""
+        """Initialise Apex; override to do so in another way."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
 
@@ -498,7 +498,7 @@ class TrainingOperator(BaseOperator):
         scheduler_creator: Callable[[Any, dict[str, Any]], Any] | None = None,
         serialize_data_creation: bool = True,
     ) -> type[CreatorOperator]:
-        """Makes an operator class out of creator functions.
+        """Make an operator class out of creator functions.
 
         `Own.from_creators(...)` has the methods of `Own` too. Its `setup` runs after the creators, and finds what they
         made in `self.model`, `self.optimizer` and so on.
@@ -530,7 +530,7 @@ class TrainingOperator(BaseOperator):
     def from_ptl(
         cls, lightning_module_cls: type[Any], train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
-        """Makes an operator class out of a `LightningModule` class; see `raysgd.torch.lightning_operator`.
+        """Make an operator class out of a `LightningModule` class; see `raysgd.torch.lightning_operator`.
 
         Args:
             lightning_module_cls: Of `lightning` or `pytorch_lightning`. Its constructor gets `config=config`,

@@ -21,7 +21,7 @@ def setup_address() -> str:
 def setup_process_group(
     url: str, world_rank: int, world_size: int, timeout: datetime.timedelta, backend: str = "gloo"
 ) -> None:
-    """Joins a `torch.distributed` process group at `url`. Returns when all `world_size` ranks did."""
+    """Join a `torch.distributed` process group at `url`. Return when all `world_size` ranks did."""
     import torch.distributed as dist
 
     if backend == "nccl":

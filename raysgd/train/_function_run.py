@@ -101,7 +101,7 @@ class FunctionRun:
         self.is_over = False
 
     def start(self) -> None:
-        """Starts the function on all workers.
+        """Start the function on all workers.
 
         Raises:
             WorkersLostError: They were lost, again and again.
@@ -145,7 +145,7 @@ class FunctionRun:
         return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
     def finish(self) -> list[Any]:
-        """Lets the functions come to their end without their reports; what they returned, by rank."""
+        """Let the functions come to their end without their reports; what they returned, by rank."""
         if not self.is_over:
             self.mute()
         while not self.is_over:
@@ -161,7 +161,7 @@ class FunctionRun:
         self._queues.drop_reports()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Ends the functions, wherever they are, so that the workers are free for another run."""
+        """End the functions, wherever they are, so that the workers are free for another run."""
         if self.is_over:
             return
         self.is_over = True
@@ -173,7 +173,7 @@ class FunctionRun:
             self._controller.kill_group()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
-        """Tells whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
+        """Tell whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
 
         Where some ranks failed and others did not, the others may be in the middle of a collective, and the
         next collective would get the answers of that one.
@@ -248,7 +248,7 @@ class FunctionRun:
         return self._spec.is_elastic and bool(self._hooks.replicas.start)
 
     def _end_those_that_wait(self) -> None:
-        """Ends the workers beside the group that would have stepped in: they run the function in advance."""
+        """End the workers beside the group that would have stepped in: they run the function in advance."""
         if self._spec.is_elastic:
             self._hooks.replicas.start = ()
             self._hooks.group.standby.kill_all()
@@ -308,7 +308,7 @@ class FunctionRun:
             )
 
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Returns the workers' arguments: the number of their next checkpoint, and whether a message is needed."""
+        """Return the workers' arguments: the number of their next checkpoint, and whether a message is needed."""
         starts, queues = self._starts(worlds), self._queues
         queues.follow(self._attempt, self._members)
         index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
@@ -320,7 +320,7 @@ class FunctionRun:
         ]
 
     def _take(self, step: FunctionStep, checkpoint_ref: CheckpointRef) -> bool:
-        """Takes the checkpoint of a step; returns False where it was lost before it was stored."""
+        """Take the checkpoint of a step; return False where it was lost before it was stored."""
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, FunctionReplica.refuse, token)
         if not self._store(step.stored):
@@ -330,7 +330,7 @@ class FunctionRun:
         return True
 
     def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
-        """Lets the ranks that wait for that store their folders, without the names that lower ranks use."""
+        """Let the ranks that wait for that store their folders, without the names that lower ranks use."""
         self.may_restart = False  # or the group might grow, and lose them
         taken = taken_names({rank: ref.files or () for rank, ref in stored.items()})
         tokens = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
@@ -358,7 +358,7 @@ class FunctionRun:
         return told
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
-        """Gets a checkpoint: out of the message, or from the worker that holds it."""
+        """Get a checkpoint: out of the message, or from the worker that holds it."""
         if checkpoint_ref.token is None:
             return lambda: self.decoded(checkpoint_ref.data)
         transfer = self._controller.ensure_group().fetch(source, FunctionReplica.fetch, checkpoint_ref.token)
@@ -380,7 +380,7 @@ class MessageQueues:
         self._joined: Mapping[Any, int] = {}
 
     def follow(self, attempt: int | None, members: Mapping[Any, int]) -> None:
-        """Says which workers messages come from, by rank; of others nothing is kept.
+        """Say which workers messages come from, by rank; of others nothing is kept.
 
         Args:
             attempt: How often functions were started: those that start again have told nothing yet.
@@ -424,7 +424,7 @@ class MessageQueues:
         return self._nums_taken[rank]
 
     def extend(self, found: Sequence[Sequence[Message]]) -> None:
-        """Takes what the ranks answered."""
+        """Take what the ranks answered."""
         for rank, messages in enumerate(found):
             self._queues[rank].extend(messages)
             self._nums_taken[rank] += len(messages)
@@ -435,7 +435,7 @@ class MessageQueues:
         return [queue.popleft() if rank in reporting else None for rank, queue in enumerate(self._queues)]
 
     def drop_reports(self) -> None:
-        """Drops reports that carry only metrics, as the workers do with theirs once they are muted."""
+        """Drop reports that carry only metrics, as the workers do with theirs once they are muted."""
         self._queues = [deque(message for message in queue if not is_mere_report(message)) for queue in self._queues]
 
 

@@ -75,11 +75,11 @@ class PluginHooks(GroupHooks):
         return self._workers
 
     def store(self, value: Any) -> Any:
-        """Puts a value where workers can take it from; returns Ray's reference."""
+        """Put a value where workers can take it from; return Ray's reference."""
         return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
-        """Lets the plug-in connect the workers. A death over that is a failed start."""
+        """Let the plug-in connect the workers. A death over that is a failed start."""
         try:
             workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)
@@ -93,7 +93,7 @@ class PluginHooks(GroupHooks):
         return None
 
     def on_change(self, group: EngineGroup) -> None:
-        """Follows the ranks of those that are left, and takes in those that are new."""
+        """Follow the ranks of those that are left, and take in those that are new."""
         known = dict(zip(self._infos, self.workers.workers, strict=True))
         new = [rank for rank, info in enumerate(group.infos) if info not in known]
         self.num_changes += 1
@@ -110,7 +110,7 @@ class PluginHooks(GroupHooks):
         self._infos = [info for info in group.infos if info in known]
 
     def on_training_start(self) -> None:
-        """Tells the plug-in that a function is about to start."""
+        """Tell the plug-in that a function is about to start."""
         hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
         if hook is None:
             return
@@ -120,11 +120,11 @@ class PluginHooks(GroupHooks):
             logger.warning("%s, in `on_training_start`", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
-        """Says that the call runs again, and why."""
+        """Say that the call runs again, and why."""
         self._tell_failure(diagnosis)
 
     def on_end(self, group: EngineGroup) -> None:
-        """Lets a checkpoint leave its worker, once. From a worker that is dead it ceases to come at once."""
+        """Let a checkpoint leave its worker, once. From a worker that is dead it ceases to come at once."""
         self.replicas.start = ()
         if not self._may_wait:
             return
@@ -133,7 +133,7 @@ class PluginHooks(GroupHooks):
         self._await_checkpoint(_ARRIVAL_AT_CTRL_C_S if is_interrupted else _ARRIVAL_S)
 
     def on_stop(self, group: EngineGroup) -> None:
-        """Lets the plug-in say goodbye, whatever comes of that."""
+        """Let the plug-in say goodbye, whatever comes of that."""
         if group is not self._group:
             return
         with failure_logged(logger.warning, "`on_shutdown` failed; stopping the workers anyway: %s"):

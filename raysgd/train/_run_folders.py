@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_logdir(logdir: Any) -> None:
-    """Refuses what is neither a folder of this machine nor the URI of one. Connects to nothing.
+    """Refuse what is neither a folder of this machine nor the URI of one. Connects to nothing.
 
     Raises:
         TypeError: It is no text and no path.
@@ -37,7 +37,7 @@ def check_logdir(logdir: Any) -> None:
 
 
 def make_logdir(log_dir: str | Path | None) -> Path | Folder:
-    """Makes the folder of a trainer and returns it; without a name, a new one with the time.
+    """Make the folder of a trainer and return it; without a name, a new one with the time.
 
     Raises:
         StorageError: A store could not be reached.
@@ -69,14 +69,14 @@ def as_place(folder: Folder) -> Path | Folder:
 
 
 def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder]:
-    """Makes the folder of a run and returns its number and it: the next one that no other trainer has taken."""
+    """Make the folder of a run and return its number and it: the next one that no other trainer has taken."""
     while not _is_new(run_dir := logdir / f"run_{number:03d}"):
         number += 1
     return number, run_dir
 
 
 def _is_new(run_dir: Path | Folder) -> bool:
-    """Makes the folder of a run, unless it is there. In a store two programs may do that in the same moment."""
+    """Make the folder of a run, unless it is there. In a store two programs may do that in the same moment."""
     if isinstance(run_dir, Folder):
         is_there = run_dir.exists()
         run_dir.make()
@@ -121,7 +121,7 @@ def _send(local: Path, run_dir: Folder) -> None:
 
 
 def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
-    """Puts the checkpoints of a run where callbacks look for them."""
+    """Put the checkpoints of a run where callbacks look for them."""
     if isinstance(run_dir, Path):
         return
     try:

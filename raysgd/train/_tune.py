@@ -129,7 +129,7 @@ class FunctionTrial:
         return self._trainer.checkpoint_manager.latest_checkpoint_id if self._trainer is not None else 0
 
     def save(self, folder: Path) -> None:
-        """Writes the newest checkpoint for Tune; before the first one what the trial began from."""
+        """Write the newest checkpoint for Tune; before the first one what the trial began from."""
         self._num_saved = self._num_taken
         checkpoint = self._trainer.latest_checkpoint if self._trainer is not None else None
         content = checkpoint if checkpoint is not None else self._begin_from or {}
@@ -137,7 +137,7 @@ class FunctionTrial:
         write_checkpoint({**content, TUNE_CHECKPOINT_ID: identity}, folder / TUNE_CHECKPOINT_FILE_NAME)
 
     def load(self, folder: Path) -> None:
-        """Begins from a checkpoint that Tune kept."""
+        """Begin from a checkpoint that Tune kept."""
         self.end()
         content = load_checkpoint(folder / TUNE_CHECKPOINT_FILE_NAME) or {}
         self._first_id = content.pop(TUNE_CHECKPOINT_ID, 0)
@@ -145,7 +145,7 @@ class FunctionTrial:
         self._begin_from = content or None
 
     def end(self) -> None:
-        """Ends the trainer."""
+        """End the trainer."""
         trainer, self._trainer, self._iterator = self._trainer, None, None
         if trainer is not None:
             trainer.shutdown()
@@ -251,7 +251,7 @@ class FitTrial:
         return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
 
     def _begun(self) -> Mailbox:
-        """Starts the trainer, in a thread."""
+        """Start the trainer, in a thread."""
         trainer = self._make_trainer()
         trainer._check()
         self._folder = self._new_folder(type(trainer).__name__)
@@ -274,7 +274,7 @@ class FitTrial:
         return folder
 
     def save(self, folder: Path) -> None:
-        """Writes the newest checkpoint for Tune, and drops those before it."""
+        """Write the newest checkpoint for Tune, and drop those before it."""
         newest = self._newest or self._begin_from
         if newest is not None:
             newest.to_directory(folder)
@@ -288,7 +288,7 @@ class FitTrial:
             (self._folder.trial / name).delete()
 
     def load(self, folder: Path) -> None:
-        """Begins from a checkpoint that Tune kept."""
+        """Begin from a checkpoint that Tune kept."""
         self.end()
         if not any(folder.iterdir()):
             return
@@ -297,7 +297,7 @@ class FitTrial:
         self._begin_from = Checkpoint.from_directory(copy)
 
     def end(self) -> None:
-        """Ends the run, wherever it is."""
+        """End the run, wherever it is."""
         mailbox, folder = self._mailbox, self._folder
         self._mailbox = self._folder = self._newest = None
         self._has_ended = False

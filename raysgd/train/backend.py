@@ -63,12 +63,12 @@ class Backend:
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> EncodedData:
-        """Makes what is reported or saved ready to leave the worker."""
+        """Make what is reported or saved ready to leave the worker."""
         return data_dict
 
     @staticmethod
     def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
-        """Undoes that, in the driver."""
+        """Undo that, in the driver."""
         decoded: dict[str, Any] = encoded_data
         return decoded
 
@@ -155,7 +155,7 @@ class PlacedConnection(Connection):
             membership.note_broken(MeshBroken("the group is formed again, because workers were lost"))
 
     def leave_for_another(self) -> None:
-        """Leaves when the function that runs here has no exchange any more, which it has not once that broke."""
+        """Leave when the function that runs here has no exchange any more, which it has not once that broke."""
         membership = _membership()
         if membership is not None:
             self.inner.interrupt()

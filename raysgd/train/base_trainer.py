@@ -88,7 +88,7 @@ class BaseTrainer(ABC):
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Notes the arguments: a trial of Ray Tune changes some of them, and `restore` uses them again."""
+            """Note the arguments: a trial of Ray Tune changes some of them, and `restore` uses them again."""
             if detached is not None:
                 return start(cls, detached, args, kwargs)
             trainer = super().__new__(cls)
@@ -124,7 +124,7 @@ class BaseTrainer(ABC):
         """Called before the data is made ready and the loop begins; by itself it does nothing. Safe to override."""
 
     def preprocess_datasets(self) -> None:
-        """Makes the datasets ready: calls functions, applies the preprocessor. Call super if you override it."""
+        """Make the datasets ready: calls functions, applies the preprocessor. Call super if you override it."""
         self.datasets = prepared(self.datasets, self.preprocessor)
 
     @abstractmethod
@@ -134,7 +134,7 @@ class BaseTrainer(ABC):
     # ---------------------------------------------------------------------------------------------------------- to run
 
     def fit(self) -> Result:
-        """Trains until the loop ends, or a stop condition is met.
+        """Train until the loop ends, or a stop condition is met.
 
         Returns:
             The metrics and checkpoints of the run, and its folder.
@@ -159,7 +159,7 @@ class BaseTrainer(ABC):
         return trainer._job.run(trainer._train)
 
     def _make_job(self, folder: TrialFolder | None) -> FitJob:
-        """Makes the job of a run: in the folder of the run that goes on, or in a new one.
+        """Make the job of a run: in the folder of the run that goes on, or in a new one.
 
         Raises:
             ValueError: The workers cannot write to the storage.
@@ -199,7 +199,7 @@ class BaseTrainer(ABC):
         return trainable_of(self)
 
     def __call__(self, config: Any) -> Any:
-        """Refuses: what Ray's own `Tuner` can call, it takes for a function.
+        """Refuse: what Ray's own `Tuner` can call, it takes for a function.
 
         Raises:
             TypeError: Always.
@@ -212,7 +212,7 @@ class BaseTrainer(ABC):
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Checks what only `fit` needs, so that a trial of Ray Tune may still choose it.
+        """Check what only `fit` needs, so that a trial of Ray Tune may still choose it.
 
         Raises:
             ValueError: Something is missing or does not go together.
@@ -221,7 +221,7 @@ class BaseTrainer(ABC):
         check_is_left_to_function(self.run_config)
 
     def _train(self) -> None:
-        """Runs the loop in one worker, and hands over what it reports."""
+        """Run the loop in one worker, and hand over what it reports."""
         bundle = self.scaling_config.trainer_bundle
         needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
         assert self._job is not None, "`fit` sets it"
@@ -285,7 +285,7 @@ def _on_one_line(value: Any) -> str:
 
 
 def _run_loop(trainer: BaseTrainer) -> None:
-    """Runs the loop of a trainer, in a worker."""
+    """Run the loop of a trainer, in a worker."""
     trainer.setup()
     trainer.preprocess_datasets()
     trainer.training_loop()
@@ -347,7 +347,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: str) -> None:
-    """Checks that a config sets nothing that a trainer has no use for, and a number of workers where it needs one.
+    """Check that a config sets nothing that a trainer has no use for, and a number of workers where it needs one.
 
     Raises:
         ValueError: It does.
@@ -368,7 +368,7 @@ def own_values(config: ScalingConfig) -> dict[str, Any]:
 
 
 def check_is_left_to_function(run_config: RunConfig) -> None:
-    """Checks that checkpoints are left to the function.
+    """Check that checkpoints are left to the function.
 
     Raises:
         ValueError: `checkpoint_frequency` or `checkpoint_at_end` is set.
@@ -383,7 +383,7 @@ def check_is_left_to_function(run_config: RunConfig) -> None:
 
 
 def check_is_shared(folder: Folder) -> None:
-    """Checks that workers can write where the run writes.
+    """Check that workers can write where the run writes.
 
     Raises:
         ValueError: Only this process sees that storage.

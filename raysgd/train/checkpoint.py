@@ -70,7 +70,7 @@ class CheckpointTaker(ABC):
 
     @abstractmethod
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Takes a checkpoint; `receive` gets it from the worker, None where the workers have stored it."""
+        """Take a checkpoint; `receive` gets it from the worker, None where the workers have stored it."""
 
     def begin_attempt(self) -> None:  # noqa: B027 - it may stay empty
         """The function is about to start on all workers, for the first time or again."""
@@ -93,14 +93,14 @@ class CheckpointTaker(ABC):
         return self._num_landed > counted
 
     def await_arrival(self, timeout_s: float) -> None:
-        """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
+        """Wait until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
         if self._coming is not None and not self._has_arrived.wait(timeout_s):
             logger.warning(
                 "checkpoint %s did not arrive within %g s; stopping its worker anyway", self._identity, timeout_s
             )
 
     def flush(self) -> None:
-        """Waits until what is on its way has arrived and is written.
+        """Wait until what is on its way has arrived and is written.
 
         Raises:
             Exception: What went wrong with it, an `OSError` when it could not be written.
@@ -116,7 +116,7 @@ class CheckpointTaker(ABC):
         keep: Callable[[dict[str, Any]], None],
         lose: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts to get a checkpoint. Nothing else may be on its way: call `flush` first.
+        """Start to get a checkpoint. Nothing else may be on its way: call `flush` first.
 
         Args:
             identity: Its number.

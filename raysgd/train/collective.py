@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank_zero(data: T) -> T:
-    """Returns on all workers what rank 0 passed. All of them have to call it; it waits for the last one.
+    """Return on all workers what rank 0 passed. All of them have to call it; it waits for the last one.
 
     Raises:
         SessionMisuseError: Outside of a training function.
@@ -24,7 +24,7 @@ def broadcast_from_rank_zero(data: T) -> T:
 
 
 def barrier() -> None:
-    """Waits until all workers have called it.
+    """Wait until all workers have called it.
 
     Raises:
         SessionMisuseError: Outside of a training function.

@@ -120,15 +120,15 @@ class DataParallelTrainer(BaseTrainer):
         self._data_config = merged_config(dataset_config, self.datasets, self._dataset_config)
 
     def get_dataset_config(self) -> Any:
-        """Returns who gets which data: the `DataConfig` you passed, or a copy of the dict of `DatasetConfig` in use."""
+        """Return who gets which data: the `DataConfig` you passed, or a copy of the dict of `DatasetConfig` in use."""
         return copy(self._data_config)
 
     def preprocess_datasets(self) -> None:
-        """Makes the datasets ready: calls functions, applies the preprocessor. Call super if you override it."""
+        """Make the datasets ready: calls functions, applies the preprocessor. Call super if you override it."""
         self.datasets = prepared(self.datasets, self.preprocessor, self._data_config)
 
     def training_loop(self) -> None:
-        """Runs the function on the workers, and hands over what it reports. Call super if you override it."""
+        """Run the function on the workers, and hand over what it reports. Call super if you override it."""
         function = without_arguments(self._loop, self._loop_config)
         assert self._job is not None, "`fit` sets it"
         run = FitRun(

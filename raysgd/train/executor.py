@@ -221,7 +221,7 @@ class BackendExecutor:
         train_cls_args: Sequence[Any] | None = None,
         train_cls_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts the workers and connects them.
+        """Start the workers and connect them.
 
         Args:
             initialization_hook: Run in each worker process before anything else.
@@ -292,7 +292,7 @@ class BackendExecutor:
         return nodes
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Ends the workers and gives the resources back. What was not started is left alone.
+        """End the workers and give the resources back. What was not started is left alone.
 
         Args:
             patience_s: With more than 0 they may close what they have first. A checkpoint that was handed over comes
@@ -317,7 +317,7 @@ class BackendExecutor:
         *,
         config: Any = None,
     ) -> None:
-        """Starts a function on all workers.
+        """Start a function on all workers.
 
         Args:
             train_func: The function; it takes nothing, or the config.
@@ -340,7 +340,7 @@ class BackendExecutor:
     def start_plan(
         self, plan: RunPlan, run_dir: Path | Folder | None = None, latest_checkpoint_id: int | None = None
     ) -> FunctionRun:
-        """Starts the function of a plan on all workers; see `start_training`.
+        """Start the function of a plan on all workers; see `start_training`.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
@@ -357,7 +357,7 @@ class BackendExecutor:
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> FunctionRun:
-        """Starts a function on all workers; its checkpoints go to whatever takes those of this executor.
+        """Start a function on all workers; its checkpoints go to whatever takes those of this executor.
 
         Args:
             function: The function, its argument bound.
@@ -397,7 +397,7 @@ class BackendExecutor:
         return preemption_of([worker.metadata.node_id for worker in self._hooks.workers.workers], drain_deadlines())
 
     def check_free(self) -> None:
-        """Checks that there are workers, and that no function is running on them.
+        """Check that there are workers, and that no function is running on them.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
@@ -432,12 +432,12 @@ class BackendExecutor:
         self._running().mute()
 
     def finish_training(self) -> list[Any]:
-        """Lets the functions come to their end, without their reports; returns what they returned, by rank."""
+        """Let the functions come to their end, without their reports; return what they returned, by rank."""
         run, self._run = self._running(), None
         return run.finish()
 
     def abort_training(self) -> None:
-        """Ends the functions wherever they are. Harmless when none runs."""
+        """End the functions wherever they are. Harmless when none runs."""
         run, self._run = self._run, None
         if run is not None and self._controller is not None:
             run.abort()
@@ -463,7 +463,7 @@ class BackendExecutor:
         return self._hooks.workers
 
     def replace_workers(self) -> WorkerGroup:
-        """Ends all workers and starts new ones; returns those.
+        """End all workers and start new ones; return those.
 
         Raises:
             InactiveWorkerGroupError: There are none.
@@ -476,7 +476,7 @@ class BackendExecutor:
         return self.get_worker_group()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Runs `function(*args, **kwargs)` once in every worker; what it returned, in order of the ranks.
+        """Run `function(*args, **kwargs)` once in every worker; what it returned, in order of the ranks.
 
         Raises:
             WorkerError: The function raised; of that class too.
@@ -545,7 +545,7 @@ class BackendExecutor:
 
 
 def check_spares(num_spares: Any, is_elastic: bool) -> None:
-    """Checks the number of workers that wait to step in.
+    """Check the number of workers that wait to step in.
 
     Raises:
         ValueError: It cannot be, or there is nowhere to step in.
@@ -559,7 +559,7 @@ def check_spares(num_spares: Any, is_elastic: bool) -> None:
 
 
 def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus: float, max_retries: int) -> None:
-    """Checks that functions can go on where they are.
+    """Check that functions can go on where they are.
 
     Args:
         config: Connects the workers.

@@ -105,7 +105,7 @@ class RayTrainReportCallback(_Callback):
         UploadOptions(**self._options)  # checks them
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Reports on all ranks, as all of them have saved."""
+        """Report on all ranks, as all of them have saved."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         folder = tempfile.mkdtemp(prefix="raysgd-lightning-")
@@ -123,7 +123,7 @@ class RayTrainReportCallback(_Callback):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Returns Lightning's `Trainer`, if it can train on the workers of the run.
+    """Return Lightning's `Trainer`, if it can train on the workers of the run.
 
     Raises:
         RuntimeError: Its strategy or its environment would start other processes.

@@ -35,7 +35,7 @@ __all__ += of_air.__all__
 
 
 def save_checkpoint(**kwargs: Any) -> None:
-    """Saves the keywords as a checkpoint. Every worker must call it; the checkpoint of rank 0 is kept.
+    """Save the keywords as a checkpoint. Every worker must call it; the checkpoint of rank 0 is kept.
 
     The state is copied once before this returns. It is sent and written while the function continues. For functions
     that `Trainer.run` runs; with `fit`, pass a `Checkpoint` to `report`.

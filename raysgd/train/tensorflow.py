@@ -74,7 +74,7 @@ class TensorflowBackend(Backend):
 
 
 def set_variables(variables: dict[str, str]) -> None:
-    """Sets environment variables in this process."""
+    """Set environment variables in this process."""
     os.environ.update(variables)
 
 

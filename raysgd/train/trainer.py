@@ -171,7 +171,7 @@ class Trainer:
             return super().__new__(cls) if detached is None else start_detached(cls, detached, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
-        """Starts the workers and connects them.
+        """Start the workers and connect them.
 
         Args:
             initialization_hook: Run in each worker process before anything else, also in those that replace lost ones.
@@ -188,7 +188,7 @@ class Trainer:
             logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)
 
     def shutdown(self) -> None:
-        """Ends the workers. The trainer can be started again."""
+        """End the workers. The trainer can be started again."""
         self._executor.shutdown()
 
     @property
@@ -214,7 +214,7 @@ class Trainer:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> list[T]:
-        """Runs a function on all workers until it ends everywhere.
+        """Run a function on all workers until it ends everywhere.
 
         Args:
             train_func: Takes nothing, or one argument, the config.
@@ -257,13 +257,13 @@ class Trainer:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> TrainingIterator:
-        """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
+        """Start a function on all workers and return an iterator over what it reports; arguments as in `run`."""
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         return TrainingIterator(self._executor.start_plan(plan, self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Starts the workers, each with an object of the user's class, and connects them.
+        """Start the workers, each with an object of the user's class, and connect them.
 
         Args:
             train_cls: The class.
@@ -302,11 +302,11 @@ class Trainer:
         return make_trainable(self._make_alike, train_func, dataset, self._bundles, self._strategy)
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
-        """Makes the folder for the runs and returns it; without a name, a new one with the time."""
+        """Make the folder for the runs and return it; without a name, a new one with the time."""
         return make_logdir(log_dir)
 
     def create_run_dir(self) -> Path | Folder:
-        """Makes the folder of the next run and returns it: the next number that no other trainer has taken."""
+        """Make the folder of the next run and return it: the next number that no other trainer has taken."""
         self._num_runs, run_dir = make_run_dir(self.logdir, self._num_runs + 1)
         self.latest_run_dir = run_dir
         return run_dir
@@ -424,7 +424,7 @@ class TrainWorkerGroup:
         return self._executor.get_worker_group()
 
     def restart(self) -> None:
-        """Replaces all workers: new processes, connected again, with new objects made from the same arguments.
+        """Replace all workers: new processes, connected again, with new objects made from the same arguments.
 
         Handles taken before are of no use any more: take them again, `group[0]`.
 
@@ -436,7 +436,7 @@ class TrainWorkerGroup:
         self._executor.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Ends the workers; with `patience_s` above 0 they may close what they have first."""
+        """End the workers; with `patience_s` above 0 they may close what they have first."""
         self._executor.shutdown(patience_s)
 
 
@@ -467,7 +467,7 @@ class TrainerCallbacks:
 
     @contextmanager
     def around(self, run_dir: Path | Folder, config: Any) -> Iterator[None]:
-        """Calls `start_training` before the run, and `finish_training` after it.
+        """Call `start_training` before the run, and `finish_training` after it.
 
         Where the folder of the run is in a store, callbacks get a folder of this machine, which goes there at the end.
         """
@@ -492,7 +492,7 @@ class TrainerCallbacks:
     def process(
         self, results: list[dict[str, Any]], events: Sequence[GroupEvent] = (), checkpoint: str | None = None
     ) -> None:
-        """Gives all callbacks what there is at one report.
+        """Give all callbacks what there is at one report.
 
         Args:
             results: The metrics of all workers.

@@ -93,7 +93,7 @@ class RemoteMethod:
         ray.kill(self.handle.ray_actor)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts the method and returns a Ray reference to its result; `ray.get` of it is an error if the worker dies.
+        """Start the method and return a Ray reference to its result; `ray.get` of it is an error if the worker dies.
 
         Raises:
             InactiveWorkerGroupError: The workers were ended or replaced since the handle was made.
@@ -180,7 +180,7 @@ class WorkerGroup:
         return face
 
     def start(self) -> None:
-        """Starts `num_workers` workers.
+        """Start `num_workers` workers.
 
         Raises:
             RuntimeError: There are workers already.
@@ -190,7 +190,7 @@ class WorkerGroup:
         self.add_workers(self.num_workers)
 
     def add_workers(self, num_workers: int) -> None:
-        """Starts more workers, behind those that there are.
+        """Start more workers, behind those that there are.
 
         Raises:
             ValueError: The placement group that was given has too few bundles that hold a worker.
@@ -227,21 +227,21 @@ class WorkerGroup:
             )
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """Ends the workers at these indexes; those behind them move up."""
+        """End the workers at these indexes; those behind them move up."""
         leaving = [self.workers[index] for index in worker_indexes]
         for worker in leaving:
             worker.actor.group.remove_workers([worker.actor.rank])
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Has those workers, by rank, from now on: the group consists of them. None stands for one that died."""
+        """Have those workers, by rank, from now on: the group consists of them. None stands for one that died."""
         self.workers = [
             replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
         ]
         self.num_workers = len(workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Ends the workers; with `patience_s` above 0 they may close what they have first.
+        """End the workers; with `patience_s` above 0 they may close what they have first.
 
         Raises:
             TrainBackendError: They are those of an executor or a trainer, whose own `shutdown` ends them.
@@ -258,7 +258,7 @@ class WorkerGroup:
                 group.kill(_RELEASE_S)
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Starts `func` on all workers; returns Ray's references, in order.
+        """Start `func` on all workers; return Ray's references, in order.
 
         Raises:
             RuntimeError: There are no workers.
@@ -268,7 +268,7 @@ class WorkerGroup:
         return [self._submit(worker, func, *args, **kwargs) for worker in self.workers]
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Runs `func` on all workers and returns the results in order.
+        """Run `func` on all workers and return the results in order.
 
         Raises:
             WorkerError: `func` raised; of that class too.
@@ -277,7 +277,7 @@ class WorkerGroup:
         return gather(self.execute_async(func, *args, **kwargs))
 
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Starts `func` on one worker; returns Ray's reference.
+        """Start `func` on one worker; return Ray's reference.
 
         Raises:
             ValueError: There is no such worker.
@@ -287,7 +287,7 @@ class WorkerGroup:
         return self._submit(self.workers[worker_index], func, *args, **kwargs)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `func` on one worker; see `execute`."""
+        """Run `func` on one worker; see `execute`."""
         return gather([self.execute_single_async(worker_index, func, *args, **kwargs)])[0]
 
     def _submit(self, worker: Worker, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +329,7 @@ def gather(references: Sequence[Any]) -> list[Any]:
 
 
 def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> None:
-    """Makes an object of the user's class in each of these workers; raises as `gather`."""
+    """Make an object of the user's class in each of these workers; raise as `gather`."""
     gather(
         [each.actor.group.submit(each.actor.rank, "host", FunctionReplica.make_object, make_object) for each in workers]
     )

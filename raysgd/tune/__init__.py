@@ -35,5 +35,5 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def function(func: Function) -> Function:
-    """Returns the function: the oldest programs marked those that are values in a config and no search space."""
+    """Return the function: the oldest programs marked those that are values in a config and no search space."""
     return func

@@ -66,7 +66,7 @@ def make_distributed(
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """Unpacks, in a worker, what was saved last, and runs the function."""
+    """Unpack, in a worker, what was saved last, and run the function."""
     _running.append(func)
     try:
         saved = train.load_checkpoint()

@@ -137,7 +137,7 @@ class Population:
         return [Member(index, *pair) for index, pair in enumerate(zip(configs, trainers, strict=True))]
 
     def run(self, num_intervals: int) -> Member:
-        """Trains all members, and after each interval but the last lets the worse ones copy. Returns the best one."""
+        """Train all members, and after each interval but the last let the worse ones copy. Return the best one."""
         for interval in range(checks.check_count("num_intervals", num_intervals, hint="Each is one `step`.")):
             if interval:
                 self.evolve()
@@ -145,7 +145,7 @@ class Population:
         return self.best
 
     def train(self) -> list[dict[str, Any]]:
-        """Trains all members for one interval, at the same time; returns their results. Ctrl-C ends their calls.
+        """Train all members for one interval, at the same time; return their results. Ctrl-C ends their calls.
 
         Raises:
             ValueError: A result lacks the metric.
@@ -179,7 +179,7 @@ class Population:
             member.trainer._interrupt()
 
     def evolve(self) -> list[Exploit]:
-        """Lets each of the worst members copy one of the best, and go on with a config near that one's."""
+        """Let each of the worst members copy one of the best, and go on with a config near that one's."""
         num_copies = min(math.ceil(len(self.members) * self._quantile), len(self.members) // 2)
         ranked = self.ranked
         worse = ranked[len(ranked) - num_copies :]
@@ -192,7 +192,7 @@ class Population:
         return Exploit(member.index, source.index, config)
 
     def copy(self, member: Member, source: Member, config: Mapping[str, Any] | None = None) -> None:
-        """Gives a member the state of another one.
+        """Give a member the state of another one.
 
         Args:
             member: Gets the state.
@@ -205,7 +205,7 @@ class Population:
         member.result = dict(source.result)
 
     def restart(self, member: Member, config: Mapping[str, Any]) -> None:
-        """Begins a member again with another config, on the workers that it has."""
+        """Begin a member again with another config, on the workers that it has."""
         member.trainer.reset_config(config)
         member.config, member.result = dict(config), {}
 
@@ -224,7 +224,7 @@ class Population:
         return -math.inf if math.isnan(score) else score
 
     def shutdown(self) -> None:
-        """Ends all trainers."""
+        """End all trainers."""
         _shutdown_all(member.trainer for member in self.members)
 
     def __enter__(self) -> Population:
@@ -326,7 +326,7 @@ class Exploration:
 
 
 def check_space(space: Any) -> None:
-    """Refuses what configs cannot be drawn from.
+    """Refuse what configs cannot be drawn from.
 
     Raises:
         TypeError: It is no dict.

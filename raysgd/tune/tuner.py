@@ -88,7 +88,7 @@ class Tuner:
         )
 
     def fit(self) -> ResultGrid:
-        """Runs all trials, and returns their results, also those of trials that failed."""
+        """Run all trials, and return their results, also those of trials that failed."""
         trainer, run_config = self._trainable, self._run_config
         if isinstance(trainer, BaseTrainer) and run_config is not None:
             experiment = storage_of(run_config) / str(run_config.name)
@@ -367,7 +367,7 @@ class CallsInTrials:
         return {trial: calls.states() for trial, calls in self._of_trial.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Keeps it for the trials that start from now on."""
+        """Keep it for the trials that start from now on."""
         self._saved = dict(state)
 
     def _end(self, trial: Any, error: BaseException | None) -> None:

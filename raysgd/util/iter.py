@@ -322,7 +322,7 @@ class ParallelIterator(_Stages):
         return self.gather_sync().take(n)
 
     def show(self, n: int = 20) -> None:
-        """Prints up to `n` elements."""
+        """Print up to `n` elements."""
         self.gather_sync().show(n)
 
     def _shard(self, index: int) -> ItemShard:
@@ -362,7 +362,7 @@ class LocalIterator(_Stages):
         return LocalIterator(self._shard.then(stage, size), self.name + name)
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
-        """Shuffles: elements are drawn from a buffer of so many."""
+        """Shuffle: elements are drawn from a buffer of so many."""
         return self._shuffled(shuffle_buffer_size, seed)
 
     def union(self, other: LocalIterator) -> LocalIterator:
@@ -375,7 +375,7 @@ class LocalIterator(_Stages):
         return list(islice(iter(self), n))
 
     def show(self, n: int = 20) -> None:
-        """Prints up to `n` elements."""
+        """Print up to `n` elements."""
         for element in self.take(n):
             print(element)
 

@@ -27,7 +27,7 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> list[Any]:
-        """Runs a function on all workers until it ends everywhere, see `raysgd.train.Trainer.run`."""
+        """Run a function on all workers until it ends everywhere, see `raysgd.train.Trainer.run`."""
         return super().run(train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy)
 
     def run_iterator(  # type: ignore[override]
@@ -39,5 +39,5 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> TrainingIterator:
-        """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
+        """Start a function on all workers and return an iterator over what it reports; arguments as in `run`."""
         return super().run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)

@@ -58,7 +58,7 @@ class Hosted(ABC):
 
     @abstractmethod
     def build(self) -> RunnerFacts:
-        """Makes the operator, which runs the user's `setup`, and what else there is. Returns its facts."""
+        """Make the operator, which runs the user's `setup`, and what else there is. Return its facts."""
 
     @abstractmethod
     def facts(self) -> RunnerFacts:
@@ -66,26 +66,26 @@ class Hosted(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Takes a step in advance. The state of another rank replaces later what it changes of registered state."""
+        """Take a step in advance. The state of another rank replaces later what it changes of registered state."""
 
     @abstractmethod
     def take_place(self, world: World) -> None:
-        """Takes a place in another group, which this process has joined."""
+        """Take a place in another group, which this process has joined."""
 
     @abstractmethod
     def send(self, state: Any, takers: Sequence[int]) -> None:
-        """Sends something to other ranks of the group."""
+        """Send something to other ranks of the group."""
 
     @abstractmethod
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Receives what another rank sends to `takers`, of which this one is one."""
+        """Receive what another rank sends to `takers`, of which this one is one."""
 
     @abstractmethod
     def settle_in(self) -> None:
         """Called in another group when all ranks have the same state."""
 
     def names_of_all(self, name: str) -> Collection[str] | None:
-        """Returns the names of the ranks of the group, each of which says its `name`; None where they do not."""
+        """Return the names of the ranks of the group, each of which says its `name`; None where they do not."""
         return None
 
     @abstractmethod
@@ -102,11 +102,11 @@ class Hosted(ABC):
 
     @abstractmethod
     def weight_sums(self) -> WeightSums | None:
-        """Returns what the weights are that have to be equal on all ranks; None where there are none."""
+        """Return what the weights are that have to be equal on all ranks; None where there are none."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
-        """Gives random numbers back: those drawn inside are drawn again afterwards."""
+        """Give random numbers back: those drawn inside are drawn again afterwards."""
 
     @abstractmethod
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
@@ -137,7 +137,7 @@ class Hosted(ABC):
         return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:
-        """Tells the operator what has changed since it was made, as those were told that were there."""
+        """Tell the operator what has changed since it was made, as those were told that were there."""
         before = self.settings
         for number in range(len(before.config_changes), len(settings.config_changes)):
             self.change_config(settings.after(number + 1))
@@ -146,7 +146,7 @@ class Hosted(ABC):
         self.settings = settings
 
     def change_config(self, settings: Any) -> list[str]:
-        """Changes entries of the config in the operator.
+        """Change entries of the config in the operator.
 
         Args:
             settings: Those with the new values; the last one of their changes is made.
@@ -174,24 +174,24 @@ class Hosted(ABC):
 
     @abstractmethod
     def take_edited(self, edited: Any) -> None:
-        """Takes over such hyperparameters."""
+        """Take over such hyperparameters."""
 
     @abstractmethod
     def follow_config(self) -> None:
-        """Gives the optimizers the hyperparameters of `setup` again."""
+        """Give the optimizers the hyperparameters of `setup` again."""
 
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Lets these callbacks, and no others, run around each step."""
+        """Let these callbacks, and no others, run around each step."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)
         self.loop.note_boundary()
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Takes over a state; see `ReplicaState.restore`."""
+        """Take over a state; see `ReplicaState.restore`."""
         self.state.restore(shared_state, own_state)
         self.loop.note_restored()
 
     def close(self) -> None:
-        """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
+        """Drop the iterators, and with them the processes of loaders. The operator itself stays usable."""
         self.feed.close()
 
 

@@ -209,12 +209,12 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ what it says
 
     def reading(self) -> TimeSpent:
-        """Returns what the time was spent on, up to now; may be called from a second thread."""
+        """Return what the time was spent on, up to now; may be called from a second thread."""
         seconds = self._shown()
         return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
-        """Returns what the running call has spent its time on so far, without bins that are empty."""
+        """Return what the running call has spent its time on so far, without bins that are empty."""
         found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
         return {name: spent for name, spent in found.items() if spent > 0}
 

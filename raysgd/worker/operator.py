@@ -38,7 +38,7 @@ _OF_TRAINER = "It comes from the trainer."
 
 
 def rung(method: Callable[Concatenate[SelfT, ...], ResultT]) -> Callable[Concatenate[SelfT, ...], ResultT]:
-    """Lets type checkers accept an override that takes fewer arguments, as the library does; changes nothing."""
+    """Let type checkers accept an override that takes fewer arguments, as the library does; change nothing."""
     return method
 
 
@@ -111,14 +111,14 @@ class Internals:
         return use_gpu
 
     def take_place(self, world: World) -> None:
-        """Goes on in another group."""
+        """Go on in another group."""
         self.context = replace(self.context, world=world)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Returns what the library itself does when entries of the config have changed: nothing here."""
+        """Return what the library itself does when entries of the config have changed: nothing here."""
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
-        """Returns what the library adds to the `info` of a training call."""
+        """Return what the library adds to the `info` of a training call."""
         return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}
 
     def new_meters(self) -> AverageMeterCollection:
@@ -136,7 +136,7 @@ class Internals:
             set_apart(self)
 
     def num_samples(self, batch: Any) -> int:
-        """Returns how many samples of a batch count."""
+        """Return how many samples of a batch count."""
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
@@ -184,7 +184,7 @@ class BaseOperator:
         self.setup(config)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Creates everything and registers it. Runs once in each worker, inside the process group.
+        """Create everything and register it. Runs once in each worker, inside the process group.
 
         Args:
             config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
@@ -192,7 +192,7 @@ class BaseOperator:
         raise NotImplementedError("Override `setup` to create and register models and optimizers.")
 
     def log(self, name: str, value: Any) -> None:
-        """Reports a metric of the batch, beside those that `train_batch` or `validate_batch` returns.
+        """Report a metric of the batch, beside those that `train_batch` or `validate_batch` returns.
 
         It is averaged in the same way: by the samples of the batch, over batches and workers. Call it anywhere inside
         these methods. If a name is logged twice in a batch, the last value counts; if it is also returned, that one.
@@ -207,13 +207,13 @@ class BaseOperator:
         note(self._raysgd.logged, name, value)
 
     def skip_batch(self) -> None:
-        """Leaves out the batch that was drawn last, on all workers: no training follows for it."""
+        """Leave out the batch that was drawn last, on all workers: no training follows for it."""
         if self._raysgd.place is not None:
             self._raysgd.place.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Predicts one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
+        """Predict one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
 
         The models are in evaluation mode, and no gradients are kept.
 
@@ -233,7 +233,7 @@ class BaseOperator:
         return None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Takes over what `state_dict` returned, which may be None."""
+        """Take over what `state_dict` returned, which may be None."""
 
     def world_changed(self) -> None:
         """Called on every worker after the number of workers has changed under it, with the new `world_size`.
@@ -303,7 +303,7 @@ def class_of_creators(
 
 
 def take_place(operator: BaseOperator, world: World) -> None:
-    """Lets an operator go on in another group."""
+    """Let an operator go on in another group."""
     operator._raysgd.take_place(world)
     operator.world_size = world.size
 

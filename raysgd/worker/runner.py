@@ -45,7 +45,7 @@ class ClassRunner(ReplicaCalls, ABC):
         """The hosted operator that these settings make in this framework; its `build` was not called yet."""
 
     def setup(self) -> Any:
-        """Builds the operator, which runs the user's `setup`, and tells it what changed later. Returns its facts.
+        """Build the operator, which runs the user's `setup`, and tell it what changed later. Return its facts.
 
         Raises:
             NotRegisteredError: That registers nothing.
@@ -63,7 +63,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def renew(self, settings: Any, world: World | None = None) -> Any:
-        """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
+        """Make a new operator, from other settings, in the group that there is. Return facts, like `setup`."""
         self.shutdown()
         self.drop_reload()
         self._settings = settings
@@ -71,11 +71,11 @@ class ClassRunner(ReplicaCalls, ABC):
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Tells the operator what has changed in the settings since it was made; see `Hosted.follow`."""
+        """Tell the operator what has changed in the settings since it was made; see `Hosted.follow`."""
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:
-        """Takes a step in advance, before this replica has a place among others."""
+        """Take a step in advance, before this replica has a place among others."""
         self._ledger.stand_by()
         try:
             self._hosted.warm_up()
@@ -96,13 +96,13 @@ class ClassRunner(ReplicaCalls, ABC):
         return feed.epoch - bool(is_mid_pass)
 
     def change_config(self, settings: Any) -> list[str]:
-        """Changes entries of the config in the operator; see `Hosted.change_config`."""
+        """Change entries of the config in the operator; see `Hosted.change_config`."""
         return self._hosted.change_config(settings)
 
     # What follows changes a live replica without a new process. ADR 72 says why a class is edited in two steps.
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
-        """Makes an operator of another class with the state of this one, which goes on until `finish_reload`.
+        """Make an operator of another class with the state of this one, which goes on until `finish_reload`.
 
         Returns:
             Its facts, and the hyperparameters that its `setup` chooses differently.
@@ -123,7 +123,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Goes on with the operator that `prepare_reload` made; None where there is none."""
+        """Go on with the operator that `prepare_reload` made; None where there is none."""
         if self._hosted.settings.revision != revision:  # else it was made with the new class
             candidate = self._candidate
             if candidate is None or candidate.settings.revision != revision:
@@ -136,11 +136,11 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def drop_reload(self) -> None:
-        """Forgets what `prepare_reload` made."""
+        """Forget what `prepare_reload` made."""
         self._candidate = None
 
     def follow_config(self) -> None:
-        """Gives the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
+        """Give the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
         self._hosted.follow_config()
 
     # ------------------------------------------------------------------------------------------------ the state
@@ -150,7 +150,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
+        """Copy the state once: rank 0 what all ranks share, every rank what is its own."""
         return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
 
     def fetch(self, token: int) -> Any:
@@ -162,23 +162,23 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit. See `ReplicaState.restore`."""
+        """Take over a snapshot or a checkpoint; nothing is changed if it does not fit. See `ReplicaState.restore`."""
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
-        """Takes over a snapshot that was taken inside a training call, ready to continue the call."""
+        """Take over a snapshot that was taken inside a training call, ready to continue the call."""
         self.restore(shared_state, own_state)
         self._go_on_from(first, parts)
 
     def shutdown(self) -> None:
-        """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
+        """Drop the iterators, and with them the processes of loaders. The operator itself stays usable."""
         self._hosted.close()
         self._forget_call()
         self._copies.clear()
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
+        """Continue in the new group; take over the state of `handover.source` if it is among the takers."""
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
@@ -199,7 +199,7 @@ class ClassRunner(ReplicaCalls, ABC):
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
     ) -> EpochAnswer | None:
-        """Validates a state of the workers that train, on a spare that is in no group; None where this loan was ended.
+        """Validate a state of the workers that train, on a spare that is in no group; None where this loan was ended.
 
         A spare that has to be made again for settings from before is made again for its own afterwards.
         """

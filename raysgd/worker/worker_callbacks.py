@@ -42,7 +42,7 @@ class InstalledCallbacks:
         self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
-        """Puts copies of `callbacks` in the place of those that there are."""
+        """Put copies of `callbacks` in the place of those that there are."""
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
@@ -60,7 +60,7 @@ class InstalledCallbacks:
                 call_event(each, "on_epoch_begin", operator)
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
-        """Returns what is called with the metrics of each batch; None where no callback sees them."""
+        """Return what is called with the metrics of each batch; None where no callback sees them."""
         watching = self._with("on_step_end")
 
         def after(metrics: Any) -> Any:
@@ -129,7 +129,7 @@ class InstalledCallbacks:
         return {CALLBACKS: states} if states else {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuses a state whose part for callbacks is of another form.
+        """Refuse a state whose part for callbacks is of another form.
 
         Raises:
             ValueError: It is.
@@ -138,7 +138,7 @@ class InstalledCallbacks:
             raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
 
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
-        """Takes over their part of a state. A callback that has none in it begins again: the model is another one."""
+        """Take over their part of a state. A callback that has none in it begins again: the model is another one."""
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
             call_event(each, "on_begin", operator)
@@ -151,7 +151,7 @@ class InstalledCallbacks:
             )
 
     def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
-        """Gives each callback its state; returns callbacks that have none."""
+        """Give each callback its state; return callbacks that have none."""
         self._unclaimed = {key: state for key, state in states.items() if state is not None}
         for each in self._callbacks:
             state = self._unclaimed.pop(key_of(each), None)

@@ -123,7 +123,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Opens a file of lines to write on. A last line without an end gets one.
+    """Open a file of lines to write on. A last line without an end gets one.
 
     Open it for one report and close it: a handle that has failed would refuse all that follow.
     """

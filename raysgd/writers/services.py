@@ -136,7 +136,7 @@ class MLflowRun(ServiceRun):
         self._service.end_run(status="FAILED" if has_failed else "FINISHED")
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Logs them, or those that MLflow takes: a run that is active may have another value of one."""
+        """Log them, or those that MLflow takes: a run that is active may have another value of one."""
         try:
             self._service.log_params(parameters)
         except self._service.exceptions.MlflowException as error:
@@ -150,7 +150,7 @@ class MLflowRun(ServiceRun):
         self._service.log_metrics(_by_allowed_names(numbers_in(row)), step=step)
 
     def add_folder(self, folder: Path) -> None:
-        """Uploads a folder, under its own name."""
+        """Upload a folder, under its own name."""
         self._service.log_artifacts(str(folder), artifact_path=folder.name)
 
     def _choose_store(self, default: Path) -> None:

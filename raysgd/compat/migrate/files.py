@@ -36,7 +36,7 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
-    """Rewrites one file, in memory. What is no file of its folder is left alone.
+    """Rewrite one file, in memory. What is no file of its folder is left alone.
 
     Args:
         path: The file.
@@ -57,7 +57,7 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Returns why a path is not rewritten: a pipe may never end, and a link leads to a file that was not named."""
+    """Return why a path is not rewritten: a pipe may never end, and a link leads to a file that was not named."""
     if path.is_symlink():
         return f"it is a link to `{path.resolve()}`, which you can pass by itself"
     return None if path.is_file() or not path.exists() else "it is not a regular file"

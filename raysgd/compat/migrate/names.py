@@ -71,7 +71,7 @@ class OldNames(cst.CSTTransformer):
         self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Notes in which statement what follows stands."""
+        """Note in which statement what follows stands."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
             if node in self._methods:
@@ -79,7 +79,7 @@ class OldNames(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Says in a comment above a statement what only a person can rewrite in it."""
+        """Say in a comment above a statement what only a person can rewrite in it."""
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
             return left
@@ -123,7 +123,7 @@ class OldNames(cst.CSTTransformer):
         return [statement]
 
     def _look_for(self, module: str, line: cst.CSTNode, names: Sequence[str] = ()) -> None:
-        """Tells a person of a module, or a name in it, that today's Ray has no longer; Ray is not imported for that."""
+        """Tell a person of a module, or a name in it, that today's Ray has no longer; Ray is not imported for that."""
         for root in _folders_of_ray() if self._is_of_ray(module) else ():
             path = Path(root, *module.split(".")[1:])
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -136,7 +136,7 @@ class OldNames(cst.CSTTransformer):
                         self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
 
     def _look_for_attribute(self, node: cst.Attribute) -> None:
-        """Tells a person of a name behind a module of Ray, such as `ray.data.range_table`, that is there no longer."""
+        """Tell a person of a name behind a module of Ray, such as `ray.data.range_table`, that is there no longer."""
         for found in self._meanings(node):
             if found.source is QualifiedNameSource.IMPORT and self._is_of_ray(found.name):
                 module, name = _behind_module_of_ray(found.name)

@@ -54,7 +54,7 @@ class MigratedProgram:
         return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
     def replace_file(self) -> None:
-        """Replaces the file; its permissions stay.
+        """Replace the file; its permissions stay.
 
         Raises:
             OSError: It could not be written; it is as it was.
@@ -70,7 +70,7 @@ def _lines(text: bytes) -> list[str]:
 
 
 def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
-    """Rewrites a program. A line that only a person can rewrite gets a comment.
+    """Rewrite a program. A line that only a person can rewrite gets a comment.
 
     Args:
         text: The file, as it is on the disk.
@@ -133,7 +133,7 @@ def _is_import(line: cst.CSTNode) -> bool:
 
 
 def _report_texts(tree: ast.Module, paths: Paths, findings: set[Finding]) -> None:
-    """Reports old names in strings, such as those that are patched in tests."""
+    """Report old names in strings, such as those that are patched in tests."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not node.value.startswith("ray."):
             continue

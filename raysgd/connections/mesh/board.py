@@ -44,7 +44,7 @@ class BoardMessage(NamedTuple):
 
 
 def taken_from(received: bytearray) -> list[BoardMessage]:
-    """Removes the messages that are complete from what was received."""
+    """Remove the messages that are complete from what was received."""
     found, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
         source, length, num_bytes = _HEAD.unpack_from(received, start)
@@ -77,7 +77,7 @@ class _Link:
         self._is_cut = False
 
     def send(self, data: bytes) -> None:
-        """Sends as much as the connection takes now, and keeps the rest."""
+        """Send as much as the connection takes now, and keep the rest."""
         with self._sending:
             if self._unsent and not self._is_cut:
                 self._unsent += data
@@ -86,7 +86,7 @@ class _Link:
                 self._wake()
 
     def send_rest(self) -> None:
-        """Sends more of what was kept."""
+        """Send more of what was kept."""
         with self._sending:
             del self._unsent[: self._num_sent(self._unsent)]
 
@@ -116,7 +116,7 @@ class _Link:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close_socket(self) -> None:
-        """Closes the socket; `wake` is not called any more."""
+        """Close the socket; `wake` is not called any more."""
         with self._sending:
             self.connection.close()
 
@@ -206,7 +206,7 @@ class Board:
             return list(self._values.values())
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes under `key`, for all.
+        """Write under `key`, for all.
 
         Raises:
             MeshBroken: A connection has ended.
@@ -231,7 +231,7 @@ class Board:
             self._break(_INTERRUPTED if was_cut else str(error))
 
     def _receive_once(self) -> None:
-        """Waits for something, passes on what is for others too, and keeps it; only then tells of an end."""
+        """Wait for something, pass on what is for others too, and keep it; only then tell of an end."""
         messages: list[BoardMessage] = []
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
@@ -252,7 +252,7 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Sends to a neighbor and receives from it, each where it goes; returns what was received."""
+        """Send to a neighbor and receive from it, each where it goes; return what was received."""
         if events & select.POLLOUT:
             link.send_rest()
             self._poll.modify(link.connection, _events(link))
@@ -268,7 +268,7 @@ class Board:
         os.write(self._bell[1], b"!")
 
     def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
-        """Sends on what has not reached all ranks; what takes the same way, in one go."""
+        """Send on what has not reached all ranks; what takes the same way, in one go."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for message in messages:
             encoded = message.encoded
@@ -297,7 +297,7 @@ class Board:
             self._break(_INTERRUPTED)
 
     def close_sockets(self) -> None:
-        """Ends the connections, and closes their sockets once nothing is received any more."""
+        """End the connections, and close their sockets once nothing is received any more."""
         self.interrupt()
         if self._receiver.is_alive():
             self._receiver.join()

@@ -60,7 +60,7 @@ class Deadline:
         self._deadline = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """Does nothing before the deadline.
+        """Do nothing before the deadline.
 
         Raises:
             ConnectFailed: It has passed, or the wait was interrupted.
@@ -70,7 +70,7 @@ class Deadline:
 
 
 def listen_at(host: str) -> socket.socket:
-    """Listens at a free port of this address; of all addresses, where this machine does not have that one.
+    """Listen at a free port of this address; of all addresses, where this machine does not have that one.
 
     A machine whose address is translated is known to the others by one that it does not have itself.
     """
@@ -121,7 +121,7 @@ class Endpoint:
         self._listener.setblocking(False)
 
     def close_sockets(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self._listener.close()
         if self._holding is not None:
             self._holding.close()
@@ -129,7 +129,7 @@ class Endpoint:
     def connect(
         self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
     ) -> list[Connections]:
-        """Connects to other ranks, which must all do so at this time. No rank listens after that.
+        """Connect to other ranks, which must all do so at this time. No rank listens after that.
 
         Connects to the ranks before this one, and accepts those after it.
 
@@ -158,7 +158,7 @@ class Endpoint:
     def connect_all(
         self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
-        """Connects to some ranks and accepts others; returns when all are connected.
+        """Connect to some ranks and accept others; return when all are connected.
 
         Args:
             credentials: Those of this rank.
@@ -227,7 +227,7 @@ class _Handshakes:
         self._postponed: list[ConnectionAttempt] = []
 
     def call(self, call: ConnectionAttempt) -> None:
-        """Connects to a rank and starts to prove who this one is."""
+        """Connect to a rank and start to prove who this one is."""
         connection = _socket_for(call.address)
         code = connection.connect_ex(_name_of(call.address))
         if code not in (0, errno.EINPROGRESS):
@@ -259,7 +259,7 @@ class _Handshakes:
         self._poll.register(connection, select.POLLIN)
 
     def poll(self) -> None:
-        """Waits a moment for data and for processes that connect, and advances what got some."""
+        """Wait a moment for data and for processes that connect, and advance what got some."""
         postponed, self._postponed = self._postponed, []
         for call in postponed:
             self.call(call)
@@ -292,7 +292,7 @@ class _Handshakes:
                 self._poll.modify(number, events)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Disconnects processes that have proved nothing."""
+        """Disconnect processes that have proved nothing."""
         for number in list(numbers):
             self._poll.unregister(number)
             self.pending.pop(number).connection.close()

@@ -57,7 +57,7 @@ class Mesh:
             self._ranks[connection.fileno()] = rank
 
     def swap(self, outgoing: Mapping[int, Message], incoming: Mapping[int, Message], kind: int = 0) -> None:
-        """Sends bytes to some ranks and receives from some, all at the same time.
+        """Send bytes to some ranks and receive from some, all at the same time.
 
         Args:
             outgoing: What to send, by rank.
@@ -110,7 +110,7 @@ class Mesh:
             raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")
 
     def _watch(self, rank: int, events: int) -> None:
-        """Waits for these events of a rank from now on."""
+        """Wait for these events of a rank from now on."""
         try:
             self._poll.modify(self._connections[rank], events)
         except ValueError as error:
@@ -136,7 +136,7 @@ class Mesh:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close_sockets(self) -> None:
-        """Ends the connections and gives their sockets back."""
+        """End the connections and give their sockets back."""
         self.interrupt()
         for connection in self._connections.values():
             connection.close()
@@ -147,7 +147,7 @@ def _pieces(message: Message) -> list[Any]:
 
 
 def _go_on(tasks: dict[int, _TaskT]) -> bool:
-    """Moves each as far as it goes now, and drops those that are done; returns whether any moved."""
+    """Move each as far as it goes now, and drop those that are done; return whether any moved."""
     has_moved = False
     for rank, task in list(tasks.items()):
         has_moved |= task.go_on()
@@ -167,7 +167,7 @@ class _Sending:
         self.is_done = False
 
     def go_on(self) -> bool:
-        """Moves what can be moved now; returns whether that was anything."""
+        """Move what can be moved now; return whether that was anything."""
         try:
             num_sent = self._connection.sendmsg(self._parts)
         except BlockingIOError:

@@ -47,7 +47,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Refuses to count: no group needs it, and one rank would have to do it for all."""
+        """Refuse to count: no group needs it, and one rank would have to do it for all."""
         raise NotImplementedError(
             "the store of this process group does not count: make groups without `use_local_synchronization=True`, and "
             "leave the variable `TORCH_DIST_INIT_BARRIER` unset."

@@ -58,7 +58,7 @@ class RankSums:
         self._scratch = np.empty(0, np.uint8)
 
     def add_up(self, flat: Array, kind: int) -> None:
-        """Puts the sums over all ranks into a row.
+        """Put the sums over all ranks into a row.
 
         Args:
             flat: The numbers.
@@ -77,14 +77,14 @@ class RankSums:
         return len(self._all) <= MOST and (flat.nbytes <= MAX_WHOLE_BYTES or not self._nodes.are_shared)
 
     def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
-        """Puts the sums over all ranks into a row; returns the bytes that each rank has sent along, equally many."""
+        """Put the sums over all ranks into a row; return the bytes that each rank has sent along, equally many."""
         rows = {rank: row if rank == self._rank else np.empty_like(row) for rank in self._all}
         way = self._whole if flat.nbytes <= MAX_WHOLE_BYTES else self._in_parts
         way(self._all, flat, kind, rows)
         return list(rows.values())
 
     def tell(self, flat: Array, kind: int) -> None:
-        """Puts rank 0's into a row, through few messages of each rank and one between two nodes."""
+        """Put rank 0's into a row, through few messages of each rank and one between two nodes."""
         if self._rank in self._nodes.leaders:
             self._spread(self._nodes.leaders, flat, kind)
         self._spread(self._beside, flat, kind)
@@ -112,7 +112,7 @@ class RankSums:
     # ------------------------------------------------------------------------------------ some ranks
 
     def _among(self, ranks: Sequence[int], flat: Array, kind: int, is_small: bool) -> None:
-        """Puts the sums over these ranks into a row; all of them do so at this time.
+        """Put the sums over these ranks into a row; all of them do so at this time.
 
         Args:
             ranks: Who takes part.
@@ -196,7 +196,7 @@ class RankSums:
     # ------------------------------------------------------------------------------------ numbers
 
     def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
-        """Numbers as a message, with this rank's row behind them if there are rows."""
+        """Number as a message, with this rank's row behind them if there are rows."""
         return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
 
     def _without_self(self, ranks: Sequence[int]) -> list[int]:
@@ -233,7 +233,7 @@ def doubled(size: int) -> list[int]:
 
 
 def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
-    """Puts the sum of the terms, added in the order of ranks, into `target`, which is one of them."""
+    """Put the sum of the terms, added in the order of ranks, into `target`, which is one of them."""
     first, second, *more = (terms[rank] for rank in sorted(terms))
     total = target if not more or target is first or target is second else first
     np.add(first, second, out=total)

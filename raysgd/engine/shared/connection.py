@@ -17,7 +17,7 @@ class Connection(ABC):
     """Connects the workers of a group with each other, and ends that. All methods run in the worker."""
 
     def limit_threads(self, num_threads: int) -> None:
-        """Tells numerical libraries how many threads to use, before they are imported where that is still possible."""
+        """Tell numerical libraries how many threads to use, before they are imported where that is still possible."""
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(num_threads)
         torch = sys.modules.get("torch")
@@ -26,14 +26,14 @@ class Connection(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Imports the framework, so that all workers pay for it at the same time, in a process of the worker's own."""
+        """Import the framework, so that all workers pay for it at the same time, in a process of the worker's own."""
 
     def load_in_driver(self) -> None:
-        """Imports the framework in a driver that is a worker itself."""
+        """Import the framework in a driver that is a worker itself."""
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """Computes on the GPUs with these ids, in a driver that is a worker itself; they are held for it.
+        """Compute on the GPUs with these ids, in a driver that is a worker itself; they are held for it.
 
         Remote workers see their own GPUs only, so they need not be told.
         """
@@ -50,7 +50,7 @@ class Connection(ABC):
 
     @abstractmethod
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Begins to listen for the other ranks of the next group, where this one needs to; returns the port.
+        """Begin to listen for the other ranks of the next group, where this one needs to; return the port.
 
         The number may have more bits, which only `join` understands: see `Rendezvous`.
 
@@ -61,7 +61,7 @@ class Connection(ABC):
 
     @abstractmethod
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Joins the group; returns when all ranks did.
+        """Join the group; return when all ranks did.
 
         Args:
             rendezvous: Where the ranks listen, this one where it opened its endpoint.
@@ -85,10 +85,10 @@ class Connection(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leaves the group, and lets ranks that still wait for this one know. Harmless when never joined, or broken."""
+        """Leave the group, and let ranks that still wait for this one know. Harmless when never joined, or broken."""
 
     def leave_for_another(self) -> None:
-        """Does what `leave` does where another group is joined at once: what may wait can be done later."""
+        """Do what `leave` does where another group is joined at once: what may wait can be done later."""
         self.leave()
 
     @abstractmethod

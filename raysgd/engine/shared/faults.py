@@ -25,7 +25,7 @@ _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from e
 def describe_fault(
     error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False, operator: Any = None
 ) -> WorkerFault:
-    """Describes `error`, which user code raised.
+    """Describe `error`, which user code raised.
 
     The traceback begins at the first line of user code: what the library called to get there does not help.
 

@@ -94,7 +94,7 @@ class GroupHistory:
         detail: str = "",
         num_kept: int = 0,
     ) -> None:
-        """Notes an event and logs it."""
+        """Note an event and log it."""
         event = GroupEvent(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
         self.events.append(event)
         logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)

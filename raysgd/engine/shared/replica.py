@@ -40,19 +40,19 @@ class Replica(Protocol):
     """A framework object in a worker process. All methods but `fetch` run one after the other."""
 
     def setup(self) -> Any:
-        """Builds the user's objects; the communication group exists already. Returns facts for the front end."""
+        """Build the user's objects; the communication group exists already. Return facts for the front end."""
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copies the state, once. `landed_token` names the newest shared state that the driver holds by now."""
+        """Copy the state, once. `landed_token` names the newest shared state that the driver holds by now."""
 
     def fetch(self, token: int) -> Any:
-        """Returns the shared state that `token` names. Called from a second thread, while the replica may train."""
+        """Return the shared state that `token` names. Called from a second thread, while the replica may train."""
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Takes over a snapshot; `own_state` is None where it was taken with fewer ranks."""
+        """Take over a snapshot; `own_state` is None where it was taken with fewer ranks."""
 
     def shutdown(self) -> None:
-        """Lets go of everything that a killed process would leak or that another replica here would trip over."""
+        """Let go of everything that a killed process would leak or that another replica here would trip over."""
 
 
 class RegroupingReplica(Replica, Protocol):
@@ -65,16 +65,16 @@ class RegroupingReplica(Replica, Protocol):
         """Return how far it is. The old group has been left when this is called."""
 
     def warm_up(self) -> None:
-        """Pays in advance for everything that happens for the first time. Its state is taken over from another one."""
+        """Pay in advance for everything that happens for the first time. Its state is taken over from another one."""
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Goes on in the new group, which exists already, at `world`. Returns facts, like `setup`."""
+        """Go on in the new group, which exists already, at `world`. Return facts, like `setup`."""
 
     def heartbeat(self) -> Heartbeat:
         """A sign of life."""
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Asks to stop ahead of step `at` of the running call; with None, of the step `margin` steps from now.
+        """Ask to stop ahead of step `at` of the running call; with None, of the step `margin` steps from now.
 
         Args:
             number: Larger than that of each proposal before. One that arrives twice, or late, is ignored.
@@ -92,7 +92,7 @@ class RegroupingReplica(Replica, Protocol):
         """Return the number of the last proposal, and whether all agreed, as far as it was told."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
-        """Does what `restore` does with a snapshot that was taken inside a call, which will continue.
+        """Do what `restore` does with a snapshot that was taken inside a call, which will continue.
 
         Args:
             shared_state: As for `restore`.

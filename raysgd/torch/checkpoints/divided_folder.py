@@ -171,7 +171,7 @@ def emptied(folder: Path) -> str:
 
 
 def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> None:
-    """Writes the rest, when all ranks have written their parts.
+    """Write the rest, when all ranks have written their parts.
 
     Raises:
         OSError: A part is not where the driver can see it, or the rest could not be written.
@@ -323,7 +323,7 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Lets each rank do its share. Where one cannot, all ranks raise, so that none waits for others."""
+    """Let each rank do its share. Where one cannot, all ranks raise, so that none waits for others."""
     found: Exception | None = None
     try:
         read()

@@ -23,7 +23,7 @@ _MAX_MODELS = 10_000
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Writes the models of a state to `path`, a path or a URI; at any moment it is the whole old file or the new one.
+    """Write the models of a state to `path`, a path or a URI; at any moment it is the whole old file or the new one.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -38,7 +38,7 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
 
 
 def check_writable() -> None:
-    """Refuses to write such files where the package is missing."""
+    """Refuse to write such files where the package is missing."""
     _library("safetensors.torch")
 
 

@@ -183,7 +183,7 @@ class PassPlan:
 
 
 def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
-    """Raises `ValueError` for a number out of range."""
+    """Raise `ValueError` for a number out of range."""
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"`{name}={value}`: must be {allowed}. Check which group it belongs to.")

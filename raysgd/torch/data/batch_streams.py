@@ -101,7 +101,7 @@ class DividedLoaderSource:
         self._ranks, self.agreement = ranks, ranks.start_sum if adds_up else None
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
-        """Sees to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
+        """See to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
         own, before = self._sharded.sampler.fingerprint(), self._order_before
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
@@ -275,7 +275,7 @@ class PlainSource:
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        """Starts a pass after `consumed` samples."""
+        """Start a pass after `consumed` samples."""
         tell_epoch(self._loader, pass_index)
         if self._is_in_lockstep:
             return _in_lockstep(iter(self._loader), self._ranks.start_sum, self._ranks.world_size)
@@ -410,7 +410,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:
-    """Tells a sampler that wants to know which pass begins."""
+    """Tell a sampler that wants to know which pass begins."""
     for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)

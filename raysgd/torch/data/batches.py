@@ -197,7 +197,7 @@ def samples_of(batch: Any, num_drawn: int | None) -> int:
 
 
 def _is_in_rows(sized: Sequence[Any], counted: int, num_drawn: int) -> bool:
-    """Tells whether samples are one array each, or in the second dimension, or one behind the other in a single row."""
+    """Tell whether samples are one array each, or in the second dimension, or one behind the other in a single row."""
     shapes: list[tuple[int, ...]] = [each.shape if _is_array(each) else () for each in sized]
     seconds = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
     is_list = len(shapes) == num_drawn and len(set(shapes)) == 1

@@ -155,7 +155,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def collate_fn_of(loaders: Iterable[Any]) -> Any:
-    """Returns the `collate_fn` of the first of these loaders that makes batches of samples; None where none does."""
+    """Return the `collate_fn` of the first of these loaders that makes batches of samples; None where none does."""
     found = (each for each in loaders if isinstance(each, DataLoader) and each.batch_sampler is not None)
     return next((loader.collate_fn for loader in found), None)
 
@@ -307,7 +307,7 @@ class PredictionLoader:
             self.close()
 
     def close(self) -> None:
-        """Lets go of the dataset, and of the processes that load it."""
+        """Let go of the dataset, and of the processes that load it."""
         self._key = self._loader = None
 
 

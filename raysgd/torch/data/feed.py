@@ -92,7 +92,7 @@ class TorchFeed(feed.Feed):
         return call_data.batches_of(self.data_of_call[name], self.collate_fn(name))
 
     def collate_fn(self, name: str) -> Any:
-        """Returns the `collate_fn` of the loader under "train" or "validation", or else of the other one."""
+        """Return the `collate_fn` of the loader under "train" or "validation", or else of the other one."""
         other = "train" if name == "validation" else "validation"
         return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
 
@@ -126,7 +126,7 @@ class TorchFeed(feed.Feed):
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
 
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
-        """Divides the data again, for a place in a group of another size.
+        """Divide the data again, for a place in a group of another size.
 
         Args:
             rank: The place.
@@ -175,6 +175,6 @@ class TorchFeed(feed.Feed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Stands for a loader that was not registered: an error only once somebody draws from it."""
+    """Stand for a loader that was not registered: an error only once somebody draws from it."""
     way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
     raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

@@ -12,7 +12,7 @@ from raysgd.arrays.ray_batches import BatchForm, formed, stacked
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """Returns a batch for an operator: tensors in the structure of the arrays, or the columns that the form names."""
+    """Return a batch for an operator: tensors in the structure of the arrays, or the columns that the form names."""
     return formed(trees.mapped(arrays, as_tensor), form, _joined)
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Refuses workers that cannot meet: one in a driver that is outside the cluster, or several without collectives."""
+    """Refuse workers that cannot meet: one in a driver that is outside the cluster, or several without collectives."""
     if use_local:
         _check_use_local(num_workers)
     if num_workers > 1 and not torch.distributed.is_available():
@@ -59,12 +59,12 @@ _once = Once()
 
 
 def check_operator_class(operator_cls: Any) -> None:
-    """Refuses anything but an operator class."""
+    """Refuse anything but an operator class."""
     checks.check_operator_class(operator_cls, TrainingOperator, "TrainingOperator")
 
 
 def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, global_option: str = "") -> None:
-    """Refuses what cannot be divided over the workers, which step each by itself if they step apart.
+    """Refuse what cannot be divided over the workers, which step each by itself if they step apart.
 
     Raises:
         TypeError: It is of an unknown kind.
@@ -104,7 +104,7 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
 
 
 def warn_of_unused_gpus(use_gpu: bool | str) -> None:
-    """Says that nodes have GPUs where the driver, by which "auto" goes, has none."""
+    """Say that nodes have GPUs where the driver, by which "auto" goes, has none."""
     if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
         logger.warning(
             'the nodes have %g GPUs, and training runs on CPUs: `use_gpu="auto"` goes by the driver, which has none. '
@@ -114,7 +114,7 @@ def warn_of_unused_gpus(use_gpu: bool | str) -> None:
 
 
 def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
-    """Refuses amounts that Ray does not hand out, and NCCL on a GPU that workers share."""
+    """Refuse amounts that Ray does not hand out, and NCCL on a GPU that workers share."""
     if (
         not is_number(num_gpus_per_worker)
         or num_gpus_per_worker <= 0
@@ -141,7 +141,7 @@ def resolve_backend(backend: str, use_gpu: bool) -> str:
 
 
 def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
-    """Refuses what cannot be had together with `backend="horovod"`, and that itself where Horovod is missing."""
+    """Refuse what cannot be had together with `backend="horovod"`, and that itself where Horovod is missing."""
     hvd = import_horovod()
     if precision == "apex":
         raise ValueError(
@@ -168,7 +168,7 @@ def resolve_timeout(timeout_s: float | None, backend: str) -> float:
 
 
 def check_spares(group: GroupSettings, strategy: str) -> None:
-    """Refuses spares where they cannot take the place of a lost worker."""
+    """Refuse spares where they cannot take the place of a lost worker."""
     group.refuse_spares(
         ((strategy != "ddp", f'`strategy="{strategy}"`'), (group.backend == "horovod", '`backend="horovod"`')),
         'workers outside the driver, `Recovery(in_place=True)`, and `strategy="ddp"` on gloo or NCCL',
@@ -182,7 +182,7 @@ def outlives_its_process(options: Mapping[str, Any]) -> bool:
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Refuses an invalid batch size; warns about one that cannot be divided evenly, if it would have to be."""
+    """Refuse an invalid batch size; warn about one that cannot be divided evenly, if it would have to be."""
     config = settings.config
     if BATCH_SIZE not in config:
         return
@@ -257,7 +257,7 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 
 
 def check_global_batches(settings: TorchSettings) -> None:
-    """Refuses global batches where nothing divides them, or nothing averages the gradients of uneven shares."""
+    """Refuse global batches where nothing divides them, or nothing averages the gradients of uneven shares."""
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
     way_out = 'it divides data that `strategy="ddp"` on gloo or NCCL trains on. Use that, or omit it'
     settings.batch_options.refuse_with(
@@ -295,7 +295,7 @@ def check_global_batches(settings: TorchSettings) -> None:
 
 
 def check_combination(settings: TorchSettings) -> None:
-    """Refuses what cannot work together, by name."""
+    """Refuse what cannot work together, by name."""
     precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
     step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
     check_global_batches(settings)
@@ -361,7 +361,7 @@ _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_cr
 
 
 def take_creators(given: dict[str, Any]) -> None:
-    """Refuses the creator functions that were arguments once.
+    """Refuse the creator functions that were arguments once.
 
     Raises:
         DeprecationWarning: One of them was passed.
@@ -374,7 +374,7 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Refuses the other arguments that were retired; returns `serialize_data_creation`, which has no effect.
+    """Refuse the other arguments that were retired; return `serialize_data_creation`, which has no effect.
 
     Raises:
         DeprecationWarning: One of them was passed.

@@ -34,7 +34,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
-    """Tells of a loop that had no batch on any worker, though it was to have some."""
+    """Tell of a loop that had no batch on any worker, though it was to have some."""
     counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:
         logger.warning(

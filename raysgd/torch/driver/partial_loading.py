@@ -78,7 +78,7 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 
 
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
-    """Returns the content of a file of either format, or of a folder; tensors may be views of the open file."""
+    """Return the content of a file of either format, or of a folder; tensors may be views of the open file."""
     if divided_folder.is_folder(path):
         return divided_folder.opened(path, weights_only).read_whole()
     if weights_file.is_weights_file(path):
@@ -128,7 +128,7 @@ def _part(saved: Mapping[str, Any], part: str) -> Any:
 
 
 def _take_models(own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...]) -> LoadReport:
-    """Puts saved models in the place of those that there are; unless strict, the weights that fit into these."""
+    """Put saved models in the place of those that there are; unless strict, the weights that fit into these."""
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"
         raise ValueError(f"The file holds {found} models, but the operator registered {len(own)}. Nothing was loaded.")

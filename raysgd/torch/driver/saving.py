@@ -115,7 +115,7 @@ Writer = Callable[[str, dict[str, Any]], object]
 
 
 def check_format(name: Any) -> None:
-    """Refuses an unknown format, and one whose package is missing.
+    """Refuse an unknown format, and one whose package is missing.
 
     Raises:
         ValueError: It is unknown.

@@ -25,7 +25,7 @@ _NUM_TEST_IMAGES = 32
 
 
 def initialization_hook() -> None:
-    """Runs in every worker before anything else: lets NCCL choose the network interface that has the route."""
+    """Run in every worker before anything else: lets NCCL choose the network interface that has the route."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "^lo,docker0")
 
 

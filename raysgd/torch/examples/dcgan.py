@@ -103,14 +103,14 @@ class GANOperator(TrainingOperator):
 
 @torch.no_grad()
 def inception_score(classifier: nn.Module, images: torch.Tensor) -> float:
-    """Returns how sure the classifier is of each image, and how different the images are: from 1 to 10."""
+    """Return how sure the classifier is of each image, and how different the images are: from 1 to 10."""
     shares = classifier(images).softmax(dim=1)
     divergence = shares * (shares.clamp_min(1e-12) / shares.mean(dim=0).clamp_min(1e-12)).log()
     return float(divergence.sum(dim=1).mean().exp())
 
 
 def _trained_classifier(images: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-    """Knows digits well enough to judge: a small network that saw some thousands once."""
+    """Know digits well enough to judge: a small network that saw some thousands once."""
     classifier = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(classifier.parameters(), lr=0.002)
     for part in torch.arange(min(len(images), 20_000)).split(100):

@@ -121,7 +121,7 @@ class TorchHosted(hosted.Hosted):
         return facts
 
     def _check_data(self) -> None:
-        """Refuses train data that cannot be divided by global batches, if the trainer has to."""
+        """Refuse train data that cannot be divided by global batches, if the trainer has to."""
         train, options = self._data("train"), self.settings.batch_options
         if options.is_global and isinstance(train, UndividedLoader):
             name = "deterministic" if options.deterministic else "split_batches"
@@ -137,7 +137,7 @@ class TorchHosted(hosted.Hosted):
             )
 
     def _part_ways(self) -> None:
-        """Gives this rank random numbers that no other one has."""
+        """Give this rank random numbers that no other one has."""
         rank = self.world.rank
         if self.has_trained:
             if rank != self.operator.world_rank:  # a new worker may begin with those of the former place
@@ -278,7 +278,7 @@ class TorchHosted(hosted.Hosted):
             parallel.step.close_call()
 
     def _open_rows(self, rows: StepRows, run: EpochRun, stream: Any) -> None:
-        """Lets the ranks tell each other what they have measured, where others could go on without one."""
+        """Let the ranks tell each other what they have measured, where others could go on without one."""
         if self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return
         operator, counted = self.operator, self.internals.counted_by_stock_loop
@@ -294,7 +294,7 @@ class TorchHosted(hosted.Hosted):
         rows.open_call(run.rows.name, self.world.size, read, note)
 
     def _end_evaluation(self) -> None:
-        """Gives models their modes back, and drops what a prediction draws from."""
+        """Give models their modes back, and drop what a prediction draws from."""
         if self._modes is not None:
             self._modes.give_back()
         if self._prediction is not None:
@@ -302,7 +302,7 @@ class TorchHosted(hosted.Hosted):
         self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
-        """Returns the advice for user code about shares of batches that do not work, and PyTorch's own errors."""
+        """Return the advice for user code about shares of batches that do not work, and PyTorch's own errors."""
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or self.parallel.step.shards is not None)
         if isinstance(source, DividedLoaderSource):
@@ -368,11 +368,11 @@ class TorchHosted(hosted.Hosted):
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], None]:
-        """Remembers what padding must not change: what metric objects have seen."""
+        """Remember what padding must not change: what metric objects have seen."""
         return metric_objects.remember(self.operator, self.internals.registered)
 
     def _data(self, name: str) -> Any:
-        """Returns what is registered under "train" or "validation"."""
+        """Return what is registered under "train" or "validation"."""
         if self.operator is None:  # it is still being set up
             return None
         data = self.internals.data

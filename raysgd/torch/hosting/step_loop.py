@@ -179,7 +179,7 @@ class StepLoop(Loop):
     # ---------------------------------------------------------------------------------------- the steps of a call
 
     def arm(self, epoch_idx: int, source: LoaderSource | None = None) -> None:
-        """Gets ready for the steps of a call over such data.
+        """Get ready for the steps of a call over such data.
 
         Raises:
             ValueError: The operator's `accumulate_grad_batches` returned something that cannot work, or several
@@ -223,7 +223,7 @@ class StepLoop(Loop):
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
 
     def disarm(self, num_batches: int) -> None:
-        """Leaves no gradient behind for another call.
+        """Leave no gradient behind for another call.
 
         Raises:
             ValueError: An option of the trainer had no effect on the steps of these batches.
@@ -297,5 +297,5 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def overrides(operator: TrainingOperator, name: str) -> bool:
-    """Tells whether a method of the operator is not the library's."""
+    """Tell whether a method of the operator is not the library's."""
     return getattr(type(operator), name) is not getattr(TrainingOperator, name)

@@ -100,7 +100,7 @@ class LightningHooks:
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:
-        """Calls a method that may not be there, with as many arguments as it takes.
+        """Call a method that may not be there, with as many arguments as it takes.
 
         Args:
             name: The method.
@@ -120,7 +120,7 @@ class LightningHooks:
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
     def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
-        """Calls a method that the user wrote; where there is none, what it stands for."""
+        """Call a method that the user wrote; where there is none, what it stands for."""
         if self.overrides(name):
             self.call(name)
         else:
@@ -177,7 +177,7 @@ class SteppingOptimizer:
         self._step = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps; returns what the closure returns."""
+        """Step; return what the closure returns."""
         return self._step(self.optimizer, closure)
 
     @property  # type: ignore[misc]
@@ -189,7 +189,7 @@ class SteppingOptimizer:
 
 
 def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Calls `run`, a step of `module`, from within the forward pass of what is wrapped around the module.
+    """Call `run`, a step of `module`, from within the forward pass of what is wrapped around the module.
 
     There `DistributedDataParallel` gets ready for the backward pass. It sees the loss alone: whatever else a step
     returns is none of its business.
@@ -242,7 +242,7 @@ def one_loader(given: Any, name: str) -> Any:
 
 
 def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Reads what `configure_optimizers` returns, in any of its forms.
+    """Read what `configure_optimizers` returns, in any of its forms.
 
     Returns:
         The optimizers, and for each scheduler a complete dict: `scheduler`, `interval`, `frequency`, `monitor`,
@@ -297,7 +297,7 @@ def _is_optimizer(part: Any) -> bool:
 
 
 def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
-    """Says in the log which hooks of a module have no effect.
+    """Say in the log which hooks of a module have no effect.
 
     Args:
         hooks: Those of the module.
@@ -309,7 +309,7 @@ def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
 
 
 def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
-    """Refuses optimizers that would not train what the module says.
+    """Refuse optimizers that would not train what the module says.
 
     Raises:
         ValueError: There are several and nothing says when each of them steps; or one computes gradients by itself.

@@ -37,7 +37,7 @@ class EpochValues:
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
-        """Takes what comes for a new batch; not at all if that batch is not to be counted."""
+        """Take what comes for a new batch; not at all if that batch is not to be counted."""
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
@@ -53,7 +53,7 @@ class EpochValues:
 
     @contextmanager
     def listening_to(self, module: Any) -> Iterator[None]:
-        """Receives the module's `self.log` and `self.log_dict`."""
+        """Receive the module's `self.log` and `self.log_dict`."""
 
         # Functions and not methods: a module that is copied meanwhile must not copy this object along.
         def log(
@@ -179,7 +179,7 @@ class LightningProgress:
         self._began_at = 0
 
     def begin_call(self, epoch: int, num_batches: int) -> None:
-        """Begins a call in an epoch, after so many batches since the start; an epoch may take several calls."""
+        """Begin a call in an epoch, after so many batches since the start; an epoch may take several calls."""
         if num_batches != self._num_batches:  # of a state that does not resume: it is for another training
             self._ahead, self._epoch = 0, None
         self.num_steps = num_batches + self._ahead
@@ -187,11 +187,11 @@ class LightningProgress:
             self._epoch, self._began_at = epoch, num_batches
 
     def count_step(self) -> None:
-        """Counts the step of an optimizer."""
+        """Count the step of an optimizer."""
         self.num_steps += 1
 
     def end_batch(self, num_batches: int) -> None:
-        """Ends a batch, the last one of so many since the start."""
+        """End a batch, the last one of so many since the start."""
         self._num_batches, self._ahead = num_batches, self.num_steps - num_batches
 
     def batches_of_epoch(self, num_batches: int) -> int:
@@ -199,12 +199,12 @@ class LightningProgress:
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a new worker has to know and cannot tell from the number of batches; may be empty."""
+        """Return what a new worker has to know and cannot tell from the number of batches; may be empty."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state; one without it comes from a module that has nothing to count."""
+        """Take over such a state; one without it comes from a module that has nothing to count."""
         default = (self._num_batches, 0, self._epoch, self._began_at)
         self._num_batches, self._ahead, self._epoch, self._began_at = state.get(_KEY, default)

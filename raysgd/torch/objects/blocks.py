@@ -60,7 +60,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Lets the blocks of `model` keep no activations for the backward pass; returns how many blocks that are.
+    """Let the blocks of `model` keep no activations for the backward pass; return how many blocks that are.
 
     The names in the model's state stay as they are. A block with a batch norm is left alone: computed twice, it would
     count each batch twice.

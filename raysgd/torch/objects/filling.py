@@ -26,7 +26,7 @@ def is_empty(model: torch.nn.Module) -> bool:
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Gives the tensors of a model, or of a part of it, that are on the meta device memory on another one, and numbers.
+    """Give the tensors of a model, or of a part of it, that are on the meta device memory on another one, and numbers.
 
     Args:
         part: The model or the part. What is not on the meta device is moved, or left alone where it is divided.
@@ -48,7 +48,7 @@ def fill(part: torch.nn.Module, device: torch.device) -> None:
 
 
 def refuse_states(optimizers: Iterable[Any]) -> None:
-    """Refuses optimizers that keep something for parameters without numbers, from before their first step.
+    """Refuse optimizers that keep something for parameters without numbers, from before their first step.
 
     Raises:
         InvalidRegistrationError: There is one.

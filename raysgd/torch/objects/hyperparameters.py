@@ -33,7 +33,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
-    """Sets optimizers to what was read of them. A scheduled learning rate stays at its place in the schedule.
+    """Set optimizers to what was read of them. A scheduled learning rate stays at its place in the schedule.
 
     Args:
         read_before: What `read` returned for these optimizers.
@@ -122,7 +122,7 @@ def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
 
 
 def _follow(scheduler: Any) -> None:
-    """Lets a scheduler go on from the rates that its optimizer has now."""
+    """Let a scheduler go on from the rates that its optimizer has now."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
     if not hasattr(scheduler, "base_lrs") or not all(_FIRST_RATE in group for group in groups):
         return

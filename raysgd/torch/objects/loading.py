@@ -109,7 +109,7 @@ def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any
 
 
 def check_model(model: torch.nn.Module, saved: Any) -> None:
-    """Refuses what is no state of this model.
+    """Refuse what is no state of this model.
 
     Raises:
         ValueError: It has other entries or other shapes.
@@ -155,7 +155,7 @@ def _check_versions(metadata: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, saved: Any) -> None:
-    """Refuses what is no state of this optimizer.
+    """Refuse what is no state of this optimizer.
 
     Raises:
         ValueError: Its groups, its settings or its tensors are others.
@@ -214,7 +214,7 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Lets a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly memory."""
+    """Let a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly memory."""
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
@@ -238,7 +238,7 @@ def _is_large(value: Any) -> bool:
 
 
 def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
-    """Refuses what is no state of these schedulers.
+    """Refuse what is no state of these schedulers.
 
     Raises:
         ValueError: There are more or fewer, or one is of another kind.
@@ -258,7 +258,7 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:
-    """Refuses what is no state of this way to compute in mixed precision.
+    """Refuse what is no state of this way to compute in mixed precision.
 
     Raises:
         ValueError: It lacks something, or is of another kind.

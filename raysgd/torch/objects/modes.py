@@ -22,7 +22,7 @@ class ModuleModes:
         self._after: list[bool] = []
 
     def evaluate(self, models: Iterable[Any]) -> None:
-        """Puts all models into evaluation mode; what is no module is left alone."""
+        """Put all models into evaluation mode; what is no module is left alone."""
         self.give_back()
         modules = [model for model in models if isinstance(model, torch.nn.Module)]
         parts = {id(part): part for model in modules for part in model.modules()}
@@ -32,11 +32,11 @@ class ModuleModes:
         self.note()
 
     def note(self) -> None:
-        """Notes how the evaluation leaves the modules: user code that changes a mode after that wants it so."""
+        """Note how the evaluation leaves the modules: user code that changes a mode after that wants it so."""
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
-        """Gives the modules the modes that they had, but for those that were changed since `note`."""
+        """Give the modules the modes that they had, but for those that were changed since `note`."""
         if not self._before:
             return
         wanted = [
@@ -49,7 +49,7 @@ class ModuleModes:
 
 
 def begin_training(model: torch.nn.Module) -> None:
-    """Puts a model into training mode if all of it is in evaluation mode, as pretrained ones come.
+    """Put a model into training mode if all of it is in evaluation mode, as pretrained ones come.
 
     A part in evaluation mode beside others in training mode was put there on purpose, and a model without anything to
     train has no use for the mode.

@@ -16,7 +16,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copies tensors in nested tuples, lists, dicts and dataclasses to `device`; does not wait if memory is pinned.
+    """Copy tensors in nested tuples, lists, dicts and dataclasses to `device`; do not wait if memory is pinned.
 
     What has a method `to`, such as the batches of `transformers`, is moved by that.
     """

@@ -45,7 +45,7 @@ class Precision:
     def prepare(
         self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
     ) -> tuple[list[torch.nn.Module], list[Any]]:
-        """Gets models and optimizers ready, after they are on their device and before they are wrapped."""
+        """Get models and optimizers ready, after they are on their device and before they are wrapped."""
         return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -53,22 +53,22 @@ class Precision:
         return _NOTHING
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
-        """Computes the gradients."""
+        """Compute the gradients."""
         loss.backward()
 
     def unscale(self, optimizer: Any) -> None:
-        """Brings the gradients to their true size, for code that looks at them before the step."""
+        """Bring the gradients to their true size, for code that looks at them before the step."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
         """Return what `optimizer` steps, with the gradients that it steps with."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(self, optimizer: Any) -> None:
-        """Steps the optimizer, unless its gradients have overflowed."""
+        """Step the optimizer, unless its gradients have overflowed."""
         optimizer.step()
 
     def begin_call(self) -> None:
-        """Begins a training call."""
+        """Begin a training call."""
 
     def check_use(self) -> None:
         """Called ahead of each step of an optimizer; raises where the requested format had no effect."""
@@ -82,7 +82,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over such a state."""
+        """Take over such a state."""
 
 
 class NativeAmp(Precision):
@@ -133,7 +133,7 @@ class NativeAmp(Precision):
         self._has_computed = self._has_scaled = not self._must_act
 
     def check_use(self) -> None:
-        """Raises, or warns where the backward pass was ours, so that the forward pass may have been what it should.
+        """Raise, or warn where the backward pass was ours, so that the forward pass may have been what it should.
 
         Raises:
             ValueError: Nothing of this training call went through this object.
@@ -162,7 +162,7 @@ class NativeAmp(Precision):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> None:
-        """Steps the optimizer; all of them scale by one number, which changes when each has stepped.
+        """Step the optimizer; all of them scale by one number, which changes when each has stepped.
 
         A change between their steps would leave gradients of the others, which wait, in the old scale.
         """
@@ -179,7 +179,7 @@ class NativeAmp(Precision):
         self.scaler.update()
 
     def has_skipped(self) -> bool:
-        """Asks the scale, which falls at each step that is left out: also one by user code, or inside an optimizer."""
+        """Ask the scale, which falls at each step that is left out: also one by user code, or inside an optimizer."""
         before, self._scale = self._scale, self.scaler.get_scale()
         return self._scale < before
 
@@ -254,7 +254,7 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
 
 
 def choose_amp_backend(use_fp16: Any, native_amp: Any = None, apex_amp: Any = None) -> bool | str:
-    """Checks `use_fp16` and says which way it means.
+    """Check `use_fp16` and say which way it means.
 
     Args:
         use_fp16: `False`, `True` or `"apex"`.
@@ -284,7 +284,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex")
 
 
 def choose_precision(use_fp16: Any, precision: Any = None) -> str:
-    """Checks both flags and says what they ask for.
+    """Check both flags and say what they ask for.
 
     Args:
         use_fp16: The flag of the old library; see `choose_amp_backend`.

@@ -47,7 +47,7 @@ class TrainedParts:
         self.note()
 
     def note(self) -> None:
-        """Notes what is trained now."""
+        """Note what is trained now."""
         self._now, self._flags = _read(self._registered), _flags_of(self._registered)
 
     @property
@@ -81,7 +81,7 @@ class TrainedParts:
         )
 
     def check(self, freezes_in_batches: bool = False) -> None:
-        """Refuses to train anything else than what was noted; see `has_changed`.
+        """Refuse to train anything else than what was noted; see `has_changed`.
 
         Raises:
             ValueError: Something was changed since.
@@ -93,7 +93,7 @@ class TrainedParts:
             )
 
     def take(self, noted: Noted | None) -> bool:
-        """Freezes, unfreezes and adds groups as in a state; tells whether anything was changed.
+        """Freeze, unfreezes and add groups as in a state; tell whether anything was changed.
 
         Raises:
             ValueError: A group has parameters that are not registered.
@@ -142,7 +142,7 @@ def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
 def _give_groups(
     optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Drops the groups of an optimizer from the first one that differs on, and adds those of a state."""
+    """Drop the groups of an optimizer from the first one that differs on, and add those of a state."""
     own = _named(optimizer, {id(parameter): name for name, parameter in parameters.items()})
     num_alike = 0
     for ours, theirs in zip(own, groups, strict=False):
@@ -180,12 +180,12 @@ class OptimizerChoice:
         self._acting: Any = None
 
     def acting_on_usual(self) -> AbstractContextManager[None]:
-        """Says the same of `self.optimizer`, which is the one anyway where it is the only one."""
+        """Say the same of `self.optimizer`, which is the one anyway where it is the only one."""
         return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """Says which one the methods are for, to overrides without such an argument too."""
+        """Say which one the methods are for, to overrides without such an argument too."""
         before, self._acting = self._acting, optimizer
         try:
             yield
@@ -292,7 +292,7 @@ class TorchInternals(Internals):
         return getattr(self._operator, "criterion", self.registered.criterion)
 
     def register(self, **given: Any) -> tuple[Any, ...]:
-        """Makes the record of what `register` was given; returns what that returns."""
+        """Make the record of what `register` was given; return what that returns."""
         register(self._operator, self.context, given, self.registered, self._keep)
         self.own_steps.watch(self.registered.optimizers)
         return self.registered.returned
@@ -306,18 +306,18 @@ class TorchInternals(Internals):
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
     def rewrap(self) -> None:
-        """Trains what is unfrozen by now."""
+        """Train what is unfrozen by now."""
         self.parallel.rewrap(self.registered.wrapped)
         if self.trained is not None:  # else `setup` is not done
             self.trained.note()
 
     def follow_trained(self, noted: Noted | None) -> None:
-        """Trains what a snapshot says, on all ranks that take it over."""
+        """Train what a snapshot says, on all ranks that take it over."""
         if self.trained.take(noted):
             self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Gives the optimizers the learning rate of the config, after it changed."""
+        """Give the optimizers the learning rate of the config, after it changed."""
         if "lr" not in changed:
             return
         new = hyperparameters.follow(self.chosen, config["lr"], changed["lr"])
@@ -418,7 +418,7 @@ class TorchInternals(Internals):
         count(values, num_samples)
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
-        """Returns what the library adds to the `batch_info` of a training batch."""
+        """Return what the library adds to the `batch_info` of a training batch."""
         step = self.parallel.step
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: step.is_padding}
 
@@ -426,7 +426,7 @@ class TorchInternals(Internals):
         return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects.remember_all)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Returns what the stock `predict_batch` returns."""
+        """Return what the stock `predict_batch` returns."""
         operator, model = self._operator, required(self._operator, "model")
         features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
         with operator.timers.record("predict_fwd"), self.precision.forward():

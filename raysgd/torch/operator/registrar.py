@@ -81,7 +81,7 @@ def criterion_of(given: Any) -> Any:
 
 
 def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
-    """Refuses what yields no batches, and warns of a dataset that may yield samples.
+    """Refuse what yields no batches, and warn of a dataset that may yield samples.
 
     Raises:
         InvalidRegistrationError: It cannot be iterated over, or yields samples.
@@ -336,7 +336,7 @@ def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequen
 
 
 def register_data(context: OperatorContext, train_loader: Any, validation_loader: Any) -> RegisteredData:
-    """Divides the loaders over the workers.
+    """Divide the loaders over the workers.
 
     Raises:
         InvalidRegistrationError: One of them yields no batches.
@@ -350,7 +350,7 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
 
 
 def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
-    """Returns how loaders are divided by global batches; None where the size of a worker's batch is given."""
+    """Return how loaders are divided by global batches; None where the size of a worker's batch is given."""
     options = settings.batch_options
     if not options.is_global:
         return None
@@ -392,7 +392,7 @@ def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamDat
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> UndividedLoader:
-    """Returns what the driver divides with the help of Ray Data, unless every worker is to read all of it."""
+    """Return what the driver divides with the help of Ray Data, unless every worker is to read all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
     if training and is_shared and not context.parallel.synchronizes:

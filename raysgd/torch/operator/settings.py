@@ -91,7 +91,7 @@ class OperatorContext:
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:
-        """Brings a model or a criterion to the device. One without numbers gets them, unless it is divided later."""
+        """Bring a model or a criterion to the device. One without numbers gets them, unless it is divided later."""
         if isinstance(part, torch.nn.Module) and is_empty(part):
             if not (self.parallel.is_sharded and trainable(part)):
                 fill(part, self.device)

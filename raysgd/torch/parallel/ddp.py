@@ -53,7 +53,7 @@ class DDP(NoParallel):
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
     ) -> torch.nn.Module:
-        """Puts a model into the wrapper; without `init_sync` it takes over nothing from the first rank."""
+        """Put a model into the wrapper; without `init_sync` it takes over nothing from the first rank."""
         covered = trainable(model)
         if not covered:
             return self._leave_out(model)
@@ -79,7 +79,7 @@ class DDP(NoParallel):
         return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
-        """Builds each wrapper again around the same model, as the same object: user code keeps a reference."""
+        """Build each wrapper again around the same model, as the same object: user code keeps a reference."""
         super().reform()
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
@@ -125,7 +125,7 @@ class DDP(NoParallel):
     def arm(
         self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Installs the hook that weights, watches and sends gradients.
+        """Install the hook that weights, watches and sends gradients.
 
         Raises:
             ValueError: The user registered one by hand; PyTorch allows one each.
@@ -157,7 +157,7 @@ class DDP(NoParallel):
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Exchanges what `DistributedDataParallel` does not: it exchanges gradients once after each forward pass.
+        """Exchange what `DistributedDataParallel` does not: it exchanges gradients once after each forward pass.
 
         Gradients that were averaged before are alike on all ranks, and stay as they are in another average.
         """
@@ -171,7 +171,7 @@ class DDP(NoParallel):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Gives every rank those of the first one once, then keeps forward passes free of collectives."""
+        """Give every rank those of the first one once, then keep forward passes free of collectives."""
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         for model in wrapped:
             repeat_first(model.module.buffers())
@@ -205,7 +205,7 @@ def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module
 
 
 def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], None]:
-    """Returns what `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
+    """Return what `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
 
     def defer(is_deferred: bool) -> None:
         for model in models:

@@ -60,7 +60,7 @@ class _HookState:
 def register(
     parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> bool:
-    """Installs the hook that the user passed, or raysgd's once training begins; returns whether it did.
+    """Install the hook that the user passed, or raysgd's once training begins; return whether it did.
 
     Raises:
         ValueError: The user registered one by hand; PyTorch allows one each. Or the model has its own group.
@@ -91,7 +91,7 @@ def register(
 
 
 def obstacle(options: dict[str, Any]) -> str | None:
-    """Returns why the communication hook of a model does not work in a new wrapper; None when it does."""
+    """Return why the communication hook of a model does not work in a new wrapper; None when it does."""
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
     return None
@@ -103,7 +103,7 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Weights gradients if need be, and sends them: as the user's hook does, at once, or as PyTorch does."""
+    """Weight gradients if need be, and send them: as the user's hook does, at once, or as PyTorch does."""
     parallel, gradients = state.parallel, bucket.buffer()
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
@@ -122,7 +122,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Begins an exchange of gradients, and that of rows beside it."""
+    """Begin an exchange of gradients, and that of rows beside it."""
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
@@ -161,7 +161,7 @@ def _add_up_with_amounts(group: Group, numbers: Array, counted: Counted, row: Ar
 
 
 def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
-    """Tells whether the gradients are so few that, but for a first MiB, their exchange begins after the backward pass.
+    """Tell whether the gradients are so few that, but for a first MiB, their exchange begins after the backward pass.
 
     Gloo, whose threads exchange one bucket while the next is computed, has no use for them.
     """
@@ -186,7 +186,7 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Tells whether a user's hook may remember something: a group, what it sent before, a counter."""
+    """Tell whether a user's hook may remember something: a group, what it sent before, a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)

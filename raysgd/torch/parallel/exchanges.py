@@ -130,12 +130,12 @@ class Exchanges:
         self.forget()
 
     def forget(self) -> None:
-        """Starts over, in another group."""
+        """Start over, in another group."""
         self._error: BaseException | None = None
         self._num_made = 0
 
     def track(self, future: Any, is_last: bool) -> Any:
-        """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
+        """Stand for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
         self.count(is_last)
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # the pass is over but for it
         received = partial(self._received_last, is_awaited) if is_last else self._received
@@ -146,7 +146,7 @@ class Exchanges:
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Counts an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
+        """Count an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
         self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
@@ -170,7 +170,7 @@ class Exchanges:
             raise
 
     def note(self, error: BaseException) -> None:
-        """Keeps the first exception that an exchange raised because the group is broken."""
+        """Keep the first exception that an exchange raised because the group is broken."""
         if self._error is None and self._is_lost(error):
             self._error = error
 
@@ -180,7 +180,7 @@ class Exchanges:
         return self._error is not None
 
     def check(self) -> None:
-        """Ends a step; raises if it cannot count because the group broke in it.
+        """End a step; raise if it cannot count because the group broke in it.
 
         Raises:
             RuntimeError: One that `is_lost` takes for a lost connection.
@@ -200,7 +200,7 @@ def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
-    """Lets an optimizer step only where the step counts, in place, so that there is no other way to step it.
+    """Let an optimizer step only where the step counts, in place, so that there is no other way to step it.
 
     Args:
         optimizer: The optimizer; other objects with a `step` will do.

@@ -120,7 +120,7 @@ class ForwardRounds:
 
 
 def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
-    """Returns what to call ahead of each forward pass of a model, compiled or not."""
+    """Return what to call ahead of each forward pass of a model, compiled or not."""
 
     def hook(model: Any, args: Any, kwargs: Any) -> None:
         enter = torch.compiler.disable(rounds.enter) if torch.compiler.is_compiling() else rounds.enter
@@ -155,7 +155,7 @@ class FSDP(NoParallel):
             return_large_blocks()  # parts of models, which come and go with each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
+        """Divide the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
         if not trainable(model):
             return self._leave_out(model)
         comes_empty = is_empty(model)
@@ -178,7 +178,7 @@ class FSDP(NoParallel):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Gives a part without numbers those of rank 0, until the body has divided it."""
+        """Give a part without numbers those of rank 0, until the body has divided it."""
         fill(part, self._device)
         whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
         take_from_first((*whole, *part.buffers()))
@@ -187,7 +187,7 @@ class FSDP(NoParallel):
             parameter.data = parameter.data.new_empty(0)
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Puts the divided parameters into the places of the whole ones, with what optimizers know about these."""
+        """Put the divided parameters into the places of the whole ones, with what optimizers know about these."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._moved.get(id(parameter), parameter) for parameter in group["params"]]
@@ -200,7 +200,7 @@ class FSDP(NoParallel):
     def arm(
         self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Gets ready for a call of `train`.
+        """Get ready for a call of `train`.
 
         Where user code runs the loop, it may end in the middle of a window, and gradients that were not exchanged with
         their backward pass never can be. There every batch is exchanged.
@@ -220,7 +220,7 @@ class FSDP(NoParallel):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Lets ranks run different numbers of forward passes; models stay divided."""
+        """Let ranks run different numbers of forward passes; models stay divided."""
         roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
@@ -264,7 +264,7 @@ class FSDP(NoParallel):
         return self._group_beside
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Takes from the whole tensors what belongs to this rank; no exchange."""
+        """Take from the whole tensors what belongs to this rank; no exchange."""
         own = model.state_dict()
         rest = dict(state)
         with torch.no_grad():
@@ -370,7 +370,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Returns what of `whole` this rank holds if it is divided as `like` is; it may be divided so already."""
+    """Return what of `whole` this rank holds if it is divided as `like` is; it may be divided so already."""
     if isinstance(whole, DTensor):
         return whole.to_local()
     [placement] = like.placements
@@ -382,7 +382,7 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """Returns what an optimizer keeps for a parameter, divided as the parameter is."""
+    """Return what an optimizer keeps for a parameter, divided as the parameter is."""
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

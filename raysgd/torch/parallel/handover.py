@@ -30,7 +30,7 @@ _ARRIVAL_S = 60.0  # it was sent before the tensors
 
 
 def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
-    """Sends `state` to `takers`, which must all `receive` at this time."""
+    """Send `state` to `takers`, which must all `receive` at this time."""
     encoded, group = lend(state), exchanges_at_once()
     parts = [encoded.buffer, *encoded.apart]
     if group is not None:
@@ -40,7 +40,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
 
 
 def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
-    """Returns what `source` sends to `takers`; tensors are on the CPU and not shared."""
+    """Return what `source` sends to `takers`; tensors are on the CPU and not shared."""
     group = exchanges_at_once()
     if group is not None:
         head, buffer, *apart = group.receive_parts(source, takers)
@@ -113,5 +113,5 @@ def _tensor(piece: Bytes) -> torch.Tensor:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Returns where tensors have to be for the group's transport."""
+    """Return where tensors have to be for the group's transport."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")

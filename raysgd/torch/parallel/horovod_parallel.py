@@ -155,7 +155,7 @@ class HorovodParallel(HorovodByHand):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Gives every rank rank 0's buffers once; forward passes have none of our collectives anyway."""
+        """Give every rank rank 0's buffers once; forward passes have none of our collectives anyway."""
         if self.synchronizes:
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield
@@ -188,12 +188,12 @@ class HorovodParallel(HorovodByHand):
 
 
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:
-    """Lets gradients be averaged once for each backward pass. Horovod made the class for this optimizer alone."""
+    """Let gradients be averaged once for each backward pass. Horovod made the class for this optimizer alone."""
     cls = type(wrapped)
     original_synchronize, original_step = cls.synchronize, cls.step
 
     def synchronize(self: Any) -> None:
-        """Waits for the gradients that are under way; the end of the backward pass did that already."""
+        """Wait for the gradients that are under way; the end of the backward pass did that already."""
         if self._handles:
             original_synchronize(self)
 
@@ -217,7 +217,7 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
 
 
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
-    """Lets learning-rate schedulers, which hold the plain optimizer, act on the wrapped one.
+    """Let learning-rate schedulers, which hold the plain optimizer, act on the wrapped one.
 
     Stepping the plain one would leave the other ranks behind unnoticed, so that is refused.
     """

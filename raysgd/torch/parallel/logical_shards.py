@@ -42,7 +42,7 @@ class LogicalShards:
         self.fraction, self.seed_of_step = 1.0, 0
 
     def begin_batch(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
-        """Begins a shard: what is random in it comes from its place in the data.
+        """Begin a shard: what is random in it comes from its place in the data.
 
         Args:
             is_first: Whether it is the first one of this rank in a step.
@@ -58,7 +58,7 @@ class LogicalShards:
         rng.seed_alike(seed)
 
     def keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Keeps the gradients that a backward pass has just made."""
+        """Keep the gradients that a backward pass has just made."""
         self._make_room(parameters)
         row = self._rows[self._num_kept]
         start = 0
@@ -85,7 +85,7 @@ class LogicalShards:
             self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
 
     def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
-        """Puts the sums over all shards where optimizers look for gradients."""
+        """Put the sums over all shards where optimizers look for gradients."""
         counts = self._counts()
         self._make_room(parameters)
         self._rows[self._num_kept :].zero_()  # shards of a short global batch that have no sample
@@ -98,7 +98,7 @@ class LogicalShards:
         rng.seed_alike(seed)  # what follows is done by all ranks alike
 
     def check(self) -> None:
-        """Refuses a step whose gradients came from elsewhere.
+        """Refuse a step whose gradients came from elsewhere.
 
         Raises:
             ValueError: They did, so each rank has its own.

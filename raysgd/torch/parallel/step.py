@@ -150,7 +150,7 @@ class BatchStep:
         self.open_call(1)  # and again where it turns out to be joint
 
     def open_call(self, window: int) -> None:
-        """Begins a call: no batch and no gradient of an earlier one is used any more."""
+        """Begin a call: no batch and no gradient of an earlier one is used any more."""
         self.window = window
         self.has_several_batches = window > 1 or self.is_global or self.shards is not None
         self.is_used = False
@@ -181,7 +181,7 @@ class BatchStep:
         self.has_uncounted: Any = False
 
     def close_call(self) -> None:
-        """Ends a call, in whatever way: what user code does between two calls is no step over the data."""
+        """End a call, in whatever way: what user code does between two calls is no step over the data."""
         self.shards = None
         self.open_call(1)
 
@@ -193,7 +193,7 @@ class BatchStep:
         is_last: bool = True,
         is_last_part: bool = True,
     ) -> None:
-        """Begins a batch."""
+        """Begin a batch."""
         if self.refresh is not None and self.is_last_part:  # the batch before was
             self.refresh()
         if self.opens is not None and self.is_boundary:  # the batch before was
@@ -233,23 +233,23 @@ class BatchStep:
         return not self._is_by_samples or (weight, total) == (self.weight, self._total)
 
     def begin_exchange(self) -> bool:
-        """Says that gradients are exchanged; returns whether it is the first time in this batch, the last of a step."""
+        """Say that gradients are exchanged; return whether it is the first time in this batch, the last of a step."""
         is_first, self._exchanged_in = self._exchanged_in != self._num_batches, self._num_batches
         return is_first and self.is_boundary
 
     def end_forward(self) -> None:
-        """Says that a backward pass follows, in which ranks wait for each other. The first one of a batch counts."""
+        """Say that a backward pass follows, in which ranks wait for each other. The first one of a batch counts."""
         if self.began_at:
             self.own_s += time.perf_counter() - self.began_at
             self.began_at = 0.0
 
     def end_stream(self) -> None:
-        """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
+        """Say that no batch follows; what user code does from here on is by itself, if it has used all of them."""
         if not self._num_waiting:
             self._forget_batch()
 
     def confirm(self) -> None:
-        """Sees to it that the step may count as done; whatever `check` raises says that it may not."""
+        """See to it that the step may count as done; whatever `check` raises says that it may not."""
         if not self.is_confirmed:
             if self.shards is not None:
                 self.shards.check()
@@ -263,12 +263,12 @@ class BatchStep:
         return self._total if self.num_samples is None else self.num_samples
 
     def use(self, by_samples: bool = True) -> None:
-        """Says that a backward pass follows."""
+        """Say that a backward pass follows."""
         self._is_by_samples = by_samples
         self.skip()
 
     def skip(self) -> None:
-        """Says that the last batch waits for no backward pass any more: it had one, or is left out."""
+        """Say that the last batch waits for no backward pass any more: it had one, or is left out."""
         if self.is_last_waiting:
             self._num_waiting -= 1
             self.is_last_waiting = False
@@ -287,7 +287,7 @@ class BatchStep:
         )
 
     def note_backward(self, optimizers: Sequence[Any], weight: Any = None) -> bool:
-        """Notes a backward pass for optimizers; returns whether this batch had one before, for any optimizer.
+        """Note a backward pass for optimizers; return whether this batch had one before, for any optimizer.
 
         Raises:
             ValueError: The batch belongs to a step that has ended.
@@ -309,7 +309,7 @@ class BatchStep:
         return is_further
 
     def adds_to(self, optimizer: Any) -> bool:
-        """Tells whether there are gradients for `optimizer` that a backward pass of this batch adds to."""
+        """Tell whether there are gradients for `optimizer` that a backward pass of this batch adds to."""
         return self.waiting is not None if self.window > 1 else id(optimizer) in self._computed
 
     @property
@@ -358,15 +358,15 @@ class BatchStep:
         return amount / window.reference
 
     def end_batch(self) -> None:
-        """Says that the optimizer of a window was asked to step, whether it will or not."""
+        """Say that the optimizer of a window was asked to step, whether it will or not."""
         self._ended_in = self._num_batches
 
     def leave_out(self, optimizer: Any) -> None:
-        """Says that nothing counts in the gradients of `optimizer`."""
+        """Say that nothing counts in the gradients of `optimizer`."""
         self.left_out.add(id(optimizer))
 
     def stepped(self, optimizer: Any) -> None:
-        """Notes that `optimizer` has stepped: the next backward pass begins with no gradients."""
+        """Note that `optimizer` has stepped: the next backward pass begins with no gradients."""
         self._computed.discard(id(optimizer))
         self.waiting = None
 
@@ -380,7 +380,7 @@ class BatchStep:
             self.counted, self._is_weighted = None, False
 
     def outgoing_weight(self) -> Any:
-        """Returns what to multiply gradients with on their way to the other ranks: a number or a tensor."""
+        """Return what to multiply gradients with on their way to the other ranks: a number or a tensor."""
         if self.window > 1 or self._is_weighted:
             return 1.0
         if self.counted is not None:

@@ -83,24 +83,24 @@ class NoParallel:
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Makes a model equal on all ranks that has nothing to train, and so no gradients to average."""
+        """Make a model equal on all ranks that has nothing to train, and so no gradients to average."""
         take_from_first((*model.parameters(), *model.buffers()))
         self._left_out.append(model)
         return model
 
     def _refresh_left_out(self, in_training: bool = False) -> None:
-        """Gives all ranks rank 0's buffers of models that have nothing to train; wrappers see to those of others."""
+        """Give all ranks rank 0's buffers of models that have nothing to train; wrappers see to those of others."""
         for model in self._left_out:
             if model.training or not in_training:
                 repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Makes optimizers that were made before `wrap` step what the wrapped models train."""
+        """Make optimizers that were made before `wrap` step what the wrapped models train."""
 
     def arm(
         self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Gets ready for a call of `train`.
+        """Get ready for a call of `train`.
 
         Args:
             models: The wrapped models.
@@ -117,7 +117,7 @@ class NoParallel:
         self.step.check = self.exchanges.check if may_run_backward and self.has_others else None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
-        """Averages gradients of all that the wrapped `models` train by now. All ranks do it at the same time.
+        """Average gradients of all that the wrapped `models` train by now. All ranks do it at the same time.
 
         Args:
             models: The models.
@@ -145,7 +145,7 @@ class NoParallel:
         return "the replicas are not kept equal by `DistributedDataParallel`"
 
     def reform(self) -> None:
-        """Connects the models to the new group; they stay the same objects."""
+        """Connect the models to the new group; they stay the same objects."""
         self.exchanges.forget()
         if self.record is not None:
             self.record.forget()
@@ -190,17 +190,17 @@ class NoParallel:
         return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
     def note_exchange(self, work: str) -> None:
-        """Notes that gradients are exchanged."""
+        """Note that gradients are exchanged."""
         if self.record is not None:
             self.record.note(work)
         if self.step.exchanges is not None:
             self.step.exchanges()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
+        """Average gradients over the ranks whose exchange was put off for a batch that never came."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Tells whether no gradient of earlier batches is left to add to."""
+        """Tell whether no gradient of earlier batches is left to add to."""
         return all(parameter.grad is None for parameter in parameters)
 
     @contextmanager
@@ -220,7 +220,7 @@ class NoParallel:
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Returns what this rank has of the state; where parts are sharded, with a part of each tensor."""
+        """Return what this rank has of the state; where parts are sharded, with a part of each tensor."""
         state: dict[str, Any] = part.state_dict()
         return state
 
@@ -234,11 +234,11 @@ class NoParallel:
         return None
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Takes over such a state of a model."""
+        """Take over such a state of a model."""
         load_model(model, state)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Takes over such a state of an optimizer."""
+        """Take over such a state of an optimizer."""
         load_optimizer(optimizer, state)
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
@@ -246,7 +246,7 @@ class NoParallel:
         return without_checkpointing(_copied(unwrap(model)).cpu())
 
     def all_sum(self, tensor: torch.Tensor) -> None:
-        """Adds a tensor up over all ranks, in place; every one of several ranks has to ask."""
+        """Add a tensor up over all ranks, in place; every one of several ranks has to ask."""
         group = quick_group(tensor)
         if group is not None:
             group.add_up(tensor.numpy())
@@ -268,13 +268,13 @@ class NoParallel:
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """Returns what such a tensor is added up through; None where PyTorch is quicker."""
+    """Return what such a tensor is added up through; None where PyTorch is quicker."""
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
 
 def reachable() -> torch.device | None:
-    """Returns where numbers have to be that the default group of PyTorch adds up; None for the CPU."""
+    """Return where numbers have to be that the default group of PyTorch adds up; None for the CPU."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
 
@@ -285,7 +285,7 @@ def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
 
 
 def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Gives every rank the numbers that the first one has, whatever their format.
+    """Give every rank the numbers that the first one has, whatever their format.
 
     Raises:
         ValueError: The ranks' tensors differ in number or shape, which all ranks learn.

@@ -55,7 +55,7 @@ class OwnSteps:
         self._about_to_step: set[int] = set()  # by identity: those with gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Lets the bounds act, or be missed, also where user code steps an optimizer by itself."""
+        """Let the bounds act, or be missed, also where user code steps an optimizer by itself."""
         for undo in self._undo:
             undo()
         self._optimizers = optimizers
@@ -66,11 +66,11 @@ class OwnSteps:
         self._undo = [each.remove for each in handles]
 
     def sees(self, optimizer: Any) -> bool:
-        """Tells whether each step of an optimizer is noted here."""
+        """Tell whether each step of an optimizer is noted here."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
     def begin_call(self) -> None:
-        """Begins a training call, of which it is known how many batches a step has."""
+        """Begin a training call, of which it is known how many batches a step has."""
         self._has_clipped = False
         if self._precision.is_mixed:
             self._precision.begin_call()
@@ -81,7 +81,7 @@ class OwnSteps:
         return not self._has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
-        """Clips the gradients of an optimizer, which may be scaled, and steps it."""
+        """Clip the gradients of an optimizer, which may be scaled, and step it."""
         if self.clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
@@ -104,7 +104,7 @@ class OwnSteps:
             self._bounds.clip_grad_value(parameters, options.clip_grad_value)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs in each step of an optimizer, from any caller."""
+        """Run in each step of an optimizer, from any caller."""
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -165,12 +165,12 @@ class OwnSteps:
 
 
 def tells_of_steps(optimizer: Any) -> bool:
-    """Tells whether an optimizer has hooks for its steps, as those of PyTorch do."""
+    """Tell whether an optimizer has hooks for its steps, as those of PyTorch do."""
     return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
 
 
 def _unscale_for_step(optimizer: Any) -> None:
-    """Brings gradients to their true size that a fused optimizer is to unscale in its step, as `GradScaler` told it."""
+    """Bring gradients to their true size that a fused optimizer is to unscale in its step, as `GradScaler` told it."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return
@@ -186,7 +186,7 @@ _NO_CALL = LossCall("values", None, None, None)
 
 @contextmanager
 def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Makes the gradients that come to parameters 0, before anybody else sees them: the mean over nothing is NaN."""
+    """Make the gradients that come to parameters 0, before anybody else sees them: the mean over nothing is NaN."""
     handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
     try:
         yield
@@ -279,7 +279,7 @@ class Gradients:
         weight: Any,
         trained: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """Clears the gradients, unless there are some to add to, and computes those of a loss.
+        """Clear the gradients, unless there are some to add to, and compute those of a loss.
 
         Args:
             loss: The mean over what the batch counts by.
@@ -350,7 +350,7 @@ class Gradients:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
 
     def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
-        """Clears the gradients that this batch does not add to.
+        """Clear the gradients that this batch does not add to.
 
         Raises:
             ValueError: Gradients that it is to add to are gone, or it is unknown whether they were used.
@@ -381,7 +381,7 @@ class Gradients:
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Computes the gradients of a logical shard, and after the last one those of the global batch."""
+        """Compute the gradients of a logical shard, and after the last one those of the global batch."""
         step = self._parallel.step
         assert step.shards is not None
         step.end_forward()
@@ -403,7 +403,7 @@ class Gradients:
     # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Makes of the gradients of a window what one batch of all its samples would have given.
+        """Make of the gradients of a window what one batch of all its samples would have given.
 
         Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing. Where that is
         because of labels that the loss ignores, they are 0, as in one process.
@@ -440,7 +440,7 @@ class Gradients:
             )
 
     def apply(self, optimizers: Iterable[Any]) -> None:
-        """Steps optimizers, if all their gradients are there."""
+        """Step optimizers, if all their gradients are there."""
         step = self._parallel.step
         for optimizer in optimizers:
             if step.window > 1:
@@ -454,7 +454,7 @@ class Gradients:
             step.stepped(optimizer)
 
     def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Warns once where metrics are averaged by a weight, and gradients are not."""
+        """Warn once where metrics are averaged by a weight, and gradients are not."""
         weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.step.weights
         if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
             logger.warning(
@@ -466,7 +466,7 @@ class Gradients:
 
 
 def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
-    """Calls the method, maybe the user's, with the weight that `forward` returned.
+    """Call the method, maybe the user's, with the weight that `forward` returned.
 
     Raises:
         TypeError: The method does not take one.
@@ -480,7 +480,7 @@ def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
 
 
 def step_with(operator: Any, optimizer: Any) -> None:
-    """Calls the method, maybe the user's, that steps `optimizer`."""
+    """Call the method, maybe the user's, that steps `optimizer`."""
     arguments = (optimizer,) if _takes(operator.optimizer_step, "optimizer") else ()
     operator.optimizer_step(*arguments)
 

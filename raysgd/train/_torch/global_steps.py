@@ -76,7 +76,7 @@ class GlobalSteps:
     # ---------------------------------------------------------------------------------------------------- what there is
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: Mapping[str, Any]) -> torch.nn.Module:
-        """Returns a model that averages its gradients over the ranks as long as no batch has failed.
+        """Return a model that averages its gradients over the ranks as long as no batch has failed.
 
         Raises:
             ValueError: An option that does not go together with that.
@@ -95,7 +95,7 @@ class GlobalSteps:
         return wrapped
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets an optimizer step only where the step counts, in place, so that there is no other way to step it."""
+        """Let an optimizer step only where the step counts, in place, so that there is no other way to step it."""
         if hasattr(optimizer.step, _JOINT):
             return
         self._shared.append(optimizer)
@@ -115,7 +115,7 @@ class GlobalSteps:
         return True
 
     def share(self, *parts: Any) -> None:
-        """Takes note of other things whose state has to be alike on all ranks."""
+        """Take note of other things whose state has to be alike on all ranks."""
         self._shared += parts
 
     def admit(self) -> None:
@@ -123,11 +123,11 @@ class GlobalSteps:
         self._membership.admits = True
 
     def number(self, loader: Any) -> None:
-        """Takes note of a loader, whose position others take over that step in."""
+        """Take note of a loader, whose position others take over that step in."""
         self._loaders.append(loader)
 
     def _check_prepared(self) -> None:
-        """Checks, at the first exchange, that everything is prepared that has to be.
+        """Check, at the first exchange, that everything is prepared that has to be.
 
         Raises:
             ValueError: Something is not.
@@ -150,7 +150,7 @@ class GlobalSteps:
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer that trains a prepared model and is not prepared, nor a part of one that is.
+        """Refuse an optimizer that trains a prepared model and is not prepared, nor a part of one that is.
 
         Raises:
             ValueError: It is one.
@@ -169,7 +169,7 @@ class GlobalSteps:
     # ------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Waits for a group, connects the models with it, and returns the place in it.
+        """Wait for a group, connect the models with it, and return the place in it.
 
         A function that is to step in takes over there what the others have, unless no step follows.
         """
@@ -188,7 +188,7 @@ class GlobalSteps:
                 return place
 
     def _meet(self) -> Exception | None:
-        """Gives ranks that step in what they lack, before the first batch of a group; returns when all ranks have it.
+        """Give ranks that step in what they lack, before the first batch of a group; return when all ranks have it.
 
         All ranks do this in the same place: before the same batch.
         """
@@ -216,7 +216,7 @@ class GlobalSteps:
             return self._as_lost(error)
 
     def _state(self) -> dict[str, Any]:
-        """Returns what a rank that steps in takes over."""
+        """Return what a rank that steps in takes over."""
         return {
             "number": self._membership.place.number,
             "num_done": self._membership.num_done,
@@ -228,7 +228,7 @@ class GlobalSteps:
         }
 
     def _unfit(self, state: Mapping[str, Any]) -> str | None:
-        """Returns why this rank cannot take a state over; None where it can."""
+        """Return why this rank cannot take a state over; None where it can."""
         kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
         if kinds != others:
             return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
@@ -287,7 +287,7 @@ class GlobalSteps:
         return mark
 
     def _begin_undo(self) -> None:
-        """Copies what the batch may change before its last step, with which it counts."""
+        """Copy what the batch may change before its last step, with which it counts."""
         num_parts = len(self._models), len(self._optimizers)
         if self._num_parts != num_parts:
             copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
@@ -298,7 +298,7 @@ class GlobalSteps:
         self._undo.begin_batch()
 
     def close_batch(self, mark: BatchStart) -> str:
-        """Returns what became of a batch: "failed", "done", or "seen" where no step was taken.
+        """Return what became of a batch: "failed", "done", or "seen" where no step was taken.
 
         Raises:
             DistNetworkError: It failed behind a step that counts.
@@ -349,7 +349,7 @@ class GlobalSteps:
         return mark is not self._open or self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
-        """Takes note of how many steps each batch has."""
+        """Take note of how many steps each batch has."""
         self._num_usual = num_steps
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
@@ -360,7 +360,7 @@ class GlobalSteps:
     # ------------------------------------------------------------------------------------------------------ exchanges
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Averages gradients over the ranks; leaves them as they are where the batch has failed."""
+        """Average gradients over the ranks; leave them as they are where the batch has failed."""
         self._check_prepared()
         gradients, membership = bucket.buffer(), self._membership
         if not membership.begin_exchange():
@@ -416,7 +416,7 @@ class GlobalSteps:
         return self._membership.count_step(self._agree)
 
     def _agree(self) -> Exception | None:
-        """Says that all gradients are here, and exchanges all that is left of a step; returns when all ranks did."""
+        """Say that all gradients are here, and exchange all that is left of a step; return when all ranks did."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         broken = self._compared(float(sum(group.get("lr", 0.0) for group in groups)))
         if broken is not None:
@@ -432,7 +432,7 @@ class GlobalSteps:
         return None
 
     def _compared(self, rates: float) -> Exception | None:
-        """Compares a batch, its steps and learning rates with those of the other ranks; NaN for no step.
+        """Compare a batch, its steps and learning rates with those of the other ranks; NaN for no step.
 
         All ranks are there then.
 
@@ -455,7 +455,7 @@ class GlobalSteps:
         return _lost(membership.flaw)
 
     def _compare_weights(self) -> None:
-        """Compares the weights of all ranks, as they are before the step, if that is due.
+        """Compare the weights of all ranks, as they are before the step, if that is due.
 
         Raises:
             RanksDifferError: They differ.
@@ -474,7 +474,7 @@ class GlobalSteps:
         self._agreed_at = now
 
     def _as_lost(self, error: Exception) -> Exception:
-        """Returns the error by which the driver knows that the group is broken.
+        """Return the error by which the driver knows that the group is broken.
 
         Raises:
             Exception: It is not.

@@ -42,7 +42,7 @@ def prepare_data_loader(
     *,
     exact: bool = False,
 ) -> Any:
-    """Gets a loader ready: over this worker's part of the samples, with batches on the device.
+    """Get a loader ready: over this worker's part of the samples, with batches on the device.
 
     Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time. A sampler such as
     `WeightedRandomSampler` decides which samples a pass has: it draws the same on all workers, which divide them. All
@@ -214,14 +214,14 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Lets `set_epoch` be called for one worker too, because a run may shrink to one. The order stays the sampler's."""
+    """Let `set_epoch` be called for one worker too, because a run may shrink to one. The order stays the sampler's."""
     if not hasattr(sampler, "set_epoch"):
         with suppress(AttributeError):  # a list, for instance
             sampler.set_epoch = _ignore_epoch
 
 
 def _ignore_epoch(epoch: int) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:

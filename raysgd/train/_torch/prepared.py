@@ -50,7 +50,7 @@ class Accelerator:
         self._replaced: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
     def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
-        """Divides a model over the workers, in place."""
+        """Divide a model over the workers, in place."""
         from raysgd.torch.parallel.fsdp import FSDP  # not at the top: it takes a while, and few need it
 
         self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
@@ -66,7 +66,7 @@ class Accelerator:
 
 
 def accelerate(amp: bool = False) -> None:
-    """Chooses the precision of a run: with `amp`, fp16 with a gradient scaler on GPUs. Call it first.
+    """Choose the precision of a run: with `amp`, fp16 with a gradient scaler on GPUs. Call it first.
 
     Raises:
         SessionMisuseError: Outside of a training function.
@@ -99,7 +99,7 @@ def get_devices() -> list[torch.device]:
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Makes two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers.
+    """Make two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers.
 
     Raises:
         SessionMisuseError: Outside of a training function.
@@ -149,7 +149,7 @@ def prepare_model(
     parallel_strategy: str | None = _UNSET,
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """Gets a model ready: on its device, in the precision of the run, and kept equal on all workers.
+    """Get a model ready: on its device, in the precision of the run, and kept equal on all workers.
 
     With "fsdp" it is divided over the workers, in place. Make its optimizer afterwards, and save what `gather_state`
     returns. A single worker keeps it whole.
@@ -224,7 +224,7 @@ def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any
 
 
 def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Takes over a state of `gather_state`, or of `state_dict` of a plain part, before or after it was prepared.
+    """Take over a state of `gather_state`, or of `state_dict` of a plain part, before or after it was prepared.
 
     Raises:
         SessionMisuseError: Outside of a training function.
@@ -253,7 +253,7 @@ class ForwardInContext:
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Gets an optimizer ready, in place: with mixed precision its `step` goes through the gradient scaler.
+    """Get an optimizer ready, in place: with mixed precision its `step` goes through the gradient scaler.
 
     With `elastic=True`, `step` does nothing in a batch that failed because a worker was lost; the batch is repeated.
 
@@ -276,7 +276,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 
 def prepare_state(*parts: Any) -> None:
-    """Lets workers that step in later take over the states of these, beside those of what you have prepared.
+    """Let workers that step in later take over the states of these, beside those of what you have prepared.
 
     Schedulers, averages of weights, counters: anything with `state_dict` and `load_state_dict`. All workers have to
     name the same parts, in the same order.
@@ -297,7 +297,7 @@ def prepare_state(*parts: Any) -> None:
 
 
 def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:
-    """Replaces `optimizer.step` in place, so that there is no other way to step it."""
+    """Replace `optimizer.step` in place, so that there is no other way to step it."""
     own = optimizer.step  # perhaps that of a scheduler, which counts the steps
 
     def step(self: Any, closure: Any = None) -> None:
@@ -315,7 +315,7 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Computes the gradients of a loss, scaled if the precision of the run asks for it.
+    """Compute the gradients of a loss, scaled if the precision of the run asks for it.
 
     Raises:
         SessionMisuseError: Outside of a training function.

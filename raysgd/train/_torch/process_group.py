@@ -66,7 +66,7 @@ class TorchBackend(Backend):
     share_cuda_visible_devices = True
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Lets the workers leave their process group; one that is busy is not waited for, it is ended all the same."""
+        """Let the workers leave their process group; one that is busy is not waited for, it is ended all the same."""
         import ray
 
         references = worker_group.execute_async(_leave_group)
@@ -83,6 +83,6 @@ def unwrapped(value: Any) -> Any:
 
 
 def _leave_group() -> None:
-    """Leaves the process group, unless a function still runs, whose collectives would be in the way."""
+    """Leave the process group, unless a function still runs, whose collectives would be in the way."""
     if current_session() is None:
         end_process_group()

@@ -74,12 +74,12 @@ class GlobalBatches(Sampler[list[Any]]):
         return num_samples // self.size if self._drop_last else -(-num_samples // self.size)
 
     def draw(self) -> int:
-        """Draws the samples of a pass; returns the number of its global batches."""
+        """Draw the samples of a pass; return the number of its global batches."""
         self._order = self._sampler.drawn()
         return self._num_of(len(self._order))
 
     def start_at(self, first: int, world: World) -> None:
-        """Returns what is iterated over next begins with the global batch `first`, divided for this place."""
+        """Return what is iterated over next begins with the global batch `first`, divided for this place."""
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
@@ -126,7 +126,7 @@ class GlobalStream:
         return len(self._part)
 
     def draw(self) -> int:
-        """Begins with the rows that are left of the epoch; returns the number of global batches."""
+        """Begin with the rows that are left of the epoch; return the number of global batches."""
         self.consumed = self._part.consumed
         return -(-(self._num_rows - self.consumed) // self.size)
 
@@ -211,7 +211,7 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch = epoch
 
     def position(self) -> dict[str, Any]:
-        """Returns where it is, for those that step in."""
+        """Return where it is, for those that step in."""
         return {
             "epoch": self._epoch,
             "order": self._sampler.epoch,
@@ -222,7 +222,7 @@ class RepeatingLoader(DataLoader[Any]):
         }
 
     def take_over(self, position: dict[str, Any]) -> None:
-        """Goes on where others are."""
+        """Go on where others are."""
         self._epoch, self._number, self._global.size = position["epoch"], position["number"], position["size"]
         self._sampler.set_epoch(position["order"])
         self._global.consumed = position["consumed"]
@@ -267,14 +267,14 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Counts the pass that the function leaves, unless it is of a stream, whose next pass goes on there."""
+        """Count the pass that the function leaves, unless it is of a stream, whose next pass goes on there."""
         self.is_open, self._has_trained = False, self._has_trained or has_trained
         if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
             self._global.end_pass()
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:
-        """Notes what became of a batch, and in a set what became of those of this pass."""
+        """Note what became of a batch, and in a set what became of those of this pass."""
         outcomes.add(outcome)
         self._has_trained = self._has_trained or outcome != "seen"
         if {"seen", "done"} <= outcomes:

@@ -48,11 +48,11 @@ class FunctionReplica:
         """Nothing: there is nothing to build before there is a function."""
 
     def make_object(self, make: Callable[[], Any]) -> None:
-        """Makes the object of this worker."""
+        """Make the object of this worker."""
         self.worker_object = make()
 
     def call_object(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of that object.
+        """Call a method of that object.
 
         Raises:
             AttributeError: There is none of that name.
@@ -60,7 +60,7 @@ class FunctionReplica:
         return getattr(self.worker_object, name)(*args, **kwargs)
 
     def warm_up(self) -> None:
-        """Runs the function of the others until it asks for its place.
+        """Run the function of the others until it asks for its place.
 
         Raises:
             RuntimeError: It does not.
@@ -76,7 +76,7 @@ class FunctionReplica:
         self._check_is_waiting()
 
     def _check_is_waiting(self) -> None:
-        """Raises what the function has raised, or an error if it has ended."""
+        """Raise what the function has raised, or an error if it has ended."""
         mailbox = self._session.mailbox if self._session is not None else None
         if mailbox is not None and mailbox.error is not None:
             raise mailbox.error
@@ -84,7 +84,7 @@ class FunctionReplica:
             raise RuntimeError("the function ended without a batch, so no worker can step in where it is")
 
     def run_function(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
-        """Starts a function.
+        """Start a function.
 
         Raises:
             TrainBackendError: A function is running already.
@@ -133,7 +133,7 @@ class FunctionReplica:
         return message
 
     def start(self, *start: Any) -> None:
-        """Starts a function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data.
+        """Start a function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data.
 
         One that runs goes on in the group that this worker is in, if it has joined another one.
         """
@@ -177,19 +177,19 @@ class FunctionReplica:
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
 
     def answer(self, value: Any, *start: Any) -> None:
-        """Gives the function the answer to its question. One that is only started with this has not asked yet."""
+        """Give the function the answer to its question. One that is only started with this has not asked yet."""
         self.start(*start)
         if not start and self._session is not None:
             self._session.mailbox.answer(value)
 
     def mute(self, *start: Any) -> None:
-        """Lets the function continue without waiting for its reports to be read. It may have ended before that."""
+        """Let the function continue without waiting for its reports to be read. It may have ended before that."""
         self.start(*start)
         if self._session is not None:
             self._session.is_muted = True
 
     def end_function(self) -> bool:
-        """Ends the function at its next message; returns False if it sent none in time."""
+        """End the function at its next message; return False if it sent none in time."""
         if self._session is None:
             return True
         self._pending_checkpoints.clear()  # a function that waits for the driver continues to its next message
@@ -210,7 +210,7 @@ class FunctionReplica:
         return self._pending_checkpoints.fetch(token)
 
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
-        """Stores the folder that waits under a token, if there is one, without the names that lower ranks use too.
+        """Store the folder that waits under a token, if there is one, without the names that lower ranks use too.
 
         Returns:
             False where it was lost, with its function.
@@ -225,14 +225,14 @@ class FunctionReplica:
         return True
 
     def refuse(self, token: int) -> None:
-        """Takes note that the driver will not fetch a checkpoint."""
+        """Take note that the driver will not fetch a checkpoint."""
         self._pending_checkpoints.refuse(token)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Nothing: the next call starts the function from the newest checkpoint."""
 
     def replica_progress(self) -> ReplicaProgress:
-        """Returns how many steps the function has taken; it has to be able to go on where it is.
+        """Return how many steps the function has taken; it has to be able to go on where it is.
 
         Nothing is taken over from one that has not met the others.
         """
@@ -251,7 +251,7 @@ class FunctionReplica:
         )
 
     def regroup(self, world: World, handover: StateHandover) -> None:
-        """Takes a place in another group. A rank that is behind has the gradients of the step that it lacks.
+        """Take a place in another group. A rank that is behind has the gradients of the step that it lacks.
 
         Raises:
             RuntimeError: The function was to step in, and has not come to its first batch.
@@ -268,7 +268,7 @@ class FunctionReplica:
                 raise RuntimeError("a function that was to step in does not come to its first batch")
 
     def hold(self) -> None:
-        """Ends a call that waits for a message, so that others can step in. The function goes on meanwhile."""
+        """End a call that waits for a message, so that others can step in. The function goes on meanwhile."""
         session = self._session
         if session is not None and not session.mailbox.is_broken_off:
             session.mailbox.break_off(_WaitBrokenOff())
@@ -281,7 +281,7 @@ class FunctionReplica:
         return Heartbeat(epoch=session.iteration, step=self._num_messages, phase="in the function")
 
     def shutdown(self) -> None:
-        """Abandons the function; its thread ends with the process."""
+        """Abandon the function; its thread ends with the process."""
         self._close()
 
 
@@ -311,7 +311,7 @@ def describe_process() -> tuple[str, Any]:
 
 
 def _leave_process() -> None:
-    """Ends the worker of a function that called `sys.exit`, which would end its process without a worker too."""
+    """End the worker of a function that called `sys.exit`, which would end its process without a worker too."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

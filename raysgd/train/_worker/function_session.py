@@ -99,11 +99,11 @@ class Session:
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Returns what the function gets of a shard: of a stream, its part follows from its place."""
+        """Return what the function gets of a shard: of a stream, its part follows from its place."""
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
-        """Runs the function, in a separate thread."""
+        """Run the function, in a separate thread."""
         try:
             return self._spec.function()
         except Exception as error:  # of the user's function
@@ -113,7 +113,7 @@ class Session:
             raise explained.with_traceback(error.__traceback__) from error
 
     def _explained(self, error: Exception) -> Exception:
-        """Returns what is raised for an exception of the function: the same, or one that says what to do."""
+        """Return what is raised for an exception of the function: the same, or one that says what to do."""
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
@@ -121,7 +121,7 @@ class Session:
         return False
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
-        """Sends metrics, and perhaps a checkpoint with them: a dict, or a `Checkpoint`.
+        """Send metrics, and perhaps a checkpoint with them: a dict, or a `Checkpoint`.
 
         Raises:
             TypeError: `checkpoint` is something else, or there are options, which are for functions that `fit` runs.
@@ -146,14 +146,14 @@ class Session:
         return self.membership is not None and self.membership.has_failed
 
     def regroup(self, world: World, is_behind: bool) -> None:
-        """Takes a place in another group, which this process has joined; see `Membership.join`."""
+        """Take a place in another group, which this process has joined; see `Membership.join`."""
         assert self.membership is not None, "the function cannot continue in another group"
         self._world = world
         self.membership.join(world, is_behind)
         self.mailbox.mend()
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Returns what the driver answers, the same on all ranks; all of them have to ask.
+        """Return what the driver answers, the same on all ranks; all of them have to ask.
 
         Args:
             name: The question.
@@ -167,13 +167,13 @@ class Session:
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
-        """Sends metrics alone. The function waits with encoded ones: the next ones need their buffer."""
+        """Send metrics alone. The function waits with encoded ones: the next ones need their buffer."""
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
         )
 
     def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Sends metrics with a checkpoint, which the driver takes only if no lower rank has one."""
+        """Send metrics with a checkpoint, which the driver takes only if no lower rank has one."""
         if self.world.rank == 0:
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
             return
@@ -182,7 +182,7 @@ class Session:
         self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
 
     def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
-        """Sends metrics, then makes the checkpoint that they announce if the driver asks for it."""
+        """Send metrics, then make the checkpoint that they announce if the driver asks for it."""
         token = self._pending_checkpoints.announce()
         self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
         self._pending_checkpoints.settle(token, make)
@@ -213,7 +213,7 @@ class Session:
         return self._part_of(self.shard[name])
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Sends a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
+        """Send a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
         if self.is_repeating:
             return
         self.checkpoint = checkpoint

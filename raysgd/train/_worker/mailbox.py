@@ -53,7 +53,7 @@ class Mailbox:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the function."""
+        """Start the function."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -92,7 +92,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def _hold_until(self, is_over: Callable[[], bool]) -> None:
-        """Holds the function until something is so."""
+        """Hold the function until something is so."""
         self._is_holding = True
         self._changed.wait_for(lambda: self._is_cancelled or is_over())
         self._is_holding = False
@@ -123,7 +123,7 @@ class Mailbox:
             return self._answers.pop()
 
     def answer(self, value: Any) -> None:
-        """Answers the question that was taken last; where that was answered already, it does nothing."""
+        """Answer the question that was taken last; where that was answered already, it does nothing."""
         with self._changed:
             if self._is_asking:
                 self._is_asking = False
@@ -131,7 +131,7 @@ class Mailbox:
                 self._changed.notify_all()
 
     def next_message(self, told: Any = None) -> Any:
-        """Waits for the next message and returns it; an `FunctionEnded` if the function has returned.
+        """Wait for the next message and return it; an `FunctionEnded` if the function has returned.
 
         Args:
             told: What the function may have to know to make its message; see `await_request`.
@@ -156,7 +156,7 @@ class Mailbox:
             return self._ended
 
     def break_off(self, error: BaseException) -> None:
-        """Ends all waiting for messages that are not there yet, until `mend`: the function cannot go on by itself."""
+        """End all waiting for messages that are not there yet, until `mend`: the function cannot go on by itself."""
         with self._changed:
             self._broken = error
             self._changed.notify_all()
@@ -193,7 +193,7 @@ class Mailbox:
         return self._ended is not None or self._error is not None
 
     def cancel(self, timeout_s: float) -> bool:
-        """Ends the function at its next message; returns whether it ended in time."""
+        """End the function at its next message; return whether it ended in time."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
@@ -218,14 +218,14 @@ class PendingCheckpoints:
         self._num = 0
 
     def keep(self, copy: Any) -> int:
-        """Keeps a copy until it is fetched; returns the token to fetch it with."""
+        """Keep a copy until it is fetched; return the token to fetch it with."""
         with self._changed:
             self._num += 1
             self._copies[self._num] = copy
             return self._num
 
     def announce(self) -> int:
-        """Returns the token of a copy that is made only if the driver asks for it."""
+        """Return the token of a copy that is made only if the driver asks for it."""
         with self._changed:
             self._num += 1
             self._open.add(self._num)
@@ -256,7 +256,7 @@ class PendingCheckpoints:
             self._changed.notify_all()
 
     def fetch(self, token: int, told: Any = None) -> Any:
-        """Returns the copy of `token`, once. Called from another thread, while the function continues.
+        """Return the copy of `token`, once. Called from another thread, while the function continues.
 
         Args:
             token: Which one.
@@ -274,7 +274,7 @@ class PendingCheckpoints:
             return self._copies.pop(token)
 
     def clear(self) -> None:
-        """Drops all copies; they will not be fetched."""
+        """Drop all copies; they will not be fetched."""
         with self._changed:
             self._copies.clear()
             self._open.clear()

@@ -99,14 +99,14 @@ class Membership:
     # ------------------------------------------------------------------------------------------------- the function
 
     def enter(self) -> GroupPlace:
-        """Waits until there is a group that is not known to be broken; returns the place in it."""
+        """Wait until there is a group that is not known to be broken; return the place in it."""
         with self._changed:
             self._has_entered = True
             self._wait_until(lambda: self._is_open and not self._is_broken)
             return self.place
 
     def await_place(self) -> None:
-        """Waits, in a function that is to step in, until it has a place."""
+        """Wait, in a function that is to step in, until it has a place."""
         with self._changed:
             if not self._is_placed:
                 self._wait_until(lambda: self._is_placed)
@@ -186,7 +186,7 @@ class Membership:
             return bool(self._verdict)
 
     def meet(self, place: GroupPlace, exchange: Callable[[], BaseException | None]) -> bool:
-        """Lets the ranks of another group meet; returns False where it is broken.
+        """Let the ranks of another group meet; return False where it is broken.
 
         Args:
             place: The place in it.
@@ -211,7 +211,7 @@ class Membership:
         return broken is None
 
     def step_in(self, number: int, num_done: int) -> None:
-        """Takes over, in `meet`, how far the others are.
+        """Take over, in `meet`, how far the others are.
 
         Args:
             number: That of their place.
@@ -248,7 +248,7 @@ class Membership:
         return self._has_entered
 
     def await_rest(self) -> None:
-        """Waits until a function that is to step in asks for its place, or is over."""
+        """Wait until a function that is to step in asks for its place, or is over."""
         self._look_until(lambda: self._is_waiting)
 
     def _look_until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -268,7 +268,7 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keeps the function out of a group whose connections were ended; returns when it has no exchange there.
+        """Keep the function out of a group whose connections were ended; return when it has no exchange there.
 
         Raises:
             TimeoutError: An exchange does not end.

@@ -76,7 +76,7 @@ def _to_torch(dataset: Any, **options: Any) -> Any:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Checks that the data of a run can be divided.
+    """Check that the data of a run can be divided.
 
     Raises:
         TypeError: It cannot, or it is a stream that cannot be sent.

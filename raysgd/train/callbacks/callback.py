@@ -33,7 +33,7 @@ class TrainingCallback:
         """Called once at the end; `error` says whether it ended with an exception."""
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Leaves out what belongs to other callbacks, preprocesses, and calls `handle_result`. Leave as it is."""
+        """Leave out what belongs to other callbacks, preprocess, and call `handle_result`. Leave as it is."""
         hidden = ALL_RESERVED_KEYS - set(self.RESERVED_KEYS)
         shown = ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
         if self.results_preprocessor is not None:

@@ -42,7 +42,7 @@ class LogdirManager:
         self._create_logdir = create_logdir
 
     def setup_logdir(self, default_logdir: str | Path) -> Path:
-        """Makes sure that the folder is there and returns it.
+        """Make sure that the folder is there and returns it.
 
         Raises:
             FileExistsError: There is a file of that name.

@@ -59,14 +59,14 @@ class FitCheckpoints(CheckpointTaker):
         self.landing: Landing | None = None
 
     def begin_attempt(self) -> None:
-        """Removes what the last attempt left half stored, and says that there is another one."""
+        """Remove what the last attempt left half stored, and say that there is another one."""
         self.flush()
         if self._folder is not None:
             self._folder.discard_staged("checkpoint_")
         self._on_attempt()
 
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Takes the checkpoint of a step. Of a dict it returns at once: a thread gets it from its worker.
+        """Take the checkpoint of a step. Of a dict it returns at once: a thread gets it from its worker.
 
         Args:
             score: Not needed: these checkpoints are judged by the metrics that come with them.
@@ -89,7 +89,7 @@ class FitCheckpoints(CheckpointTaker):
             self._receive(index, receive, keep, lose)
 
     def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Folder:
-        """Makes what is staged for a number a checkpoint; if no metadata is given, some may be staged too."""
+        """Make what is staged for a number a checkpoint; if no metadata is given, some may be staged too."""
         assert self._folder is not None, "nothing is staged where no files are kept"
         name = checkpoint_name(index)
         staged = self._folder.staged(name)
@@ -106,7 +106,7 @@ class FitCheckpoints(CheckpointTaker):
         return self._folder.commit(name)
 
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
-        """Writes a dict that has arrived; where nothing is written, keeps it."""
+        """Write a dict that has arrived; where nothing is written, keeps it."""
         own = content.pop(METADATA_KEY, {})
         if content.get(PREPROCESSOR_KEY) is None:  # as in a `TorchCheckpoint` that was made without one
             content = {**content, PREPROCESSOR_KEY: self._preprocessor}
@@ -123,7 +123,7 @@ class FitCheckpoints(CheckpointTaker):
 
 
 def _write_dict(content: dict[str, Any], staged: Folder) -> None:
-    """Writes a dict; one that was made of a folder becomes that folder again."""
+    """Write a dict; one that was made of a folder becomes that folder again."""
     if FOLDER_KEY in content or EXTRA_FILES_KEY in content:
         with Checkpoint.from_dict(content).as_directory() as folder:
             staged.upload(Path(folder))
@@ -135,7 +135,7 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 
 
 def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
-    """Writes a preprocessor beside what workers stored, unless that has one itself, as dicts have."""
+    """Write a preprocessor beside what workers stored, unless that has one itself, as dicts have."""
     file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
     if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
         from ray import cloudpickle

@@ -68,14 +68,14 @@ class FitSession(Session):
         self._upload: Future[None] | None = None
 
     def _run(self) -> Any:
-        """Runs the function. What it returns stays in the worker, unless it is plain data and this is rank 0."""
+        """Run the function. What it returns stays in the worker, unless it is plain data and this is rank 0."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray():
             returned = super()._run()
             self._await_upload()
             return returned if self._may_be_first and is_plain(returned) else None
 
     def _explained(self, error: Exception) -> Exception:
-        """Says what to do where a session function of Ray was called."""
+        """Say what to do where a session function of Ray was called."""
         if not isinstance(error, UserWarning | RuntimeError) or not any(text in str(error) for text in _MISUSES):
             return super()._explained(error)
         return SessionMisuseError(
@@ -102,12 +102,12 @@ class FitSession(Session):
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Returns what the driver answers."""
+        """Return what the driver answers."""
         self._await_upload()
         return super().ask(name, data)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
-        """Sends metrics, and perhaps a checkpoint with them.
+        """Send metrics, and perhaps a checkpoint with them.
 
         Raises:
             TypeError: `checkpoint` is no checkpoint.
@@ -127,7 +127,7 @@ class FitSession(Session):
             self._send_with(checkpoint, data, options)
 
     def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
-        """Stores a checkpoint that has files, perhaps while the function goes on; sends the content of another one."""
+        """Store a checkpoint that has files, perhaps while the function goes on; send the content of another one."""
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
@@ -141,13 +141,13 @@ class FitSession(Session):
         self._delete_local(checkpoint, options)
 
     def _await_upload(self) -> None:
-        """Waits until a folder that is stored while the function goes on is there, and raises what went wrong."""
+        """Wait until a folder that is stored while the function goes on is there, and raise what went wrong."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.result()
 
     def _delete_local(self, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Deletes the function's own folder, if it has one and wants that; a checkpoint of the run itself stays."""
+        """Delete the function's own folder, if it has one and wants that; a checkpoint of the run itself stays."""
         kind, place = checkpoint.get_internal_representation()
         if options.deletes and kind == "local_path" and not self._is_of_trial(Path(place)):
             shutil.rmtree(place, ignore_errors=True)
@@ -157,7 +157,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Puts a folder where the driver finds it, next to what the other ranks put there, and sends the metrics."""
+        """Put a folder where the driver finds it, next to what the other ranks put there, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
@@ -166,7 +166,7 @@ class FitSession(Session):
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
-        """Stores a folder and sends the metrics: rank 0 at once, others when they know which names are taken."""
+        """Store a folder and send the metrics: rank 0 at once, others when they know which names are taken."""
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             if self.membership is not None and self.membership.place.number:
@@ -189,7 +189,7 @@ class FitSession(Session):
         return self._part_of(next(iter(shards.values()), None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses: a function that `fit` runs saves with its reports.
+        """Refuse: a function that `fit` runs saves with its reports.
 
         Raises:
             SessionMisuseError: Always.
@@ -200,7 +200,7 @@ class FitSession(Session):
         )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Refuses: a function that `fit` runs gets its checkpoint otherwise.
+        """Refuse: a function that `fit` runs gets its checkpoint otherwise.
 
         Raises:
             SessionMisuseError: Always.
@@ -237,7 +237,7 @@ def _opened(checkpoint: Checkpoint | Folder | dict[str, Any] | None) -> Checkpoi
 
 
 def check_checkpoint(checkpoint: Any) -> None:
-    """Checks what a function reports as its checkpoint.
+    """Check what a function reports as its checkpoint.
 
     Raises:
         TypeError: It is no `Checkpoint`.
@@ -287,7 +287,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 @contextmanager
 def _working_in(workdir: str | None) -> Iterator[None]:
-    """Makes a folder the working directory of this process for a while."""
+    """Make a folder the working directory of this process for a while."""
     if workdir is None:
         yield
         return
@@ -303,7 +303,7 @@ def _working_in(workdir: str | None) -> Iterator[None]:
 
 @contextmanager
 def _errors_for_calls_of_ray() -> Iterator[None]:
-    """Turns the warning with which Ray's own session functions do nothing into an error, for a while."""
+    """Turn the warning with which Ray's own session functions do nothing into an error, for a while."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield

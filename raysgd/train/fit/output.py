@@ -77,7 +77,7 @@ def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
 
 
 def write_params(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes the config as JSON, for people, and as a pickle, for programs."""
+    """Write the config as JSON, for people, and as a pickle, for programs."""
     (folder / PARAMS_FILE).write_text(as_json(config, indent=2), encoding="utf-8")
     content = _pickled(dict(config), "the config", PARAMS_PICKLE_FILE)
     if content is not None:
@@ -85,7 +85,7 @@ def write_params(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_error(folder: Path, error: BaseException, number: int) -> None:
-    """Adds an error to `error.txt`, and replaces `error.pkl`, if the error can be pickled.
+    """Add an error to `error.txt`, and replace `error.pkl`, if the error can be pickled.
 
     Args:
         folder: The folder of the trial.
@@ -143,14 +143,14 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """Gets the logs of the run that this one continues, to write on where they end."""
+        """Get the logs of the run that this one continues, to write on where they end."""
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):
                     (self._folder.local_path / name).write_bytes(self._folder.trial.read(name))
 
     def upload_soon(self) -> None:
-        """Copies them in the background, every few seconds."""
+        """Copy them in the background, every few seconds."""
         if self._folder.is_local or time.monotonic() - self._last < _UPLOAD_EVERY_S:
             return
         if self._running is None or self._running.done():
@@ -158,7 +158,7 @@ class Logs:
             self._running = self._chores.submit(attempt, f"copy the logs to {self._folder.trial}", self._upload)
 
     def upload_all(self) -> None:
-        """Copies them now, and removes those of this machine. If that fails they stay, and the log says where."""
+        """Copy them now, and remove those of this machine. If that fails they stay, and the log says where."""
         if self._folder.is_local:
             return
         try:
@@ -171,12 +171,12 @@ class Logs:
             self._folder.remove_staging()
 
     def remove(self, name: str) -> None:
-        """Deletes one of them."""
+        """Delete one of them."""
         (self._folder.local_path / name).unlink(missing_ok=True)
         self._folder.trial.remove(name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Renames one of them, if it is there."""
+        """Rename one of them, if it is there."""
         path = self._folder.local_path / name
         if path.exists():
             shutil.copyfile(path, path.with_name(new_name))

@@ -143,7 +143,7 @@ class Recorder:
         return bool(result[DONE])
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Lets callbacks see what happens to the workers."""
+        """Let callbacks see what happens to the workers."""
         self._callbacks.watch(events)
 
     def fail(self, error: BaseException) -> None:
@@ -191,7 +191,7 @@ class Recorder:
         self._callbacks.setup(self._given_stop)
 
     def _take_over(self) -> None:
-        """Continues where an earlier process stopped."""
+        """Continue where an earlier process stopped."""
         self._folder.trial.discard_staged("checkpoint_")
         reports = read_reports(self._folder.trial)
         if reports:
@@ -241,7 +241,7 @@ class Recorder:
             self._logs.remove(ERROR_PICKLE_FILE)
 
     def _note(self, status: str) -> None:
-        """Notes for `restore` which trial is the last one of the experiment, and how it is."""
+        """Note for `restore` which trial is the last one of the experiment, and how it is."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
         self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
 
@@ -362,7 +362,7 @@ Stop = Callable[[str, Mapping[str, Any]], bool]
 
 
 def make_stop(stop: Any) -> Stop:
-    """Turns what the user gave into a condition.
+    """Turn what the user gave into a condition.
 
     Raises:
         TypeError: It is something else.
@@ -395,7 +395,7 @@ def _check_takes_two(function: Callable[..., Any]) -> None:
 
 
 def _limits(limits: Mapping[str, Any]) -> Stop:
-    """Stops when a metric is at its limit or above."""
+    """Stop when a metric is at its limit or above."""
     for name, limit in limits.items():
         if not isinstance(name, str) or not is_number(limit):
             raise ValueError(

@@ -72,7 +72,7 @@ class _WithoutSecrets:
 def save_trainer(
     experiment: Folder, trainer_class: type, arguments: Mapping[str, Any], file: str = TRAINER_FILE
 ) -> None:
-    """Writes what `restore` needs into the folder of an experiment.
+    """Write what `restore` needs into the folder of an experiment.
 
     Args:
         experiment: The folder.
@@ -145,7 +145,7 @@ def restore(
     saved_as: str = TRAINER_FILE,
     **replaced: Any,
 ) -> tuple[Any, RestoredRun]:
-    """Makes the trainer of a run again, or that of a sweep.
+    """Make the trainer of a run again, or that of a sweep.
 
     Args:
         trainer_class: The class that `restore` was called on; None for that of the trainer.

@@ -81,7 +81,7 @@ class FitJob:
     aborts: list[Callable[[], None]] = field(default_factory=list)
 
     def run(self, train: Callable[[], None]) -> Result:
-        """Calls `train`, which drives the run, and ends the record of it.
+        """Call `train`, which drives the run, and end the record of it.
 
         Raises:
             TrainingFailedError: `train` failed; of the class of its error too.
@@ -195,7 +195,7 @@ class FitRun:
         job.aborts.append(partial(self._executor.shutdown, patience_s=0))
 
     def run(self) -> None:
-        """Runs the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
+        """Run the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
 
         Raises:
             WorkerError: The function raised, once more than is allowed; of its class too.
@@ -212,7 +212,7 @@ class FitRun:
             self.stop()
 
     def step(self) -> bool:
-        """Lets the workers do the next step, after starting them if need be; returns False when they have ended.
+        """Let the workers do the next step, after starting them if need be; return False when they have ended.
 
         Raises:
             StopConditionMet: A stop condition was met.
@@ -229,7 +229,7 @@ class FitRun:
         return True
 
     def stop(self) -> None:
-        """Ends the workers, wherever they are, and hands over what was reported. A second time it does nothing."""
+        """End the workers, wherever they are, and hand over what was reported. A second time it does nothing."""
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_room_back()
@@ -241,7 +241,7 @@ class FitRun:
             self._hand_over(is_end=True)
 
     def _delete_too_late(self) -> None:
-        """Deletes the checkpoints of reports that came after the one that met a stop condition."""
+        """Delete the checkpoints of reports that came after the one that met a stop condition."""
         for _, landing in self._too_late:
             checkpoint = _landed(landing)
             if checkpoint is not None and self._facts.keeps_files:
@@ -264,7 +264,7 @@ class FitRun:
         return self._run
 
     def _reserve_own_room(self) -> None:
-        """Holds what the trial itself was asked to have, beside the workers; in a trial of Ray Tune, that has it."""
+        """Hold what the trial itself was asked to have, beside the workers; in a trial of Ray Tune, that has it."""
         own = self._own_resources
         if own and any(own.values()):
             ensure_ray()
@@ -279,7 +279,7 @@ class FitRun:
             room.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
-        """Hands over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
+        """Hand over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
         while self._reports:
             metrics, landing = self._reports[0]
             if not (is_end or landing is None or landing.done()):

@@ -25,7 +25,7 @@ class RayTrainReportCallback(transformers.TrainerCallback):
     CHECKPOINT_NAME = "checkpoint"
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Reports on all ranks; the first one of each node has the files that all of them have written there."""
+        """Report on all ranks; the first one of each node has the files that all of them have written there."""
         metrics = {name: value for logged in state.log_history for name, value in logged.items()}
         source = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if session.local_rank() == 0 else None
         with tempfile.TemporaryDirectory(prefix="raysgd-transformers-") as folder:
@@ -45,7 +45,7 @@ class _Batches(IterableDataset[Any]):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Lets a `transformers.Trainer` take batches of Ray Data, `shard.iter_torch_batches(...)`, as its datasets.
+    """Let a `transformers.Trainer` take batches of Ray Data, `shard.iter_torch_batches(...)`, as its datasets.
 
     Returns:
         The same trainer, whose class derives from its own.

@@ -20,7 +20,7 @@ _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 
 
 def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
-    """Keeps a metric until the batch is counted. Of several with one name the last one stays.
+    """Keep a metric until the batch is counted. Of several with one name the last one stays.
 
     Raises:
         TypeError: The name is no text, or the value belongs to a graph of TensorFlow that is being traced.
@@ -48,19 +48,19 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 
 def set_apart(internals: Any) -> None:
-    """Keeps what was logged before this batch for the result of the call."""
+    """Keep what was logged before this batch for the result of the call."""
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()
 
 
 def forget(internals: Any) -> None:
-    """Forgets what was logged, at the beginning of a call."""
+    """Forget what was logged, at the beginning of a call."""
     internals.logged.clear()
     internals.logged_outside.clear()
 
 
 def take_outside(internals: Any) -> dict[str, Any]:
-    """Returns what was logged outside of any batch, for the result of the call."""
+    """Return what was logged outside of any batch, for the result of the call."""
     if not (internals.logged or internals.logged_outside):
         return {}
     set_apart(internals)

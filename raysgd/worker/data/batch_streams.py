@@ -105,11 +105,11 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
 
     @abstractmethod
     def _begin_pass(self, consumed: int) -> Iterator[ItemT]:
-        """Opens the source at the pass `pass_index`, after `consumed` samples."""
+        """Open the source at the pass `pass_index`, after `consumed` samples."""
 
     @abstractmethod
     def _begin_step(self, item: ItemT, is_last: bool) -> Any:
-        """Tells the step about a batch, counts its samples, and returns it; `is_last` of the pass or of the call."""
+        """Tell the step about a batch, counts its samples, and return it; `is_last` of the pass or of the call."""
 
     @property
     def num_steps_completed(self) -> int:
@@ -122,7 +122,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         return self._live is not None or self._to_resume is not None or self._num_open > 0
 
     def settle(self) -> None:
-        """Says that the loop around the steps came to its end: what was handed out is done.
+        """Say that the loop around the steps came to its end: what was handed out is done.
 
         Raises:
             RuntimeError: The group broke in the last step.
@@ -134,7 +134,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self._num_open = 0
 
     def break_off(self) -> None:
-        """Forgets the step that broke off, if there is one: its batches will be handed out again, perhaps elsewhere."""
+        """Forget the step that broke off, if there is one: its batches will be handed out again, perhaps elsewhere."""
         self._leave_padding()
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
@@ -143,13 +143,13 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self._ahead.clear()
 
     def resume(self, pass_index: int, consumed: int) -> None:
-        """Continues a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
+        """Continue a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
         self._live, self._is_last_of_step = None, True
         self._ahead.clear()
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
+        """Yield `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
 
         An empty source ends the iteration.
         """
@@ -209,11 +209,11 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Tells whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
+        """Tell whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
         return True, True
 
     def _is_last_of_pass(self, item: ItemT) -> bool:
-        """Tells whether the pass ends with the item drawn last: here it draws the next one, which may not be there."""
+        """Tell whether the pass ends with the item drawn last: here it draws the next one, which may not be there."""
         assert self._live is not None
         self._ahead = [next(self._live, None)]
         return self._ahead[0] is None

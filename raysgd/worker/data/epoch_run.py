@@ -37,7 +37,7 @@ class Gate:
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
-        """Proposes to stop after `at` steps; False when it may be too late for that."""
+        """Propose to stop after `at` steps; False when it may be too late for that."""
         with self._changed:
             self.proposed, self._is_agreed = at, None
             # In this order: a training thread that comes to the step after this look finds the proposal.
@@ -57,7 +57,7 @@ class Gate:
             self._changed.notify_all()
 
     def stops(self, completed: int) -> bool:
-        """Tells whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
+        """Tell whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
         if not self._is_proposed(completed):
             return False
         with self._changed:  # until now, another thread may have withdrawn the proposal and made one for a later step
@@ -134,7 +134,7 @@ class EpochRun:
     _began_at: int = 0
 
     def attach(self, stream: Any) -> None:
-        """Takes its batches from `stream` from here on."""
+        """Take its batches from `stream` from here on."""
         self._stream, self._began_at = stream, stream.num_steps_completed
 
     @property
@@ -155,7 +155,7 @@ class EpochRun:
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Counts what was completed, and nothing else; the stream will be another one, or at another place.
+        """Count what was completed, and nothing else; the stream will be another one, or at another place.
 
         What the group had agreed on is void: a worker that joins the next one does not know of it, and would go on.
         """
@@ -177,7 +177,7 @@ class EpochRun:
         self.answer, self.is_finished = answer, True
 
     def state(self, with_metrics: bool) -> RunState:
-        """Returns what another rank, or another process later, needs to go on.
+        """Return what another rank, or another process later, needs to go on.
 
         Args:
             with_metrics: Whether this rank will be gone then. Else others go on beside it.
@@ -196,13 +196,13 @@ class EpochRun:
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:
-        """Counts what others had measured in this call."""
+        """Count what others had measured in this call."""
         for metrics in measured:
             if metrics is not None:
                 self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
-        """Goes on from where another rank is. What this one has measured stays, unless that one knows of more."""
+        """Go on from where another rank is. What this one has measured stays, unless that one knows of more."""
         own = state.others.get(self.rows.name)
         if own is not None and self.num_completed < state.num_steps:
             self.meters.correct(own)
@@ -225,7 +225,7 @@ class EpochRun:
         return self.meters.summary_of(*row.part(METRICS))
 
     def settle(self, present: Collection[str] | None) -> None:
-        """Goes on in another group, of these ranks: of others there is what they had told, which is not counted yet."""
+        """Go on in another group, of these ranks: of others there is what they had told, which is not counted yet."""
         told = self._told
         self.rows.settle(self.num_completed, told, told if present is None else present)
 

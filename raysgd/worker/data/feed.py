@@ -75,7 +75,7 @@ class Feed(ABC):
         """The reason why the position in the data under "train" or "validation" is unknown; None where it is known."""
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Returns why a call over data that only it has cannot go on in them; None for a call over registered data."""
+        """Return why a call over data that only it has cannot go on in them; None for a call over registered data."""
         return None
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Feed(ABC):
         """The data registered under "train" or "validation", if they are of Ray Data."""
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
-        """Notes this worker's share of what the driver divides, if one came along.
+        """Note this worker's share of what the driver divides, if one came along.
 
         A stream over another share of the same data is of no use any more.
         """
@@ -161,7 +161,7 @@ class Feed(ABC):
         return made
 
     def is_divided(self, stream: Any) -> bool:
-        """Tells whether a stream's data is divided by the library, and its place known in a group of another size."""
+        """Tell whether a stream's data is divided by the library, and its place known in a group of another size."""
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
@@ -184,7 +184,7 @@ class Feed(ABC):
             self.epoch -= 1  # it is not another call
 
     def place_of_call(self, stream: Any) -> DataPosition | None:
-        """Returns where a call stopped in data that only it had; None at the end of a pass, or where unknown."""
+        """Return where a call stopped in data that only it had; None at the end of a pass, or where unknown."""
         if stream is self.train_stream or not has_divided_source(stream):
             return None
         if not stream.is_mid_pass:
@@ -193,7 +193,7 @@ class Feed(ABC):
         return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
 
     def begin_pass(self) -> int:
-        """Counts a pass over the train data; returns its index."""
+        """Count a pass over the train data; return its index."""
         self.epoch += 1
         return self.epoch - 1
 
@@ -205,7 +205,7 @@ class Feed(ABC):
         return index
 
     def position(self) -> dict[str, Any] | None:
-        """Returns where in the train data the next batch is.
+        """Return where in the train data the next batch is.
 
         Where each rank has its own data, a position inside a pass is unknown.
         """
@@ -233,12 +233,12 @@ class Feed(ABC):
             self._registered_stream.check_position(position)
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
-        """Continues at a saved position, with fresh streams."""
+        """Continue at a saved position, with fresh streams."""
         self.close()
         self.epoch, self._to_resume = epoch, position
 
     def close(self) -> None:
-        """Drops the streams and all that they hold."""
+        """Drop the streams and all that they hold."""
         self.train_stream = None
         self._of_call = None, None
         self._left_to_validate = None

@@ -73,16 +73,16 @@ class Loop:
         self.note_boundary()
 
     def begin_call(self) -> None:
-        """Forgets what the call before has left."""
+        """Forget what the call before has left."""
 
     def return_to_boundary(self) -> None:
-        """Forgets what was counted since the last boundary: those batches will be repeated."""
+        """Forget what was counted since the last boundary: those batches will be repeated."""
 
     def end_call(self) -> None:
         """Called when a training call has its answer."""
 
     def stream(self, request: EpochRequest) -> Any:
-        """Returns where the batches of a training call come from; a `Stream`."""
+        """Return where the batches of a training call come from; a `Stream`."""
         return self._feed.training(request)
 
     def pass_index(self, stream: Any) -> int:
@@ -90,11 +90,11 @@ class Loop:
         return self._feed.pass_index(stream)
 
     def can_resume(self, stream: Any) -> bool:
-        """Tells whether a call with these batches can continue from inside."""
+        """Tell whether a call with these batches can continue from inside."""
         return self._feed.is_divided(stream)
 
     def break_off(self) -> None:
-        """Forgets the step that broke off, if there is one; it will be repeated."""
+        """Forget the step that broke off, if there is one; it will be repeated."""
         self._feed.break_off()
 
     @property
@@ -103,26 +103,26 @@ class Loop:
         return None
 
     def ledger(self) -> DataLedger | None:
-        """Returns the fate of the samples; None where the library does not divide them. Called from two threads."""
+        """Return the fate of the samples; None where the library does not divide them. Called from two threads."""
         return self._feed.ledger()
 
     def progress_text(self) -> str:
-        """Returns how far the training call is, in the user's terms."""
+        """Return how far the training call is, in the user's terms."""
         data = self.ledger()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def num_samples(self, run: EpochRun) -> int:
-        """Samples that this rank has worked on in a training call; 0 where they are not counted."""
+        """Sample that this rank has worked on in a training call; 0 where they are not counted."""
         return int(run.meters.n)
 
     def results(self, run: EpochRun) -> Any:
-        """Returns what an epoch returns that this rank has not completed, but others have."""
+        """Return what an epoch returns that this rank has not completed, but others have."""
         return run.meters.summary()
 
     def extra_results(self) -> dict[str, Any]:
-        """Returns what the library adds to the metrics of a training call."""
+        """Return what the library adds to the metrics of a training call."""
         return {"epoch": self._feed.epoch}
 
     def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
-        """Returns what the operator's `validate` is given besides batches and info."""
+        """Return what the operator's `validate` is given besides batches and info."""
         return {}

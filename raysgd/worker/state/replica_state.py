@@ -27,11 +27,11 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        """Refuses parts that do not fit what is registered; see `check`."""
+        """Refuse parts that do not fit what is registered; see `check`."""
 
     @abstractmethod
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
-        """Takes over the parts of a state that fits."""
+        """Take over the parts of a state that fits."""
 
     @abstractmethod
     def _more_progress(self) -> dict[str, Any]:
@@ -39,11 +39,11 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Takes that over."""
+        """Take that over."""
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """Copies what the driver will fetch when all ranks copy the state: on rank 0 all, on others nothing.
+        """Copy what the driver will fetch when all ranks copy the state: on rank 0 all, on others nothing.
 
         Of a divided state every rank keeps its part.
         """
@@ -54,11 +54,11 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def check_own(self, own: Any) -> None:
-        """Refuses what does not fit as a rank's own state."""
+        """Refuse what does not fit as a rank's own state."""
 
     @abstractmethod
     def restore_own(self, own: Any) -> None:
-        """Takes it over."""
+        """Take it over."""
 
     def decoded(self, state: Any) -> Mapping[str, Any]:
         """A copy as the state that it was made of."""
@@ -66,7 +66,7 @@ class ReplicaState(ABC):
         return decoded
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
+        """Take over a snapshot or a checkpoint; nothing is changed if it does not fit.
 
         Args:
             shared_state: A copy of the state, or the state itself where it did not have to travel. Nothing of it is
@@ -101,7 +101,7 @@ class ReplicaState(ABC):
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuses a state that does not fit.
+        """Refuse a state that does not fit.
 
         Raises:
             KeyError: A part is missing.
@@ -114,7 +114,7 @@ class ReplicaState(ABC):
         state["operator"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state that fits. Nothing of it is kept.
+        """Take over a state that fits. Nothing of it is kept.
 
         What the user's own `load_state_dict` of an operator refuses is only found here, after what comes before it has
         been loaded.

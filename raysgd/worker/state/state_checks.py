@@ -11,7 +11,7 @@ _MAX_COUNT = 2**62
 
 
 def require(holds: bool, finding: str) -> None:
-    """Refuses a state.
+    """Refuse a state.
 
     Raises:
         ValueError: `holds` is not so. The message has `finding`.
@@ -21,7 +21,7 @@ def require(holds: bool, finding: str) -> None:
 
 
 def check_progress(epoch: Any, resume: Any) -> None:
-    """Refuses an invalid epoch, step counter or position in the data.
+    """Refuse an invalid epoch, step counter or position in the data.
 
     Raises:
         ValueError: The message says which.
@@ -50,7 +50,7 @@ def _check_position(position: Any) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Refuses what is no whole number from 0 on.
+    """Refuse what is no whole number from 0 on.
 
     Raises:
         ValueError: One of them is invalid.
@@ -60,7 +60,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
-    """Refuses a state that lacks a part. The driver knows no more than how many there are of each.
+    """Refuse a state that lacks a part. The driver knows no more than how many there are of each.
 
     Raises:
         KeyError: A part is missing.
