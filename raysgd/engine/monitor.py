@@ -60,7 +60,7 @@ class Monitor:
         self.is_on = is_of_restore
 
     def watch(self, call: Call | None = None) -> None:
-        """Watch the group from now on: while it runs a call, or while it changes, or waits."""
+        """Monitor the group from now on: while it runs a call, or while it changes, or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._parted = None if call is None else call.parted
@@ -82,7 +82,7 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Watch what follows the call: a failure, or a change of the ranks that were held for it."""
+        """Monitor what follows the call: a failure, or a change of the ranks that were held for it."""
         if self.is_on:
             before = self.heartbeats
             self.watch()
