@@ -31,20 +31,18 @@ from raysgd.torch.checkpoints import checkpoint_file, divided_folder
 from raysgd.torch.objects import rng as random_states
 from tests.torch import mutations
 from tests.torch.mutations import Seed
-from tests.torch.operators_for_tests import DropoutOperator
+from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator
 
 ROOM_BYTES = 300 * 2**20
 PATIENCE_S = 60
 DOCUMENTED = (ValueError, KeyError)
 
 
-class Scheduled(DropoutOperator):
-    """Has a scheduler, a state of its own with all that a file may hold, and Adam."""
+class Rich(ScheduledOperator, DropoutOperator):
+    """Has a state of its own with all that a file may hold."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        schedulers = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
-        self.register(models=self.model, optimizers=self.optimizer, schedulers=schedulers)
         self.own: Any = {
             "scores": np.arange(3.0), "seen": {1, 2},
             "bytes": b"\x00\xff", "buffer": bytearray(b"x"), "number": 1 + 2j, "size": torch.Size([2]),
@@ -64,7 +62,7 @@ def main(num_files: int, first_seed: int) -> None:
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp())
     trainer = TorchTrainer(
-        training_operator_cls=Scheduled, use_local=True, config={"optimizer": "adam"}, scheduler_step_freq="batch"
+        training_operator_cls=Rich, use_local=True, config={"optimizer": "adam"}, scheduler_step_freq="batch"
     )
     trainer.train(num_steps=2)
     trainer.save(folder / "real")

@@ -6,6 +6,7 @@ All of them read the same config, every key of which has a default; see `setting
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,15 @@ class BatchNormOperator(LinearOperator):
 
     def make_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+
+class ScheduledOperator(LinearOperator):
+    """Has the scheduler that its config makes, or one that halves the learning rate in every third step."""
+
+    def register(self, **parts: Any) -> Any:
+        make_scheduler = self.config.get("scheduler", partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5))
+        self.scheduler = make_scheduler(parts["optimizers"])
+        return super().register(**parts, schedulers=self.scheduler)[:3]
 
 
 class OwnBatchOperator(LinearOperator):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,27 @@ import torch
 from raysgd._state.state_codec import lend
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
-from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError
 from raysgd.torch.driver import saving
-from raysgd.worker.state.replica_state import RESUME
 from tests.helpers.s3_server import S3Server
 from tests.helpers.sent import sent_by_load
-from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
+from tests.torch.operators_for_tests import NUM_FEATURES, ScheduledOperator, equal, samples_seen
 
 pytestmark = pytest.mark.integration
 
 NUM_SAMPLES = 44
 
 
-class Resumed(DropoutOperator):
-    """Everything that a state has, in a model whose size and dropout the config decides."""
+class Resumed(ScheduledOperator):
+    """Everything that a state has, in a model whose dropout the config decides."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        parts = {"models": self._original_models[0], "optimizers": self.optimizer}
-        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
-        self.model, self.optimizer, self.scheduler = self.register(**parts, schedulers=scheduler)
         self.extra: Any = None
 
     def make_model(self) -> torch.nn.Module:
-        width, dropout = self.config.get("width", 8), self.config.get("dropout", 0.0)
-        layers = torch.nn.Linear(NUM_FEATURES, width), torch.nn.Dropout(dropout), torch.nn.Linear(width, 1)
-        return torch.nn.Sequential(*layers)
+        dropout = torch.nn.Dropout(self.config.get("dropout", 0.0))
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 8), dropout, torch.nn.Linear(8, 1))
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         return {**super().train_batch(batch, batch_info), "noise": numpy.random.random()}
@@ -94,13 +87,6 @@ def three(ray_cluster: None) -> Iterator[TorchTrainer]:
         yield trainer
 
 
-@pytest.fixture(scope="module")
-def large(ray_cluster: None) -> Iterator[TorchTrainer]:
-    """One worker whose state is too large to travel with an answer; and it does not wrap its model."""
-    with start(1, config={"width": 9999, "lr": 1e-6}, wrap_ddp=False) as trainer:
-        yield trainer
-
-
 def flat(seen: list[list[list[int]]]) -> list[int]:
     return [number for rank in seen for batch in rank for number in batch]
 
@@ -121,23 +107,6 @@ def test_two_workers_resume_to_the_last_bit(num_steps: int | None, drops: TorchT
     again = drops.apply_all_operators(samples_seen)
     assert [batches[-len(again[0]) :] for batches in seen] == again
     assert equal(drops.state_dict(), end)
-
-
-def test_two_new_workers_resume_to_the_last_bit(drops: TorchTrainer, tmp_path: Path) -> None:
-    drops.train(num_steps=8)
-    path = drops.save(tmp_path / "last.pt")
-    results, end = [drops.train(), drops.train()], drops.state_dict()
-    with start(2, config={"dropout": 0.5, "seed": 123}) as fresh:
-        fresh.load(path)
-        assert [fresh.train(), fresh.train()] == results
-        assert equal(fresh.state_dict(), end)
-
-
-def test_a_file_keeps_the_random_state_of_every_rank(drops: TorchTrainer, tmp_path: Path) -> None:
-    drops.train()
-    saved = torch.load(drops.save(tmp_path / "last.pt"), weights_only=False)
-    first, second = saved[RESUME]["rng"]
-    assert first != second
 
 
 def test_a_file_of_many_workers_sends_each_worker_its_own_random_states_only(
@@ -242,21 +211,6 @@ def test_a_pass_goes_on_with_another_number_of_workers(
     assert last.train()["num_samples"] == NUM_SAMPLES
 
 
-def test_what_was_loaded_is_not_taken_for_the_state_itself(
-    three: TorchTrainer, drops: TorchTrainer, tmp_path: Path
-) -> None:
-    """The state is what the workers have, whatever was left out of what they loaded or added to it."""
-    three.train()
-    saved = torch.load(three.save(tmp_path / "before.pt"), weights_only=False)
-    three.load_state_dict({**three.state_dict(), "unknown": 1})
-    assert list(three.state_dict()) == ["epoch", "operator", "models", "optimizers", "schedulers"]
-    again = torch.load(three.save(tmp_path / "after.pt"), weights_only=False)
-    assert again[RESUME]["global_step"] == saved[RESUME]["global_step"] > 0
-    three.load(drops.save(tmp_path / "two.pt"))
-    again = torch.load(three.save(tmp_path / "three.pt"), weights_only=False)
-    assert len(again[RESUME]["rng"]) == 3
-
-
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
@@ -306,34 +260,3 @@ def test_a_file_that_is_written_to_meanwhile_leaves_the_workers_as_they_were(
 
 
 # ------------------------------------------------------------------------------------------------ in the background
-
-
-def test_a_file_written_later_holds_the_state_of_the_call(
-    large: TorchTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    released = threading.Event()
-    write = checkpoint_file.write
-    monkeypatch.setattr(checkpoint_file, "write", lambda *args: (released.wait(60), write(*args)))
-    large.train()
-    expected = large.state_dict()
-    assert sum(tensor.nbytes for tensor in expected["models"][0].values()) > 2**17
-    large.save(tmp_path / "first.pt", blocking=False)
-    for _ in range(3):
-        large.train()
-        large.state_dict()
-    released.set()
-    large.save(tmp_path / "second.pt")
-    assert equal(torch.load(tmp_path / "first.pt", weights_only=False)["models"], expected["models"])
-    large.load(tmp_path / "first.pt")
-    assert equal(large.state_dict(), expected)
-    large.load(tmp_path / "second.pt")
-    assert large.state_dict()["epoch"] == expected["epoch"] + 3
-
-
-def test_a_state_survives_the_object_store_unchanged(large: TorchTrainer) -> None:
-    state = large.state_dict()
-    large.load_state_dict(state)
-    large.train()
-    assert not equal(large.state_dict(), state)
-    large.load_state_dict(state)
-    assert equal(large.state_dict(), state)

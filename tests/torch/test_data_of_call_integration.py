@@ -90,41 +90,30 @@ def test_an_order_that_the_user_draws_is_gone_on_with_if_a_new_worker_draws_the_
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of 1 to 4 samples, in an order that a generator decides, and perhaps the place of the worker."""
+    """Batches of 1 to 4 samples, in an order that a generator decides."""
 
-    def __init__(self, num_samples: int, by_rank: bool) -> None:
+    def __init__(self, num_samples: int) -> None:
         parts = torch.arange(num_samples).split([1 + number % 4 for number in range(num_samples * 2 // 5)])
         self.batches = [part.tolist() for part in parts]
-        self.by_rank = by_rank
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(len(self)).tolist()
-        shift = torch.distributed.get_rank() if self.by_rank else 0
-        return (self.batches[number] for number in order[shift:] + order[:shift])
+        return (self.batches[number] for number in torch.randperm(len(self)).tolist())
 
 
 class WithBuckets(Ledger):
     def register_data(self, **loaders: Any) -> None:
-        sampler = Buckets(NUM_SAMPLES, self.config["by_rank"])
-        super().register_data(train_loader=DataLoader(dataset(NUM_SAMPLES), batch_sampler=sampler))
+        super().register_data(train_loader=DataLoader(dataset(NUM_SAMPLES), batch_sampler=Buckets(NUM_SAMPLES)))
 
     def optimizer_step(self) -> None:
         self.sizes = [*getattr(self, "sizes", ()), (self.net.used.grad != 0).sum().item()]
         super().optimizer_step()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, pytest.param({"micro_batch_size": 1}, marks=pytest.mark.soak)],
-    ids=["one for each", "several for each"],
-)
-def test_each_batch_of_a_batch_sampler_is_a_global_batch_that_stays(
-    ray_cluster: None, more: dict[str, Any], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": False}, "seed": 3, **more}
+def test_each_batch_of_a_batch_sampler_is_a_global_batch_that_stays(ray_cluster: None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES}, "seed": 3}
     with TorchTrainer(training_operator_cls=WithBuckets, num_workers=3, **options) as trainer:
         testing.kill_worker(trainer, 0, at="step:9")
         first = trainer.train(num_steps=20)
@@ -143,12 +132,3 @@ def test_each_batch_of_a_batch_sampler_is_a_global_batch_that_stays(
         [alone] = trainer.apply_all_operators(lambda operator: operator.sizes)
     assert sorted(alone) == sorted(1 + number % 4 for number in range(48))
     torch.testing.assert_close(several, one, rtol=1e-6, atol=1e-6)
-
-
-def test_a_batch_sampler_that_draws_other_batches_on_each_rank_is_refused(ray_cluster: None) -> None:
-    options = {**OPTIONS, "config": {"num_samples": NUM_SAMPLES, "by_rank": True}}
-    with (
-        TorchTrainer(training_operator_cls=WithBuckets, num_workers=2, **options) as trainer,
-        pytest.raises(ValueError, match="sampler Buckets drew different orders"),
-    ):
-        trainer.train()

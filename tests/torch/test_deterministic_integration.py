@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from typing import Any
 
@@ -49,7 +48,6 @@ class Random(TrainingOperator):
         self.register_data(train_loader=DataLoader(data, batch_size=2, shuffle=True, num_workers=num_processes))
 
 
-NUM_STEPS = 90
 OPTIONS: dict[str, Any] = {
     "training_operator_cls": Random,
     "deterministic": True,
@@ -78,31 +76,6 @@ def test_kills_change_no_bit_of_the_weights(ray_cluster: None) -> None:
         assert (first, second in (1, 2)) == (2, True), "2 if a new worker came before the second loss"
         assert trainer.train()["epoch"] == 1
         assert trainer.num_workers == 3
-        assert digest(trainer) == undisturbed
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_twenty_kills_change_no_bit_of_the_weights(ray_cluster: None) -> None:
-    draw = random.Random(20)
-    options = {**OPTIONS, "num_workers": 4, "config": {"num_processes": 2, "num_samples": 8 * NUM_STEPS}}
-    with TorchTrainer(**options) as trainer:
-        trainer.train()
-        undisturbed = digest(trainer)
-    killed: set[int] = set()
-    with TorchTrainer(recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0), **options) as trainer:
-        while len(killed) < 20:
-            trainer.train(num_steps=2)  # the group grows between calls
-            pids = trainer.apply_all_workers(os.getpid)
-            assert len(pids) == 4
-            first, *others = draw.sample(range(4), 3 if len(killed) < 18 else 1)
-            testing.kill_worker(trainer, first, at=f"step:{draw.randrange(1, 3)}")
-            if others:
-                testing.kill_worker(trainer, others, at=f"step:{draw.randrange(4, 7)}")
-            trainer.train(num_steps=8)
-            killed |= {pids[rank] for rank in (first, *others)}
-            assert not killed & set(trainer.apply_all_workers(os.getpid))
-        assert trainer.train()["epoch"] == 1
         assert digest(trainer) == undisturbed
 
 
@@ -146,21 +119,3 @@ class OfTwo(LinearOperator):
 def test_steps_that_cannot_be_repeated_are_refused(operator_cls: type[TrainingOperator], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_alone(Experiment(operator_cls, options=SHARDS))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"accumulate_grad_batches": 2}, "cannot work with `accumulate_grad_batches=2`"),
-        ({"strategy": "fsdp"}, '`deterministic=True` cannot work with `strategy="fsdp"`'),
-        ({"add_dist_sampler": False}, "`deterministic=True` cannot work with `add_dist_sampler=False`"),
-        (
-            {"training_operator_cls": type("Lit", (LinearOperator,), {"_lightning_module_cls": None})},
-            "cannot work with an operator made of a `LightningModule`: .* Pass `split_batches=True` instead",
-        ),
-        ({"deterministic": "yes"}, "need True or False"),
-    ],
-)
-def test_what_cannot_be_repeated_is_refused_before_workers_start(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, "deterministic": True, **options})

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,30 +16,30 @@ import ray
 import torch
 
 from raysgd.engine.placement import Reservation
-from raysgd.exceptions import WorkerError, WorkersLostError
+from raysgd.exceptions import WorkerError
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.helpers.patience import hearing_all_ranks
 from tests.helpers.processes import is_alive
-from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
+from tests.torch.operators_for_tests import (
+    DropoutOperator,
+    LinearOperator,
+    ScheduledOperator,
+    equal,
+    samples_seen,
+)
 
 # Far below the half hour for which a collective would wait: whoever hangs there, fails here.
 pytestmark = pytest.mark.integration
 
 
-class Mishap(DropoutOperator):
+class Mishap(ScheduledOperator, DropoutOperator):
     """Raises, hangs or is killed where `info["mishap"]` says so; a mishap comes once only."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup({"shuffle": True, "optimizer": "adam", **config})
-        _, _, self.scheduler = self.register(
-            models=self.model.module if self._is_distributed else self.model,
-            optimizers=self.optimizer,
-            schedulers=torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=4, gamma=0.5),
-        )
-        self.model = self._models[0]
         self.num_epochs_noted = 0
 
     def make_loader(self, data: Any, shuffle: bool = False) -> Any:
@@ -110,21 +110,16 @@ def note(operator: Any) -> None:
 # ------------------------------------------------------------------------------------------------ losses
 
 
-@pytest.fixture(scope="module")
-def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results and states of a training in which nothing happens."""
-    with trainer_of_two() as trainer:
-        results = [trainer.train(), trainer.train()]
-        trainer.apply_all_operators(note)
-        results.append(trainer.validate())
-        results += [trainer.train(num_steps=2), trainer.train(), trainer.train()]
-        return {"results": results, "state": trainer.state_dict()}
-
-
 def test_a_training_with_losses_equals_one_without(
-    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]], tmp_path: Path
+    ray_cluster: None, mishap: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """In the middle of a pass, in a validation, between two calls: to the last bit, whichever rank it was."""
+    with trainer_of_two() as trainer:
+        expected = [trainer.train(), trainer.train()]
+        trainer.apply_all_operators(note)
+        expected.append(trainer.validate())
+        expected += [trainer.train(num_steps=2), trainer.train(), trainer.train()]
+        state = trainer.state_dict()
     with trainer_of_two(recovery=Recovery(in_place=False)) as trainer:
         pids = trainer.apply_all_workers(os.getpid)
         results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
@@ -139,24 +134,10 @@ def test_a_training_with_losses_equals_one_without(
         trainer.load(path)
         assert trainer._num_failures == 3
         results += [trainer.train(), trainer.train()]
-        assert equal(results, undisturbed["results"])
-        assert equal(trainer.state_dict(), undisturbed["state"])
+        assert equal(results, expected)
+        assert equal(trainer.state_dict(), state)
         assert trainer.num_workers == 2
         assert trainer._last_resize > 0
-
-
-def test_a_loss_without_retries_is_an_error_behind_which_the_state_is_kept(
-    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]]
-) -> None:
-    with trainer_of_two() as trainer:
-        results = [trainer.train()]
-        with pytest.raises(WorkersLostError, match=r"lost rank 1.*0 allowed retries.*state is kept") as caught:
-            trainer.train(max_retries=0, info=mishap(be_killed, rank=1))
-        assert isinstance(caught.value, RuntimeError)
-        assert trainer._num_failures == 0, "nothing was tried again"
-        assert trainer.state_dict()["epoch"] == 1
-        results.append(trainer.train())
-        assert results == undisturbed["results"][:2]
 
 
 @ray.remote(num_cpus=2)
@@ -309,6 +290,15 @@ def test_replicas_that_an_exception_left_different_are_not_gone_on_with(ray_clus
         assert trained[0] == trained[1]
 
 
+def test_a_remote_worker_goes_on_with_the_batch_that_raised(ray_cluster: None) -> None:
+    with TorchTrainer(training_operator_cls=FailsInLastStep) as trainer:
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(info={"ranks": [0], "where": "before"})
+        trainer.apply_all_operators(samples_seen)
+        assert trainer.train()["epoch"] == 1
+        assert trainer.apply_all_operators(samples_seen) == [[[16, 17, 18, 19]]]
+
+
 class FailsInSetup(LinearOperator):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -321,65 +311,6 @@ def test_an_exception_in_setup_on_one_rank_is_raised_as_it_is(ray_cluster: None)
     with pytest.raises(ZeroDivisionError) as caught:
         TorchTrainer(training_operator_cls=FailsInSetup, num_workers=2)
     assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "rank 1")
-
-
-class OwnError(Exception):
-    """Has arguments of its own."""
-
-    def __init__(self, code: int, *, detail: str) -> None:
-        super().__init__(f"code {code}")
-        self.code, self.detail = code, detail
-
-    def __reduce__(self) -> Any:
-        return _own_error, (self.code, self.detail)
-
-
-def _own_error(code: int, detail: str) -> OwnError:
-    return OwnError(code, detail=detail)
-
-
-@pytest.fixture(scope="module")
-def single(ray_cluster: None) -> Iterator[TorchTrainer]:
-    with TorchTrainer(training_operator_cls=FailsInLastStep) as trainer:
-        yield trainer
-
-
-def test_a_remote_worker_goes_on_with_the_batch_that_raised(single: TorchTrainer) -> None:
-    with pytest.raises(ZeroDivisionError):
-        single.train(info={"ranks": [0], "where": "before"})
-    single.apply_all_operators(samples_seen)
-    assert single.train()["epoch"] == 1
-    assert single.apply_all_operators(samples_seen) == [[[16, 17, 18, 19]]]
-
-
-def test_exceptions_of_the_users_own_keep_their_class_and_attributes(single: TorchTrainer) -> None:
-    def fail() -> None:
-        raise OwnError(3, detail="kept")
-
-    with pytest.raises(OwnError, match="code 3") as caught:
-        single.apply_all_workers(fail)
-    assert (caught.value.code, caught.value.detail) == (3, "kept")
-
-
-def test_an_exception_that_cannot_travel_is_put_into_words(single: TorchTrainer) -> None:
-    def fail() -> None:
-        class Stays(Exception):
-            def __reduce__(self) -> Any:
-                raise TypeError("not to be pickled")
-
-        raise Stays("the message")
-
-    with pytest.raises(WorkerError, match="Stays: the message"):
-        single.apply_all_workers(fail)
-
-
-def test_leaving_the_process_by_exit_is_an_error_and_not_the_end(single: TorchTrainer) -> None:
-    def leave() -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(WorkerError, match="SystemExit: 3"):
-        single.apply_all_workers(leave)
-    assert single.apply_all_operators(samples_seen) == [[]]
 
 
 def test_a_trainer_whose_workers_are_dead_is_shut_down_all_the_same(ray_cluster: None) -> None:

@@ -22,28 +22,19 @@ from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
-from tests.torch.operators_for_tests import NUM_FEATURES, BatchNormOperator, LinearOperator, OwnBatchOperator, dataset
+from tests.torch.operators_for_tests import (
+    NUM_FEATURES,
+    BatchNormOperator,
+    LinearOperator,
+    OwnBatchOperator,
+    ScheduledOperator,
+    dataset,
+)
 
 pytestmark = pytest.mark.integration
 
 FOUR = (2, 3, 5, 6)
 JOINT = {"num_samples": 47, "batch_size": 18, "shuffle": True, "optimizer": "adam"}
-
-
-class Scheduled(LinearOperator):
-    """Halves its learning rate every third step; the loader has the global batch of the config."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
-        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-            models=model, optimizers=optimizer, criterion=torch.nn.MSELoss(), schedulers=scheduler
-        )
-        self.seen: list[list[int]] = []
-        config["batch_size"] = config[BATCH_SIZE]
-        self.register_data(train_loader=self.make_loader(dataset(180), shuffle=True))
 
 
 class InBuckets(LinearOperator):
@@ -55,8 +46,14 @@ class InBuckets(LinearOperator):
         return DataLoader(data, batch_sampler=[[number % len(data) for number in batch] for batch in batches])
 
 
-class LosesFour(Scheduled):
-    """Of seven ranks four die in the third step, when all of them are in it."""
+class LosesFour(ScheduledOperator):
+    """Of seven ranks four die in the third step, when all of them are in it. The loader has the global batch."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    def make_loader(self, data: TensorDataset, shuffle: bool = False) -> Any:
+        return DataLoader(data, batch_size=self.config[BATCH_SIZE], shuffle=shuffle)
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         if self.world_size == 7 and self.world_rank in FOUR and len(self.seen) == 2:
@@ -102,7 +99,7 @@ def test_two_workers_take_the_steps_of_one_process(
 def test_the_training_is_the_same_whatever_dies(ray_cluster: None, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "training_operator_cls": LosesFour,
-        "config": {BATCH_SIZE: 18, "folder": str(tmp_path)},
+        "config": {BATCH_SIZE: 18, "folder": str(tmp_path), "num_samples": 180, "shuffle": True, "optimizer": "adam"},
         "split_batches": True,
         "scheduler_step_freq": "batch",
         "seed": 3,
@@ -178,22 +175,6 @@ def test_a_loss_that_gathers_shares_of_different_sizes_is_told_so(two: TorchTrai
     for words in two.apply_all_operators(outcome):
         assert "of 2 to 3 numbers, because their shares of this global batch differ" in words
         assert "`drop_last=True`" in words
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategy": "fsdp"}, 'cannot work with `strategy="fsdp"`'),
-        ({"strategy": "none"}, 'cannot work with `strategy="none"`'),
-        ({"add_dist_sampler": False}, "cannot work with `add_dist_sampler=False`"),
-        ({"config": {BATCH_SIZE: 0}}, "need an integer of at least 1"),
-    ],
-)
-def test_what_cannot_divide_a_global_batch_is_refused_before_workers_start(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        TorchTrainer(training_operator_cls=LinearOperator, split_batches=True, num_workers=2, **options)
 
 
 class Streams(LinearOperator):

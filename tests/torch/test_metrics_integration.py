@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.torch.operators_for_tests import (
     LinearOperator,
     OwnBatchOperator,
     OwnEpochOperator,
+    ScheduledOperator,
     dataset,
 )
 
@@ -123,14 +124,10 @@ def test_the_gradient_of_all_workers_is_clipped_whoever_steps(operator_cls: Any,
         assert_close(model, alone.model[0])
 
 
-class OnPlateau(LinearOperator):
+class OnPlateau(ScheduledOperator):
     """Goes by a metric that differs between the ranks."""
 
     scheduler_metric = "rank"
-
-    def register(self, **parts: Any) -> Any:
-        self.scheduler = ReduceLROnPlateau(parts["optimizers"], patience=0)
-        return super().register(**parts, schedulers=self.scheduler)[:3]
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         result = TrainingOperator.train_epoch(self, iterator, info)
@@ -141,7 +138,8 @@ class OnPlateau(LinearOperator):
 
 
 def test_all_workers_go_by_the_same_metric_when_they_lower_the_learning_rate(two: TorchTrainer) -> None:
-    found = run_together(two, Experiment(OnPlateau, {"num_samples": 21}, options={"scheduler_step_freq": "epoch"}))
+    config = {"num_samples": 21, "scheduler": partial(ReduceLROnPlateau, patience=0)}
+    found = run_together(two, Experiment(OnPlateau, config, options={"scheduler_step_freq": "epoch"}))
     # 8, 8 and 5 samples in three steps: rank 1 has 4, 4 and 2 of them.
     assert [worker["best"] for worker in found.single[0]] == pytest.approx([10 / 21] * 2)
 
@@ -305,63 +303,6 @@ def test_different_data_where_one_is_to_be_divided_is_refused(ray_cluster: None)
 # ------------------------------------------------------------------------------------------------ kinds of metrics
 
 
-class Reports(LinearOperator):
-    """Reports what a function in the config makes of a batch."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        report = self.config["report"](self, batch_info["batch_idx"])
-        return {**report, "num_samples": len(batch[1])}
-
-    validate_batch = train_batch
-
-
-def reported(lab: TorchTrainer, report: Callable[[Any, int], dict[str, Any]], num_samples: int = 23) -> Findings:
-    return run_together(lab, Experiment(Reports, {"num_samples": num_samples, "report": report}))
-
-
-def test_a_nan_on_any_rank_is_a_nan(three: TorchTrainer) -> None:
-    def report(operator: Any, batch_idx: int) -> dict[str, Any]:
-        is_last = operator.world_rank == operator._raysgd.context.world.size - 1
-        return {"score": math.nan if is_last and batch_idx == 0 else 1.0, "clean": 2.0}
-
-    [found] = reported(three, report).results
-    assert math.isnan(found["score"])
-    assert (found["last_score"], found["clean"]) == (1.0, 2.0)
-
-
-def test_tensors_are_averaged_like_numbers(three: TorchTrainer) -> None:
-    def as_tensor(operator: Any, batch_idx: int) -> dict[str, Any]:
-        return {"score": torch.tensor(operator.world_rank + batch_idx / 10)}
-
-    def as_number(operator: Any, batch_idx: int) -> dict[str, Any]:
-        return {"score": operator.world_rank + batch_idx / 10}
-
-    [of_tensors], [of_numbers] = reported(three, as_tensor).results, reported(three, as_number).results
-    assert list(of_tensors) == list(of_numbers)
-    assert of_tensors["score"] == pytest.approx(of_numbers["score"], rel=1e-6)
-
-
-def test_a_metric_of_some_ranks_is_averaged_over_those(three: TorchTrainer) -> None:
-    def report(operator: Any, batch_idx: int) -> dict[str, Any]:
-        return {f"of_{operator.world_rank}": 4.0} if batch_idx else {}
-
-    [found] = reported(three, report, num_samples=8 * three.num_workers).results
-    for rank in range(three.num_workers):
-        assert (found[f"of_{rank}"], found[f"last_of_{rank}"]) == (4.0, 4.0)
-
-
-def test_tensors_of_a_loop_of_the_users_own_are_averaged_too(three: TorchTrainer) -> None:
-    class Own(LinearOperator):
-        def train_epoch(self, iterator: Iterable[Any], info: Any) -> dict[str, Any]:  # type: ignore[override]
-            num_samples = sum(len(batch[1]) for batch in iterator)
-            return {"rank": torch.tensor(float(self.world_rank)), "num_samples": num_samples, "name": "own"}
-
-    findings = run_together(three, Experiment(Own, {"num_samples": 4 * three.num_workers}))
-    [found] = findings.results
-    assert found["rank"] == pytest.approx((three.num_workers - 1) / 2)
-    assert found["name"] == "own"
-
-
 class Classifies(LinearOperator):
     """Predicts three classes badly, and counts with metric objects."""
 
@@ -395,15 +336,3 @@ def test_metric_objects_are_merged_exactly_and_start_anew_each_time(three: Torch
         assert found["accuracy"] == pytest.approx(accuracy_score(target, predicted))
         assert found["f1"] == pytest.approx(f1_score(target, predicted, average="macro"))
         assert found["num_samples"] == 29
-
-
-@RunIf(modules=["torchmetrics"])
-def test_without_merging_each_rank_has_the_value_of_its_own_share(three: TorchTrainer) -> None:
-    findings = run_together(three, Experiment(Classifies, {"num_validation_samples": 29}, (("validate", None),)))
-    features, number, _ = dataset(29, seed=1).tensors
-    for own, seen in zip(findings.single[0], findings.seen, strict=True):
-        share = [index for batch in seen for index in batch]
-        predicted, target = classes(features[share], number[share])
-        assert isinstance(own["accuracy"], float)
-        assert own["accuracy"] == pytest.approx(accuracy_score(target, predicted))
-    assert len({own["accuracy"] for own in findings.single[0]}) > 1

@@ -77,6 +77,11 @@ def test_the_facts_tell_what_is_registered() -> None:
 # ------------------------------------------------------------------------------------------------ epochs
 
 
+class WithoutData(LinearOperator):
+    def register_data(self, **loaders: Any) -> None:
+        """Leaves the data to each call."""
+
+
 class InfoOperator(LinearOperator):
     """Keeps what it is told."""
 
@@ -96,15 +101,6 @@ def test_the_epoch_index_is_that_of_the_pass_being_trained() -> None:
         answer = train(runner, num_steps)
         found.append((runner.operator.told["epoch_idx"], values(answer)["epoch"]))  # type: ignore[attr-defined]
     assert found == [(0, 1), (1, 2), (1, 2), (1, 3), (2, 4), (4, 5)]
-
-
-def test_the_epoch_index_counts_passes_over_datasets_too() -> None:
-    runner = make_runner(InfoOperator)
-    found = []
-    for shard in ([1, 2], None, [1, 2]):
-        answer = train(runner, shard=shard)
-        found.append((runner.operator.told["epoch_idx"], values(answer)["epoch"]))  # type: ignore[attr-defined]
-    assert found == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_a_profile_is_added_only_when_asked_for() -> None:
@@ -127,7 +123,7 @@ def test_timers_of_the_user_are_in_the_profile() -> None:
 
 
 def test_an_epoch_that_never_draws_counts_as_one() -> None:
-    class Idle(LinearOperator):
+    class Idle(WithoutData):
         def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
             return {"done": 1}
 
@@ -159,24 +155,11 @@ def test_tensors_leave_as_numbers_or_on_the_cpu() -> None:
 
 @pytest.mark.parametrize(("call", "named"), [("train", "train_loader"), ("validate", "validation_loader")])
 def test_a_missing_loader_is_an_error_when_it_is_drawn_from(call: str, named: str) -> None:
-    class NoData(LinearOperator):
-        def register_data(self, **loaders: Any) -> None: ...
-
-    runner = make_runner(NoData)
+    runner = make_runner(WithoutData)
     method = {"train": runner.train_epoch, "validate": runner.validate}[call]
     for kind in (RuntimeError, ValueError):
         with pytest.raises(kind, match=f"`{named}` was not registered"):
             method(EpochRequest(None, {}, False, seed=0))
-
-
-def test_a_missing_loader_does_not_matter_to_an_operator_that_never_draws() -> None:
-    class NoDataNeeded(LinearOperator):
-        def register_data(self, **loaders: Any) -> None: ...
-
-        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
-            return {"done": 1}
-
-    assert values(train(make_runner(NoDataNeeded)))["done"] == 1
 
 
 def test_a_shard_that_is_known_already_goes_on_until_the_state_is_another_one() -> None:
@@ -257,16 +240,6 @@ def snapshot(runner: TorchRunner) -> tuple[Any, Any]:
     capture = runner.capture(None)
     state = capture.shared_state if capture.token is None else runner.fetch(capture.token)
     return state, capture.rank_state
-
-
-def test_a_snapshot_does_not_change_with_the_training_behind_it() -> None:
-    runner = make_runner(optimizer="adam")
-    train(runner)
-    state, _ = snapshot(runner)
-    before = decode(state, copy=True)
-    train(runner)
-    assert equal(decode(state, copy=True), before)
-    assert not equal(decode(state, copy=True), runner.state())
 
 
 def test_a_restored_replica_does_not_share_memory_with_the_snapshot() -> None:
@@ -358,11 +331,6 @@ def test_the_place_in_the_group_decides_on_random_numbers_before_a_training() ->
     assert drawn_at(World(0, 2), World(1, 2)) == drawn_at(World(2, 3), World(0, 1), World(1, 2)) == second
 
 
-class WithoutData(LinearOperator):
-    def register_data(self, **loaders: Any) -> None:
-        """Leaves the data to each call."""
-
-
 @pytest.mark.parametrize("seed", [None, 4])
 def test_the_order_of_data_of_a_call_does_not_change_with_who_is_the_first_rank(seed: int | None) -> None:
     runner = TorchRunner(TorchSettings(WithoutData, {}, strategy="none", seed=seed), World(1, 2))
@@ -395,37 +363,6 @@ def test_a_new_worker_has_other_random_numbers_than_who_had_its_place_before(see
 def test_where_nothing_random_belongs_to_a_rank_it_goes_on_as_setup_left_it() -> None:
     options = {"batch_options": BatchOptions(deterministic=True)}
     assert drawn_at(World(1, 2), **options) == drawn_at(World(0, 2))
-
-
-def test_data_of_another_size_starts_a_fresh_pass(caplog: pytest.LogCaptureFixture) -> None:
-    first = make_runner()
-    train(first, num_steps=2)
-    second = make_runner(num_samples=24)
-    second.restore(*snapshot(first))
-    train(second, num_steps=1)
-    assert second.operator.seen == [[0, 1, 2, 3]]  # type: ignore[attr-defined]
-    assert "the size of the train data has changed" in caplog.text
-
-
-def test_a_position_that_was_not_used_yet_is_saved_again() -> None:
-    first = make_runner()
-    train(first, num_steps=2)
-    second = make_runner()
-    second.restore(*snapshot(first))
-    third = make_runner()
-    third.restore(*snapshot(second))
-    train(third, num_steps=1)
-    assert third.operator.seen == [[8, 9, 10, 11]]  # type: ignore[attr-defined]
-
-
-def test_the_order_of_the_data_comes_from_the_saved_seed() -> None:
-    first = make_runner(shuffle=True)
-    train(first)
-    second = make_runner(shuffle=True)
-    second.restore(*snapshot(first))
-    for runner in (first, second):
-        runner.train_epoch(EpochRequest(None, {}, False, seed=99))
-    assert second.operator.seen == first.operator.seen[5:]  # type: ignore[attr-defined]
 
 
 def test_a_loader_that_is_not_divided_starts_over() -> None:
@@ -509,23 +446,6 @@ def test_a_state_of_apex_travels_also_under_its_old_name(apex: StrictAmp) -> Non
     plain = make_runner()
     plain.restore(state, None)
     assert "amp_apex" not in plain.state()
-
-
-def test_a_step_that_apex_skips_does_not_advance_a_batch_scheduler(apex: StrictAmp) -> None:
-    class Overflows(LinearOperator):
-        def register(self, **parts: Any) -> Any:
-            scheduler = torch.optim.lr_scheduler.StepLR(parts["optimizers"], step_size=1)
-            *registered, self.scheduler = super().register(**parts, schedulers=scheduler)
-            return registered
-
-        def forward(self, features: Any, target: Any) -> Any:
-            output, loss = super().forward(features, target)
-            return output, loss * (float("inf") if self.global_step == 2 else 1.0)
-
-    runner, state = trained_model(Overflows, precision="apex", scheduler_step_freq="batch")
-    operator: Any = runner.operator
-    assert operator.scheduler.last_epoch == 4
-    assert state["amp_apex"]["loss_scaler0"]["loss_scale"] == 4.0
 
 
 # ------------------------------------------------------------------------------------------------ going on
@@ -951,21 +871,6 @@ def test_what_a_rank_measured_that_left_is_counted_once_though_the_group_was_for
     assert values(resume(runner))["num_samples"] == 3 * 2 * 2 + 8
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 5])
-def test_another_process_goes_on_from_the_part_of_a_held_call(process_group: None, num_steps: int) -> None:
-    whole, first, second = survivor(), survivor(), survivor()
-    expected = train(whole)
-    part = held_after(first, num_steps).part
-    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
-    assert second.replica_progress().progress == num_steps
-    answer = resume(second)
-    assert samples(second) == samples(whole)[2 * num_steps :]
-    assert values(answer)["batch_count"] == values(expected)["batch_count"] == 5
-    assert values(answer)["train_loss"] == pytest.approx(values(expected)["train_loss"])
-    assert equal(second.state()["models"], whole.state()["models"])
-    assert second.epoch == 1
-
-
 def test_between_calls_and_where_it_could_not_go_on_nobody_stops(process_group: None) -> None:
     runner = survivor()
     assert runner.propose_hold(1, 2, None) is None
@@ -978,28 +883,28 @@ def test_between_calls_and_where_it_could_not_go_on_nobody_stops(process_group: 
 # ------------------------------------------------------------------------------------------------ snapshots inside
 
 
-@pytest.mark.parametrize("num_steps", [2, 4])
-def test_another_process_goes_on_from_a_snapshot_taken_inside_a_call(process_group: None, num_steps: int) -> None:
-    first, second = survivor(every=2), survivor(every=2)
-    expected = train(first)
-    part = first.part_of_snapshot(num_steps)
-    assert part is not None
+def part_of_snapshot(runner: TorchRunner, num_steps: int) -> Any:
+    train(runner)
+    return runner.part_of_snapshot(num_steps)
+
+
+@pytest.mark.parametrize("num_steps", [2, 4, 5])
+@pytest.mark.parametrize("stop", [lambda runner, num: held_after(runner, num).part, part_of_snapshot])
+def test_another_process_goes_on_from_the_part_of_a_held_call_or_of_a_snapshot_inside_it(
+    process_group: None, stop: Any, num_steps: int
+) -> None:
+    """Also from one after the last step, which leaves none to take again."""
+    whole, first, second = (survivor(every=num_steps) for _ in range(3))
+    expected = train(whole)
+    part = stop(first, num_steps)
     second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
+    assert second.replica_progress().progress == num_steps
     answer = resume(second)
-    assert answer.num_steps == 5
+    assert samples(second) == samples(whole)[2 * num_steps :]
+    assert values(answer)["batch_count"] == values(expected)["batch_count"] == answer.num_steps == 5
     assert values(answer)["train_loss"] == pytest.approx(values(expected)["train_loss"])
-    assert equal(second.state()["models"], first.state()["models"])
-
-
-def test_a_snapshot_taken_after_the_last_step_leaves_no_step_to_take_again(process_group: None) -> None:
-    first, second = survivor(every=5), survivor(every=5)
-    train(first)
-    part = first.part_of_snapshot(5)
-    assert part is not None
-    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
-    assert resume(second).num_steps == 5
-    assert samples(second) == []
-    assert second.epoch == first.epoch
+    assert equal(second.state()["models"], whole.state()["models"])
+    assert second.epoch == 1
 
 
 def test_one_worker_goes_on_for_two_with_what_both_had_measured(process_group: None) -> None:
@@ -1021,19 +926,6 @@ def test_only_the_newest_two_parts_are_kept_and_none_for_the_next_call(process_g
     assert [runner.part_of_snapshot(number) is not None for number in (1, 2, 3, 4)] == [False, False, True, True]
     train(runner, 0)
     assert runner.part_of_snapshot(4) is None
-
-
-def test_a_worker_that_is_alone_takes_snapshots_inside_a_call_too() -> None:
-    first = TorchRunner(TorchSettings(LinearOperator, {}, recovery=Recovery(snapshot_every_n_steps=2)), ALONE)
-    first.setup()
-    train(first)
-    part = first.part_of_snapshot(4)
-    assert part is not None
-    second = make_runner()
-    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
-    assert resume(second).num_steps == 5
-    assert samples(second) == [16, 17, 18, 19]
-    assert equal(second.state()["models"], first.state()["models"])
 
 
 class OwnData(LinearOperator):
@@ -1142,18 +1034,6 @@ def test_evaluation_is_of_all_models_and_training_finds_the_modes_of_setup(opera
             assert operator.modes_in_forward == operator.modes == [[False] * 4, [False] * 3, [False] * 4]
     train(runner)
     assert operator.modes == AS_SET_UP
-
-
-def test_evaluation_moves_no_statistics_of_a_model_that_the_stock_loop_does_not_know() -> None:
-    class UsesHead(Distiller):
-        def forward(self, features: Any, target: Any) -> tuple[Any, torch.Tensor]:
-            output = self.models[2](self.models[0](*features))
-            return output, self.criterion(output, target)
-
-    runner = make_runner(UsesHead)
-    before = [value.clone() for value in runner.models(copied=True)[2].state_dict().values()]  # type: ignore[union-attr]
-    assert validate(runner)["val_loss"] == validate(runner)["val_loss"]
-    assert equal(before, list(runner.models(copied=True)[2].state_dict().values()))  # type: ignore[union-attr]
 
 
 def test_modes_come_back_also_after_an_evaluation_that_raised() -> None:

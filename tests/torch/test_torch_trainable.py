@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +15,28 @@ from raysgd import TorchTrainer
 from raysgd.torch import BaseTorchTrainable, torch_trainer
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.run_if import RunIf
-from tests.torch.operators_for_tests import LinearOperator, equal
+from tests.torch.operators_for_tests import LinearOperator, ScheduledOperator, equal
 
 pytestmark = RunIf(modules=["ray.tune", "pandas", "pyarrow"])
 
 LOCAL = {"training_operator_cls": LinearOperator, "use_local": True, "use_gpu": False}
 
 
-class ScheduledOperator(LinearOperator):
-    """Halves its learning rate after each epoch."""
+Make = Callable[..., Any]
 
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        model = self.make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
-        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-            models=model,
-            optimizers=optimizer,
-            criterion=torch.nn.MSELoss(),
-            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-        )
+
+@pytest.fixture
+def make_trial() -> Iterator[Make]:
+    """Make a trial in this process, and end it behind the test."""
+    trials = []
+
+    def make(config: dict[str, Any], /, cls: Any = None, **options: Any) -> Any:
+        trials.append((cls or TorchTrainer.as_trainable(**{**LOCAL, **options}))(config))
+        return trials[-1]
+
+    yield make
+    for trial in trials:
+        trial.stop()
 
 
 def rate_of(operator: LinearOperator) -> float:
@@ -80,94 +84,73 @@ def test_what_tune_reserves_follows_the_arguments_and_the_config_of_the_trial(
     assert (request.bundles, request.strategy) == (bundles, "PACK")
 
 
-def test_the_config_of_a_trial_counts_more_and_changes_nothing_that_is_shared() -> None:
+def test_the_config_of_a_trial_counts_more_and_changes_nothing_that_is_shared(make_trial: Make) -> None:
     options = {"config": {"lr": 1.0, BATCH_SIZE: 8}, "num_cpus_per_worker": 2}
-    trial = TorchTrainer.as_trainable(**LOCAL, **options)({"lr": 0.02, "num_cpus_per_worker": 1})
-    try:
-        assert trial.trainer.config == {"lr": 0.02, BATCH_SIZE: 8, "num_cpus_per_worker": 1}
-    finally:
-        trial.stop()
+    trial = make_trial({"lr": 0.02, "num_cpus_per_worker": 1}, **options)
+    assert trial.trainer.config == {"lr": 0.02, BATCH_SIZE: 8, "num_cpus_per_worker": 1}
     assert options == {"config": {"lr": 1.0, BATCH_SIZE: 8}, "num_cpus_per_worker": 2}
 
 
-def test_a_trial_trains_and_validates_saves_and_goes_on(tmp_path: Path) -> None:
-    trial = TorchTrainer.as_trainable(**LOCAL, config={"lr": 0.01})({"lr": 0.02})
-    try:
-        assert trial.trainer.config["lr"] == 0.02
-        first, second = trial.train(), trial.train()
-        assert second["train_loss"] <= first["train_loss"]
-        assert second["val_loss"] <= first["val_loss"]
-        assert first["num_samples"] == 13, "that of validation"
-        assert {"mean_fwd_s", "mean_eval_fwd_s"} <= set(first["profile"]), "of training and of validation"
-        assert trial.save_checkpoint(str(tmp_path)) == str(tmp_path)
-        third = trial.step()
-        trial.load_checkpoint(str(tmp_path))
-        assert trial.step()["val_loss"] == third["val_loss"]
-        trial.load_checkpoint(str(tmp_path / "trainer.checkpoint"))
-        assert trial.step()["val_loss"] == third["val_loss"]
-    finally:
-        trial.stop()
+def test_a_trial_trains_and_validates_saves_and_goes_on(make_trial: Make, tmp_path: Path) -> None:
+    trial = make_trial({"lr": 0.02}, config={"lr": 0.01})
+    assert trial.trainer.config["lr"] == 0.02
+    first, second = trial.train(), trial.train()
+    assert second["train_loss"] <= first["train_loss"]
+    assert second["val_loss"] <= first["val_loss"]
+    assert first["num_samples"] == 13, "that of validation"
+    assert {"mean_fwd_s", "mean_eval_fwd_s"} <= set(first["profile"]), "of training and of validation"
+    assert trial.save_checkpoint(str(tmp_path)) == str(tmp_path)
+    third = trial.step()
+    trial.load_checkpoint(str(tmp_path))
+    assert trial.step()["val_loss"] == third["val_loss"]
+    trial.load_checkpoint(str(tmp_path / "trainer.checkpoint"))
+    assert trial.step()["val_loss"] == third["val_loss"]
+    trial.stop()
     assert trial.trainer is None
 
 
-def test_a_step_of_your_own_gets_the_number_of_steps_before_it() -> None:
+def test_a_step_of_your_own_gets_the_number_of_steps_before_it(make_trial: Make) -> None:
     def step(trainer: TorchTrainer, info: dict[str, Any]) -> dict[str, Any]:
         return {"iteration_seen": info["iteration"], **trainer.train(num_steps=1)}
 
-    trial = TorchTrainer.as_trainable(**LOCAL, override_tune_step=step)({})
-    try:
-        assert [trial.train()["iteration_seen"] for _ in range(3)] == [0, 1, 2]
-    finally:
-        trial.stop()
+    trial = make_trial({}, override_tune_step=step)
+    assert [trial.train()["iteration_seen"] for _ in range(3)] == [0, 1, 2]
 
 
-def test_a_method_that_nobody_calls_any_more_is_refused() -> None:
-    trainable_cls = TorchTrainer.as_trainable(**LOCAL)
-
-    class Former(trainable_cls):  # type: ignore[misc, valid-type]
+def test_a_method_that_nobody_calls_any_more_is_refused(make_trial: Make) -> None:
+    class Former(TorchTrainer.as_trainable(**LOCAL)):  # type: ignore[misc]
         def _train(self) -> dict[str, Any]:
             return {}
 
-    trial = Former({})
-    try:
-        with pytest.raises(DeprecationWarning, match="rename it to `step`"):
-            trial.step()
-    finally:
-        trial.stop()
+    with pytest.raises(DeprecationWarning, match="rename it to `step`"):
+        make_trial({}, Former).step()
 
 
-def test_a_trial_that_is_reset_is_as_a_new_one() -> None:
-    trainable_cls = TorchTrainer.as_trainable(**LOCAL)
-    used, new = trainable_cls({"lr": 0.5, "num_samples": 8}), trainable_cls({"lr": 0.01})
-    try:
-        used.step()
-        before = used.trainer
-        assert used.reset_config({"lr": 0.01})
-        assert used.trainer is before
-        for trial in (used, new):
-            trial.last = trial.step()
-        assert used.last["val_loss"] == new.last["val_loss"]
-        assert equal(used.trainer.state_dict()["models"], new.trainer.state_dict()["models"])
-        assert used.reset_config({"lr": 0.01, "num_cpus_per_worker": 2}), "other workers, so another trainer"
-        assert used.trainer is not before
-        assert used.trainer.num_cpus_per_worker == 2
-    finally:
-        used.stop()
-        new.stop()
+def test_a_trial_that_is_reset_is_as_a_new_one(make_trial: Make) -> None:
+    used, new = make_trial({"lr": 0.5, "num_samples": 8}), make_trial({"lr": 0.01})
+    used.step()
+    before = used.trainer
+    assert used.reset_config({"lr": 0.01})
+    assert used.trainer is before
+    for trial in (used, new):
+        trial.last = trial.step()
+    assert used.last["val_loss"] == new.last["val_loss"]
+    assert equal(used.trainer.state_dict()["models"], new.trainer.state_dict()["models"])
+    assert used.reset_config({"lr": 0.01, "num_cpus_per_worker": 2}), "other workers, so another trainer"
+    assert used.trainer is not before
+    assert used.trainer.num_cpus_per_worker == 2
 
 
-def test_a_checkpoint_of_another_config_brings_the_state_but_not_the_numbers_of_its_optimizer(tmp_path: Path) -> None:
-    options = {**LOCAL, "training_operator_cls": ScheduledOperator}
-    trainable_cls = TorchTrainer.as_trainable(**options, scheduler_step_freq="epoch")
-    better, worse = trainable_cls({"lr": 0.1}), trainable_cls({"lr": 0.4})
-    try:
-        better.step()
-        better.save_checkpoint(str(tmp_path))
-        worse.load_checkpoint(str(tmp_path))
-        assert equal(better.trainer.state_dict()["models"], worse.trainer.state_dict()["models"])
-        assert rate_of(worse.trainer.get_local_operator()) == pytest.approx(0.2), "one epoch along its schedule"
-        better.load_checkpoint(str(tmp_path))
-        assert rate_of(better.trainer.get_local_operator()) == pytest.approx(0.05)
-    finally:
-        better.stop()
-        worse.stop()
+def test_a_checkpoint_of_another_config_brings_the_state_but_not_the_numbers_of_its_optimizer(
+    make_trial: Make, tmp_path: Path
+) -> None:
+    config = {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)}
+    options = {"training_operator_cls": ScheduledOperator, "config": config, "scheduler_step_freq": "epoch"}
+    better, worse = (make_trial({"lr": lr}, **options) for lr in (0.1, 0.4))
+    better.step()
+    better.save_checkpoint(str(tmp_path))
+    worse.load_checkpoint(str(tmp_path))
+    assert equal(better.trainer.state_dict()["models"], worse.trainer.state_dict()["models"])
+    assert rate_of(worse.trainer.get_local_operator()) == pytest.approx(0.2), "one epoch along its schedule"
+    better.load_checkpoint(str(tmp_path))
+    assert rate_of(better.trainer.get_local_operator()) == pytest.approx(0.05)

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -24,24 +25,22 @@ import torch
 import torch.distributed.fsdp
 
 import raysgd
-from raysgd.data import Dataset, RayBatches
+from raysgd.data import Dataset
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.utils import BATCH_SIZE
-from tests.arrays.rows import Rows
 from tests.helpers.doors import controller_of
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import (
-    BatchNormOperator,
     LinearOperator,
     OwnBatchOperator,
     OwnEpochOperator,
+    ScheduledOperator,
     dataset,
-    equal,
 )
-from tests.torch.programs import run_in_terminal, run_program
+from tests.torch.programs import run_program
 
 MakeTrainer = Callable[..., TorchTrainer]
 
@@ -188,6 +187,10 @@ def test_a_collective_may_take_half_an_hour_unless_told_otherwise(make_local: Ma
 def a_function(*args: Any) -> None: ...
 
 
+def no_lightning_module() -> type[TrainingOperator]:
+    return type("Lit", (LinearOperator,), {"_lightning_module_cls": None})
+
+
 COUNT_ERRORS = (ValueError, AssertionError)  # one exception that is both
 
 # In the order in which they are looked at.
@@ -249,6 +252,23 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
             ({"reshard_after_forward": 2}, "'reshard_after_forward': 2"),
         )
     ],
+    *[
+        ({option: True, **other}, ValueError, f"`{option}=True` cannot work with `{words}`")
+        for option in ("split_batches", "deterministic")
+        for other, words in (
+            ({"strategy": "fsdp"}, 'strategy="fsdp"'),
+            ({"add_dist_sampler": False}, "add_dist_sampler=False"),
+        )
+    ],
+    ({"split_batches": True, "strategy": "none"}, ValueError, 'cannot work with `strategy="none"`'),
+    ({"deterministic": True, "accumulate_grad_batches": 2}, ValueError, "with `accumulate_grad_batches=2`"),
+    (
+        {"deterministic": True, "training_operator_cls": no_lightning_module()},
+        ValueError,
+        "an operator made of a `LightningModule`: .* Pass `split_batches=True` instead",
+    ),
+    ({"deterministic": "yes"}, ValueError, "need True or False"),
+    ({"split_batches": True, "config": {BATCH_SIZE: 0}}, ValueError, "need an integer of at least 1"),
     ({"scheduler_step_freq": 1}, ValueError, "`scheduler_step_freq=1`"),
     ({"scheduler_step_freq": ["batch"]}, ValueError, "`scheduler_step_freq="),
     ({"config": {BATCH_SIZE: 1}, "num_workers": 2}, ValueError, "`num_workers=2`"),
@@ -278,10 +298,6 @@ def test_wrong_arguments_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(kind, match=message):
         TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, **arguments})
-
-
-def no_lightning_module() -> type[TrainingOperator]:
-    return type("Lit", (LinearOperator,), {"_lightning_module_cls": None})
 
 
 # What each of two arguments allows by itself, and both together cannot be.
@@ -434,30 +450,6 @@ def test_without_a_config_there_is_an_empty_one(make_local: MakeTrainer) -> None
 # ------------------------------------------------------------------------------------------------ epochs
 
 
-class TenItems(LinearOperator):
-    """Five zeros, then five ones, one by one, in a loader that the library leaves alone."""
-
-    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
-        return [torch.tensor([float(i >= 5)]) for i in range(10)]
-
-    def mean(self, iterator: Iterable[Any]) -> dict[str, Any]:
-        items = [float(item) for item in iterator]
-        return {"mean": sum(items) / len(items) if items else None, "count": len(items)}
-
-    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return self.mean(iterator)
-
-    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return self.mean(val_iterator)
-
-
-def test_a_call_that_ends_with_the_data_is_followed_by_a_full_one(make_local: MakeTrainer) -> None:
-    trainer = make_local(TenItems)
-    assert [(trainer.train(num_steps=10)["count"], epoch) for epoch in (1, 2, 3)] == [(10, 1), (10, 2), (10, 3)]
-    assert [trainer.validate(num_steps=10)["count"] for _ in range(3)] == [10, 10, 10]
-    assert trainer.train()["count"] == 10
-
-
 def test_results_have_their_keys_in_their_order(make_local: MakeTrainer) -> None:
     trainer = make_local()
     assert list(trainer.train()) == ["num_samples", "epoch", "batch_count", "train_loss", "last_train_loss"]
@@ -465,15 +457,6 @@ def test_results_have_their_keys_in_their_order(make_local: MakeTrainer) -> None
     validation = ["num_samples", "batch_count", "val_loss", "last_val_loss"]
     assert list(trainer.validate()) == validation, "nothing is classified"
     assert list(trainer.validate(profile=True)) == [*validation, "profile"]
-
-
-def test_one_worker_is_reduced_too_unless_asked_not_to(make_local: MakeTrainer) -> None:
-    trainer = make_local()
-    reduced = trainer.validate()
-    [single] = trainer.validate(reduce_results=False)
-    assert equal(reduced, single)
-    [trained] = trainer.train(reduce_results=False)
-    assert list(trained) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
 
 
 class Tells(LinearOperator):
@@ -498,28 +481,27 @@ def test_the_info_of_a_call_reaches_the_operator(make_local: MakeTrainer) -> Non
     assert mine == {"num_epochs": 5}
 
 
-@pytest.mark.parametrize("kind", [AssertionError, ValueError, InvalidCountError])
-def test_a_negative_number_of_retries_is_refused(kind: type[Exception], make_local: MakeTrainer) -> None:
+@pytest.mark.parametrize(
+    ("calls", "options", "kind", "message"),
+    [
+        *[(["train"], {"max_retries": -1}, kind, "`max_retries=-1`") for kind in (*COUNT_ERRORS, InvalidCountError)],
+        *[(["train", "validate"], {"num_steps": value}, ValueError, "num_steps") for value in (-1, 1.5, "3", True)],
+        (["train", "validate"], {"info": 3}, TypeError, "`info=3`"),
+    ],
+)
+def test_wrong_arguments_of_calls_are_refused(
+    calls: list[str], options: dict[str, Any], kind: type[Exception], message: str, make_local: MakeTrainer
+) -> None:
     trainer = make_local()
-    with pytest.raises(kind, match="`max_retries=-1`"):
-        trainer.train(max_retries=-1)
+    for call in calls:
+        with pytest.raises(kind, match=message):
+            getattr(trainer, call)(**options)
     assert trainer.train()["epoch"] == 1
 
 
 def test_whole_numbers_may_be_numpys(make_local: MakeTrainer) -> None:
     trainer = make_local(num_workers=numpy.int64(1), accumulate_grad_batches=numpy.int64(1))
     assert trainer.train(num_steps=numpy.int64(2), max_retries=numpy.int64(0))["batch_count"] == 2
-
-
-@pytest.mark.parametrize("what", ["train", "validate"])
-def test_info_is_a_dict(what: str, make_local: MakeTrainer) -> None:
-    with pytest.raises(TypeError, match="`info=3`"):
-        getattr(make_local(), what)(info=3)
-
-
-def test_a_dataset_is_something_that_can_be_divided(make_local: MakeTrainer) -> None:
-    with pytest.raises(TypeError, match=r"`dataset=` got `list`"):
-        make_local().train(dataset=[1])
 
 
 class CountsByClass(LinearOperator):
@@ -530,14 +512,6 @@ class CountsByClass(LinearOperator):
 def test_metrics_may_have_any_names(make_local: MakeTrainer) -> None:
     found = make_local(CountsByClass).train()
     assert (found[0], found[1]) == (0.9, 0.8)
-
-
-@pytest.mark.parametrize("num_steps", [-1, 1.5, "3", True])
-def test_a_number_of_steps_is_a_count(num_steps: Any, make_local: MakeTrainer) -> None:
-    trainer = make_local()
-    for call in (trainer.train, trainer.validate):
-        with pytest.raises(ValueError, match="num_steps"):
-            call(num_steps=num_steps)
 
 
 def test_an_operator_may_return_whatever_it_likes_unless_it_is_to_be_reduced(make_local: MakeTrainer) -> None:
@@ -551,104 +525,42 @@ def test_an_operator_may_return_whatever_it_likes_unless_it_is_to_be_reduced(mak
         trainer.train()
 
 
-class ShardedDataset:
-    """As much of a dataset as `train` asks for."""
-
-    def __init__(self) -> None:
-        self.num_shards: int | None = None
-
-    def set_num_shards(self, num_shards: int) -> None:
-        self.num_shards = num_shards
-
-    def get_shard(self, index: int) -> Any:
-        return [(torch.ones(2, 3), torch.tensor([index, index]), torch.ones(2, 1))] * 3
-
-
-def test_a_dataset_replaces_the_loader_for_one_call(make_local: MakeTrainer) -> None:
-    trainer, data = make_local(), ShardedDataset()
-    assert trainer.train(dataset=data)["num_samples"] == 6
-    assert trainer.train(num_steps=1, dataset=data)["num_samples"] == 2
-    assert data.num_shards == 1
-    result = trainer.train()
-    assert (result["num_samples"], result["epoch"]) == (20, 3)
-
-
 def test_a_dataset_replaces_the_validation_loader_for_one_call(make_local: MakeTrainer) -> None:
-    trainer, data = make_local(), ShardedDataset()
+    trainer, data = make_local(config={"batch_size": 4}), dataset(6)
     assert trainer.validate(num_steps=3)["batch_count"] == 3
     assert trainer.validate(dataset=data)["num_samples"] == 6
-    assert trainer.validate(num_steps=2, dataset=data)["num_samples"] == 4
+    assert trainer.validate(num_steps=1, dataset=data)["num_samples"] == 4
     assert trainer.validate()["batch_count"] == 1  # what the first call has left
 
 
-def identity(samples: int) -> Dataset:
-    return Dataset([(torch.tensor([[n / samples]]), torch.tensor([[n / samples]])) for n in range(samples)], 2)
-
-
-class SeenInputs(LinearOperator):
-    """Tells the inputs of the last batch."""
-
-    def train_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
-        return {"first": round(4 * batch[0][0].item()), "num_samples": len(batch[0])}
-
-
-def test_calls_with_a_dataset_of_pairs_continue_where_the_last_one_stopped(make_local: MakeTrainer) -> None:
-    trainer, data = make_local(SeenInputs), identity(4)
-    results = [trainer.train(num_steps=1, dataset=data) for _ in range(3)]
-    assert [(result["first"], result["num_samples"]) for result in results] == [(0, 2), (2, 2), (0, 2)]
-    assert trainer.train(num_steps=1, dataset=identity(4))["first"] == 0
-    assert trainer.train(num_steps=1, dataset=data)["first"] == 0
-
-
-class FailsOnce(SeenInputs):
-    def train_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
-        if batch_info[NUM_STEPS] == 2:
-            raise ValueError("asked to")
-        return super().train_batch(batch, batch_info)
-
-
-def test_after_a_call_that_failed_a_dataset_begins_anew(make_local: MakeTrainer) -> None:
-    trainer, data = make_local(FailsOnce), identity(4)
-    assert trainer.train(num_steps=1, dataset=data)["first"] == 0
-    with pytest.raises(ValueError, match="asked to"):
-        trainer.train(num_steps=2, dataset=data)
-    assert trainer.train(num_steps=1, dataset=data)["first"] == 0
+def test_calls_with_a_dataset_of_pairs_continue_where_the_last_one_stopped_unless_it_failed(
+    make_local: MakeTrainer,
+) -> None:
+    trainer = make_local(Fails)
+    seen = trainer.get_local_operator().seen  # type: ignore[attr-defined]
+    samples = [(torch.zeros(1, 3), torch.tensor([number]), torch.zeros(1, 1)) for number in range(3)]
+    data = Dataset(samples, batch_size=1)
+    for _ in range(4):
+        trainer.train(num_steps=1, dataset=data)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(dataset=data, info={"fail_at": 0})
+    trainer.train(num_steps=1, dataset=data)
+    assert seen == [[0], [1], [2], [0], [0]]
 
 
 # ------------------------------------------------------------------------------------------------ schedulers
 
 
-class Scheduled(LinearOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        scheduler_cls, options = config["scheduler"]
-        _, _, self.scheduler = self.register(
-            models=self.model, optimizers=self.optimizer, schedulers=scheduler_cls(self.optimizer, **options)
-        )
-
-
-def step_lr() -> Any:
-    return torch.optim.lr_scheduler.StepLR, {"step_size": 1, "gamma": 0.5}
-
-
-@pytest.mark.parametrize(("when", "factor"), [("batch", 0.5**10), ("epoch", 0.25), ("manual", 1)])
-def test_the_library_steps_the_scheduler_when_told(when: str, factor: float, make_local: MakeTrainer) -> None:
-    trainer = make_local(Scheduled, config={"scheduler": step_lr(), "lr": 1e-3}, scheduler_step_freq=when)
-    trainer.train(), trainer.train()
-    [lr] = trainer.get_local_operator().scheduler.get_last_lr()  # type: ignore[attr-defined]
-    assert lr == pytest.approx(1e-3 * factor)
-
-
 PLATEAU: dict[str, Any] = {"factor": 0.5, "patience": 2, "threshold": 0.9999}
 
 
-class Scores(Scheduled):
+class Scores(ScheduledOperator):
     def validate(self, val_iterator: Iterable[Any]) -> dict[str, Any]:  # type: ignore[override]
         return {"score": 3.0, "last_val_loss": 4.0}
 
 
-def on_plateau(make_local: MakeTrainer, operator_cls: type[Scheduled] = Scheduled) -> TorchTrainer:
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau, PLATEAU
+def on_plateau(make_local: MakeTrainer, operator_cls: type[ScheduledOperator] = ScheduledOperator) -> TorchTrainer:
+    scheduler = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, **PLATEAU)
     return make_local(operator_cls, config={"scheduler": scheduler}, scheduler_step_freq="epoch")
 
 
@@ -724,27 +636,6 @@ def test_a_batch_that_returns_no_dict_is_an_error_that_says_so(returned: Any, ma
         make_local(Forgets).train()
 
 
-def test_an_epoch_may_measure_something_and_a_validation_return_any_object(make_local: MakeTrainer) -> None:
-    class Measures(TrainingOperator):
-        def setup(self, config: dict[str, Any]) -> None:
-            model = torch.nn.Linear(4, 1)
-            self.model, self.optimizer = self.register(
-                models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
-            )
-            self.register_data(train_loader=list(dataset(8)), validation_loader=list(dataset(8)))
-
-        def train_epoch(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            return {"img_sec": 7.0}
-
-        def validate(self, *args: Any, **kwargs: Any) -> Any:
-            return {"a": {1, 2}}.items()
-
-    trainer = make_local(Measures)
-    assert trainer.train()["img_sec"] == 7.0
-    [found] = trainer.validate(reduce_results=False)
-    assert list(found) == [("a", {1, 2})]
-
-
 def test_data_without_a_batch_are_told_of(make_local: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
     class UsedUp(LinearOperator):
         def make_loader(self, data: Any, shuffle: bool = False) -> Any:
@@ -791,30 +682,6 @@ def test_several_models_are_a_list_and_one_is_itself(make_local: MakeTrainer) ->
     assert isinstance(found(lambda: [model()]), torch.nn.Linear)
     assert [type(each) for each in found(lambda: [model(), model()])] == [torch.nn.Linear] * 2
     assert isinstance(found(lambda: torch.nn.Sequential(model())), torch.nn.Sequential)
-
-
-@pytest.mark.parametrize("to_cpu", [False, True])
-def test_a_model_that_computes_with_its_module_is_returned_as_what_predict_uses(
-    to_cpu: bool, make_local: MakeTrainer
-) -> None:
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = torch.nn.Linear(3, 1)
-
-        def forward(self, features: torch.Tensor) -> Any:
-            return 10 * self.module(features)
-
-    class Scales(LinearOperator):
-        def make_model(self) -> torch.nn.Module:
-            return Scaled()
-
-        prepare_batch = TrainingOperator.prepare_batch
-
-    features = dataset(5).tensors[0]
-    trainer = make_local(Scales)
-    with torch.no_grad():
-        assert trainer.get_model(to_cpu)(features).equal(trainer.predict(features))
 
 
 # ------------------------------------------------------------------------------------------------ the end
@@ -906,7 +773,7 @@ def test_a_debugger_finds_the_users_frame_with_its_variables(make_local: MakeTra
     assert frame.f_locals["batch_info"]["batch_idx"] == 2
 
 
-class Interrupted(SeenInputs):
+class Interrupted(LinearOperator):
     """Trains on numbers in a random order, and is interrupted where `info` says so; tells which numbers it has seen."""
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -989,14 +856,6 @@ def test_an_exception_in_setup_is_of_its_own_class() -> None:
     assert (caught.value.errno, caught.value.strerror) == (2, "no data")
 
 
-def test_an_operator_that_registers_nothing_is_refused(make_local: MakeTrainer) -> None:
-    class Empty(TrainingOperator):
-        def setup(self, config: dict[str, Any]) -> None: ...
-
-    with pytest.raises(RuntimeError, match=r"`Empty.setup` never called `register`"):
-        make_local(Empty)
-
-
 # ------------------------------------------------------------------------------------------------ this process
 
 
@@ -1008,18 +867,6 @@ def test_the_hook_runs_before_the_operator_is_made(make_local: MakeTrainer, monk
 
     trainer = make_local(Reads, initialization_hook=lambda: monkeypatch.setenv("SET_BY_THE_HOOK", "yes"))
     assert trainer.get_local_operator().found == "yes"  # type: ignore[attr-defined]
-
-
-def test_the_number_of_threads_of_this_process_is_left_alone(make_local: MakeTrainer) -> None:
-    before = torch.get_num_threads()
-    make_local(num_cpus_per_worker=before + 1)
-    assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("operator_cls", [LinearOperator, BatchNormOperator])
-def test_mixed_precision_on_a_cpu_trains_as_without(operator_cls: type, make_local: MakeTrainer) -> None:
-    results = [make_local(operator_cls, use_fp16=use_fp16, use_gpu=False).train() for use_fp16 in (False, True)]
-    assert results[0] == results[1]
 
 
 def test_one_worker_in_this_process_needs_no_ray() -> None:
@@ -1038,54 +885,13 @@ def test_one_worker_in_this_process_needs_no_ray() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.long
-def test_a_terminal_shows_one_bar_for_an_epoch_and_clears_it() -> None:
-    program = """
-        import time
-        from raysgd.torch import TorchTrainer
-        from tests.torch.operators_for_tests import LinearOperator
-
-        class Slow(LinearOperator):
-            def optimizer_step(self):
-                super().optimizer_step()
-                time.sleep(0.15)
-
-        with TorchTrainer(training_operator_cls=Slow, use_local=True, use_tqdm=True) as trainer:
-            for _ in range(2):
-                trainer.train(info={"num_epochs": 2})
-    """
-    status, text = run_in_terminal(program)
-    assert status == 0, text
-    frames = [frame.strip() for frame in text.split("\r")]
-    drawn = [frame for frame in frames if frame]
-    assert "\n" not in text
-    assert [frame.partition(":")[0] for frame in drawn] == sorted(frame.partition(":")[0] for frame in drawn)
-    assert {frame.partition(":")[0] for frame in drawn} == {"1/2e", "2/2e"}
-    for step in (1, 3, 5):
-        assert any(f" {step}/5 " in frame for frame in drawn), drawn
-    assert "loss=" in drawn[-1]
-    assert frames[-1] == frames[-2] == "", "the bar is cleared"
-
-
 # ------------------------------------------------------------------------------------------------ steps
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_formats_train_here_too(precision: str, make_local: MakeTrainer) -> None:
-    trainer = make_local(precision=precision, use_gpu=False, clip_grad_norm=1.0)
-    operator: Any = trainer.get_local_operator()
-    assert operator.use_fp16 == (precision != "fp32")
-    first, last = [trainer.train()["train_loss"] for _ in range(2)]
-    assert last < first
-    assert ("amp_native" in trainer.state_dict()) == (precision == "fp16")
-
-
 def test_a_skipped_step_does_not_advance_a_batch_scheduler(make_local: MakeTrainer) -> None:
-    class Overflows(LinearOperator):
+    class Overflows(ScheduledOperator):
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
-            scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
-            _, _, self.scheduler = self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
             self._raysgd.precision.load_state_dict({**self._raysgd.precision.state_dict(), "scale": 1024.0})
 
         def forward(self, features: Any, target: Any) -> Any:
@@ -1101,13 +907,7 @@ def test_a_skipped_step_does_not_advance_a_batch_scheduler(make_local: MakeTrain
 
 
 def test_a_batch_scheduler_steps_with_the_optimizer(make_local: MakeTrainer) -> None:
-    class Scheduled(LinearOperator):
-        def setup(self, config: dict[str, Any]) -> None:
-            super().setup(config)
-            scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
-            _, _, self.scheduler = self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
-
-    trainer = make_local(Scheduled, accumulate_grad_batches=2, scheduler_step_freq="batch")
+    trainer = make_local(ScheduledOperator, accumulate_grad_batches=2, scheduler_step_freq="batch")
     trainer.train()  # 5 batches
     assert trainer.get_local_operator().scheduler.last_epoch == 3  # type: ignore[attr-defined]
 
@@ -1144,23 +944,6 @@ def test_a_strange_number_of_batches_is_refused(answer: Any, make_local: MakeTra
 def test_gradients_computed_past_the_library_cannot_be_accumulated(make_local: MakeTrainer) -> None:
     with pytest.raises(ValueError, match=r"had no effect: `OwnBatchOperator` computes its gradients by itself"):
         make_local(OwnBatchOperator, accumulate_grad_batches=2).train()
-
-
-def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> None:
-    class StopsEarly(LinearOperator):
-        def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> Any:  # type: ignore[override]
-            for index, batch in enumerate(iterator):
-                self.train_batch(batch, info)
-                if index == 2:
-                    return {"pending": self._raysgd.parallel.step.waiting is not None}
-
-    trainer = make_local(StopsEarly, accumulate_grad_batches=2)
-    assert trainer.train()["pending"], "two batches are stepped, the third waits"
-    other = make_local(LinearOperator, accumulate_grad_batches=2)
-    other.train(num_steps=3)
-    for name, tensor in trainer.get_model().state_dict().items():
-        torch.testing.assert_close(tensor, other.get_model().state_dict()[name], rtol=1e-6, atol=1e-6)
-    assert trainer.get_local_operator()._raysgd.parallel.step.waiting is None
 
 
 def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
@@ -1230,67 +1013,6 @@ def test_batch_methods_may_take_an_index_or_their_info_by_keyword(make_local: Ma
     trainer = make_local(ByIndex)
     assert trainer.train(num_steps=3)["last_index"] == 2
     assert trainer.validate(num_steps=2)["last_index"] == 1
-
-
-class DictBatches(TrainingOperator):
-    """Batches as collators make them; a model that computes its own loss; no criterion."""
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            logits = self.linear(x)
-            return {"logits": logits, "loss": torch.nn.functional.cross_entropy(logits, labels)}
-
-    def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(1)
-        model = self.Model()
-        self.model, self.optimizer = self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.5))
-        points = torch.randn(60, 2)
-        samples = [{"x": point, "labels": int(point[0] > 0)} for point in points]
-        loader = torch.utils.data.DataLoader(samples, batch_size=8)
-        self.register_data(train_loader=loader, validation_loader=loader)
-
-
-def test_dict_batches_go_to_the_model_by_name(make_local: MakeTrainer) -> None:
-    trainer = make_local(DictBatches)
-    results = [trainer.train() for _ in range(10)]
-    assert results[-1]["train_loss"] < results[0]["train_loss"]
-    assert results[0]["num_samples"] == 60
-    found = trainer.validate()
-    assert found["val_accuracy"] > 0.9
-    assert found["num_samples"] == 60
-
-
-class LossOnly(LinearOperator):
-    def forward(self, features: Any, target: Any) -> Any:
-        return self.criterion(self.model(*features), target)
-
-
-def test_forward_may_return_the_loss_alone(make_local: MakeTrainer) -> None:
-    results = [make_local(operator).train() for operator in (LossOnly, LinearOperator)]
-    assert equal(results[0]["train_loss"], results[1]["train_loss"])
-    assert "val_accuracy" not in make_local(LossOnly).validate()
-
-
-class OnRows(LinearOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        batches = RayBatches(Rows([1, 2, 3]), batch_size=1, transform=lambda batch: (batch["id"],))
-        self.register_data(train_loader=batches, validation_loader=batches)
-
-    def train_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
-        return {"id": batch[0].item(), "num_samples": 1}
-
-    validate_batch = train_batch
-
-
-def test_ray_data_goes_on_between_calls_of_train_and_begins_anew_in_each_of_validate(make_local: MakeTrainer) -> None:
-    trainer = make_local(OnRows)
-    assert [trainer.train(num_steps=2)["last_id"] for _ in range(2)] == [2, 1]
-    assert [trainer.validate(num_steps=number)["num_samples"] for number in (2, 9, 9, None)] == [2, 3, 3, 3]
 
 
 class WatchedSamples(torch.utils.data.TensorDataset):

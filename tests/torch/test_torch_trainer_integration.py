@@ -6,12 +6,10 @@ import copyreg
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.utils.parametrizations import weight_norm
 
 from raysgd.exceptions import UnpicklableError
@@ -23,27 +21,13 @@ pytestmark = pytest.mark.integration
 
 
 class Inspected(LinearOperator):
-    """Takes the batch size of the group, and notes what it is told."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup({**config, "batch_size": config[BATCH_SIZE]})
-        self.told: list[dict[str, Any]] = []
+    """Takes the batch size of the group, and tells its rank."""
 
     def make_loader(self, data: Any, shuffle: bool = False) -> Any:
         return torch.utils.data.DataLoader(data, batch_size=self.config[BATCH_SIZE])
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **rest: Any) -> dict[str, Any]:  # type: ignore[override]
-        self.told.append(info)
         return {**super().train_epoch(iterator, info, **rest), "rank": self.world_rank}
-
-    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        return {**super().validate_batch(batch, batch_info), "noise": torch.rand(())}
-
-
-def gathered_ranks(operator: TrainingOperator) -> list[int]:
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, operator.world_rank)
-    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -108,23 +92,6 @@ def test_without_reduction_there_is_a_result_for_each_rank(pair: TorchTrainer) -
     assert [result["num_samples"] for result in pair.validate(reduce_results=False)] == [7, 6]
 
 
-def test_a_profile_is_that_of_a_single_worker(pair: TorchTrainer) -> None:
-    profile = pair.train(profile=True)["profile"]
-    assert {*profile} == {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"}
-    assert all(isinstance(seconds, float) for seconds in profile.values())
-
-
-def test_the_info_reaches_every_worker(pair: TorchTrainer) -> None:
-    pair.train(info={"mine": 7})
-    told = pair.apply_all_operators(lambda operator: operator.told[-1])  # type: ignore[attr-defined]
-    assert [info["mine"] for info in told] == [7, 7]
-    assert told[0] == told[1]
-
-
-def test_functions_on_all_operators_run_at_the_same_time(pair: TorchTrainer) -> None:
-    assert pair.apply_all_operators(gathered_ranks) == [[0, 1], [0, 1]]
-
-
 def test_an_operator_elsewhere_is_not_handed_out(pair: TorchTrainer) -> None:
     with pytest.raises(NotImplementedError, match="apply_all_operators"):
         pair.get_local_operator()
@@ -148,29 +115,6 @@ def test_a_parametrized_model_from_elsewhere_computes_what_it_computes_there(sin
     model.load_state_dict(single.state_dict()["models"][0])
 
 
-def test_random_numbers_that_a_validation_drew_are_in_the_file(pair: TorchTrainer, tmp_path: Path) -> None:
-    def draw() -> float:
-        return torch.rand(()).item()
-
-    pair.train()
-    pair.validate()
-    path = pair.save(tmp_path / "last.pt")
-    drawn = pair.apply_all_workers(draw)
-    pair.load(path)
-    assert pair.apply_all_workers(draw) == drawn
-
-
-class Shards:
-    """A dataset of numbered samples, as `train` wants it: one batch more for rank 0."""
-
-    def set_num_shards(self, num_shards: int) -> None:
-        self.num_shards = num_shards
-
-    def get_shard(self, index: int) -> Any:
-        numbers = torch.arange(4) + 100 * index
-        return [(torch.ones(4, 3), numbers, torch.ones(4, 1))] * (2 - index)
-
-
 def test_data_of_a_call_are_used_in_the_steps_of_one_process(pair: TorchTrainer) -> None:
     data = dataset(21, seed=3)
     with TorchTrainer(training_operator_cls=LinearOperator, use_local=True, config={"batch_size": 8}) as single:
@@ -186,14 +130,6 @@ def test_data_of_a_call_are_used_in_the_steps_of_one_process(pair: TorchTrainer)
         assert pair.validate(dataset=data)["val_loss"] == pytest.approx(
             single.validate(dataset=data)["val_loss"], abs=1e-6
         )
-
-
-def test_a_dataset_is_divided_over_the_workers(pair: TorchTrainer) -> None:
-    epoch = pair.train()["epoch"]
-    for call in range(2):
-        result = pair.train(dataset=Shards())
-        assert (result["num_samples"], result["epoch"]) == (12, epoch + 1 + call)
-    assert pair.train()["num_samples"] == 21
 
 
 def test_functions_of_a_script_may_set_options_of_torch(pair: TorchTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

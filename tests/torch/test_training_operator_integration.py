@@ -7,150 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.strategy import unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
-from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator
 
 pytestmark = pytest.mark.integration
-
-
-def create_models(config: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    return [torch.nn.Linear(NUM_FEATURES, 4), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 1))]
-
-
-def create_optimizers(models: Any, config: dict[str, Any]) -> Any:
-    return tuple(torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
-
-
-def create_loaders(config: dict[str, Any]) -> Any:
-    return DataLoader(dataset(21), batch_size=4), DataLoader(dataset(13, seed=1), batch_size=4)
-
-
-def create_schedulers(optimizers: Any, config: dict[str, Any]) -> Any:
-    return [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5) for optimizer in optimizers]
-
-
-class TwoModels(
-    TrainingOperator.from_creators(  # type: ignore[misc]
-        create_models, create_optimizers, create_loaders, torch.nn.MSELoss, create_schedulers
-    )
-):
-    """Two models in a row, each with an optimizer and a scheduler, in a rung of the user's own."""
-
-    def prepare_batch(self, batch: Any) -> Any:
-        features, _, target = batch
-        return (features,), target
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        (features,), target = self.prepare_batch(batch)
-        loss = self.criterion(self.models[1](self.models[0](features)), target)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-        return {"train_loss": loss.item(), "num_samples": len(target)}
-
-
-@pytest.fixture(scope="module")
-def two(ray_cluster: None) -> Iterator[TorchTrainer]:
-    with TorchTrainer(
-        training_operator_cls=TwoModels,
-        num_workers=2,
-        min_workers=2,
-        num_cpus_per_worker=0.5,
-        scheduler_step_freq="manual",
-    ) as trainer:
-        yield trainer
-
-
-# ------------------------------------------------------------------------------------------------ of creators
-
-
-def test_several_models_train_as_in_one_process(two: TorchTrainer, make_local: Callable[..., TorchTrainer]) -> None:
-    class Joined(TwoModels):
-        def register_data(self, **loaders: Any) -> None:
-            super().register_data(train_loader=DataLoader(dataset(21), batch_size=8))
-
-    alone = make_local(Joined, scheduler_step_freq="manual")
-    two.load_state_dict(alone.state_dict())
-    assert two.train()["train_loss"] == pytest.approx(alone.train()["train_loss"], rel=1e-6)
-    models, expected = two.get_model(), alone.get_model()
-    assert [type(model) for model in models] == [torch.nn.Linear, torch.nn.Sequential]
-    for model, other in zip(models, expected, strict=True):
-        torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-6)
-
-
-def test_every_scheduler_is_stepped_by_the_trainer(two: TorchTrainer) -> None:
-    def steps(operator: Any) -> list[int]:
-        return [scheduler.last_epoch for scheduler in operator.schedulers]
-
-    before = two.apply_all_operators(steps)
-    two.update_scheduler(before[0][0] + 7)
-    assert two.apply_all_operators(steps) == [[before[0][0] + 7] * 2] * 2
-
-
-@pytest.mark.usefixtures("patient")
-def test_creators_that_return_one_loader_have_no_validation(two: TorchTrainer) -> None:
-    def check() -> Any:
-        operator_cls = TrainingOperator.from_creators(create_models, create_optimizers, lambda config: [[1, 2, 3]])
-        [answer], _ = Experiment(operator_cls, calls=(("validate", None),)).run_in(world())
-        return answer
-
-    with pytest.raises(RuntimeError, match=r"`validation_loader` was not registered"):
-        two.apply_all_workers(check)
-
-
-def world() -> Any:
-    from raysgd.engine.shared.types import World
-
-    return World(dist.get_rank(), dist.get_world_size())
-
-
-# ------------------------------------------------------------------------------------------------ register
-
-
-class Looks(LinearOperator):
-    """Returns what a function in the config finds, after one epoch of the stock loop."""
-
-    def train_epoch(self, iterator: Any, **arguments: Any) -> dict[str, Any]:
-        result = super().train_epoch(iterator, **arguments)
-        return {**result, "found": self.config["look"](self)}
-
-
-def look(two: TorchTrainer, function: Callable[[Any], Any], base: type = Looks, **options: Any) -> list[Any]:
-    findings = run_together(two, Experiment(base, {"look": function}, options=options))
-    return [own["found"] for own in findings.single[0]]
-
-
-def test_options_reach_the_wrapper(two: TorchTrainer) -> None:
-    class Unused(Looks):
-        def register(self, **parts: Any) -> Any:
-            return super().register(**parts, ddp_args={"find_unused_parameters": True, "bucket_cap_mb": 1})
-
-    assert look(two, lambda operator: operator.model.find_unused_parameters, Unused) == [True, True]
-
-
-def test_a_model_that_has_nothing_to_train_is_not_wrapped(two: TorchTrainer) -> None:
-    class Teacher(Looks):
-        def register(self, **parts: Any) -> Any:
-            self.teacher = torch.nn.Linear(1, 1).requires_grad_(False)
-            models, optimizer, criterion = super().register(**{**parts, "models": [parts["models"], self.teacher]})
-            self.registered = models
-            return models[0], optimizer, criterion
-
-    def found(operator: Any) -> Any:
-        return operator.registered[1] is operator.teacher, len(operator._original_models)
-
-    assert look(two, found, Teacher) == [(True, 2)] * 2
 
 
 class Distills(LinearOperator):
@@ -268,7 +134,7 @@ def test_a_criterion_with_parameters_is_trained_as_in_one_process(
 
 @pytest.mark.usefixtures("patient")
 def test_an_optimizer_of_what_nobody_averages_is_refused(two: TorchTrainer) -> None:
-    class Scaled(Looks):
+    class Scaled(LinearOperator):
         def register(self, **parts: Any) -> Any:
             self.scale = torch.nn.Parameter(torch.ones(1))
             self.head = torch.nn.Linear(1, 1)
@@ -280,8 +146,8 @@ def test_an_optimizer_of_what_nobody_averages_is_refused(two: TorchTrainer) -> N
     names = r"`self.scale`, `self.head.bias`, parameter 2 in group 1 of `SGD`\. Their gradients would not be averaged"
     for parallel in ("ddp", "fsdp"):
         with pytest.raises(InvalidRegistrationError, match=names):
-            look(two, id, Scaled, strategy=parallel)
-    assert look(two, lambda operator: True, Scaled, strategy="none") == [True, True]
+            run_together(two, Experiment(Scaled, options={"strategy": parallel}))
+    run_together(two, Experiment(Scaled, options={"strategy": "none"}))
 
 
 class Thaws(LinearOperator):
@@ -311,29 +177,14 @@ def test_parameters_that_are_unfrozen_later_are_trained_as_in_one_process(two: T
     torch.testing.assert_close(found.model[0], alone.model[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("patient")
-def test_workers_that_freeze_different_parameters_are_told_so(two: TorchTrainer) -> None:
-    class ByRank(Thaws):
-        def train_epoch(self, iterator: Any, epoch_idx: int = 0, **arguments: Any) -> dict[str, Any]:
-            return super().train_epoch(iterator, epoch_idx=self.world_rank, **arguments)
-
-    with pytest.raises(RuntimeError, match="expects same model across all ranks"):
-        run_together(two, Experiment(ByRank, {"thaws": (1,)}))
-
-
-class WrapsByHand(Looks):
+class WrapsByHand(LinearOperator):
     def register(self, **parts: Any) -> Any:
         model, *rest = super().register(**parts)
-        self.was_wrapped = isinstance(model, DistributedDataParallel)
         return DistributedDataParallel(model, device_ids=self.device_ids), *rest
 
 
-def test_whoever_wraps_by_hand_gets_the_model_as_it_is(two: TorchTrainer) -> None:
-    assert look(two, lambda operator: operator.was_wrapped, WrapsByHand, strategy="none") == [False, False]
-
-
 def test_replicas_wrapped_by_hand_stay_equal(two: TorchTrainer) -> None:
-    experiment = Experiment(WrapsByHand, {"look": id, "num_samples": 16}, options={"strategy": "none"})
+    experiment = Experiment(WrapsByHand, {"num_samples": 16}, options={"strategy": "none"})
     first, second = run_together(two, experiment).model
     alone = run_alone(Experiment(LinearOperator, {"num_samples": 16, "batch_size": 8}))
     assert list(first) == ["weight", "bias"]
@@ -341,36 +192,20 @@ def test_replicas_wrapped_by_hand_stay_equal(two: TorchTrainer) -> None:
     torch.testing.assert_close(first, alone.model[0], rtol=1e-6, atol=1e-6)
 
 
-def test_a_communication_hook_of_the_users_own_is_kept(two: TorchTrainer) -> None:
-    class Compresses(Looks):
-        def register(self, **parts: Any) -> Any:
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-            return super().register(**parts, ddp_args={"comm_hook": (dist.group.WORLD, fp16_compress_hook)})
-
-    assert look(two, lambda operator: len(operator.model._comm_hooks), Compresses) == [1, 1]
-
-
 # ------------------------------------------------------------------------------------------------ register_data
 
 
-def seen_with(two: TorchTrainer, make_loader: Callable[..., Any], num_epochs: int = 1, **options: Any) -> Any:
+def seen_with(two: TorchTrainer, make_loader: Callable[..., Any], num_epochs: int = 1) -> Any:
     class Loads(LinearOperator):
         def make_loader(self, data: Any, shuffle: bool = False) -> Any:
             return make_loader(self, data)
 
-    experiment = Experiment(Loads, {"num_samples": 8}, (("train", None),) * num_epochs, options)
-    return run_together(two, experiment).seen
+    return run_together(two, Experiment(Loads, {"num_samples": 8}, (("train", None),) * num_epochs)).seen
 
 
 def test_a_loader_is_divided_in_its_own_order(two: TorchTrainer) -> None:
     seen = seen_with(two, lambda operator, data: DataLoader(data, batch_size=2))
     assert seen == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
-def test_a_loader_is_left_whole_where_that_is_asked_for(two: TorchTrainer) -> None:
-    seen = seen_with(two, lambda operator, data: DataLoader(data, batch_size=4), add_dist_sampler=False)
-    assert seen == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
 
 
 def test_a_sampler_that_divides_is_told_the_pass_and_not_divided_again(two: TorchTrainer) -> None:
@@ -402,30 +237,3 @@ def test_a_sampler_that_divides_by_itself_without_saying_so_is_an_error(two: Tor
 
     with pytest.raises(ValueError, match="sampler EveryOther drew different orders"):
         seen_with(two, loader)
-
-
-def test_batches_of_a_batch_sampler_are_left_alone_without_global_batches(two: TorchTrainer) -> None:
-    class Pairs(BatchSampler):
-        pass
-
-    def loader(operator: Any, data: Any) -> Any:
-        return DataLoader(data, batch_sampler=Pairs(SequentialSampler(data), 4, drop_last=False))
-
-    assert seen_with(two, loader) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
-
-
-def test_shuffled_passes_differ_and_are_divided_alike(two: TorchTrainer) -> None:
-    seen = seen_with(two, lambda operator, data: DataLoader(data, batch_size=2, shuffle=True), num_epochs=2)
-    epochs = [[number for rank in seen for batch in rank[2 * e : 2 * e + 2] for number in batch] for e in range(2)]
-    assert [sorted(numbers) for numbers in epochs] == [list(range(8))] * 2
-    assert epochs[0] != epochs[1]
-
-
-def test_processes_of_a_loader_may_read_ahead(two: TorchTrainer) -> None:
-    def loader(operator: Any, data: Any) -> Any:
-        return DataLoader(data, batch_size=2, num_workers=1)
-
-    assert seen_with(two, loader) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
-# ------------------------------------------------------------------------------------------------ mixed precision

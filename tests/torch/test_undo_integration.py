@@ -1,77 +1,159 @@
 """Programs that step several times in a batch rejoin after a loss in the middle of one.
 
-Covers `raysgd.torch.step.undo` in a group of several processes.
+Covers `raysgd.torch.step.undo` in a group of several processes. More programs are in `tests.torch.idioms`; here are
+those whose loop is not the stock one. Their numbers do not depend on how a global batch is divided.
 """
 
 from __future__ import annotations
 
-import random
-from contextlib import suppress
-from importlib import import_module
+import os
+import signal
+import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Recovery
-from raysgd.exceptions import UnevenStepsError
+from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.helpers.doors import controller_of
-from tests.helpers.run_if import RunIf
-from tests.torch.torn import BETWEEN, IN_EXCHANGE, NUM_STEPS, trainer_of, weights_of_first
 
 pytestmark = pytest.mark.integration
 
-OPTIONS = {"num_cpus_per_worker": 0.5, "recovery": Recovery(wait_for_workers=False, resize_interval_s=600.0, undo=True)}
+NUM_STEPS, JOINT_BATCH, NUM_FEATURES = 10, 12, 3
+BETWEEN, IN_EXCHANGE = "between", "exchange"
+INTO_EXCHANGE_S = 0.0005
 
 
-with suppress(ImportError):  # it leaves environment variables, for which no test is to answer
-    import_module("lightning.pytorch")
+def line() -> torch.nn.Module:
+    return torch.nn.Linear(NUM_FEATURES, 1, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("program", ["gan", pytest.param("lightning by hand", marks=RunIf(modules=["lightning"]))])
-def test_a_batch_that_broke_off_half_way_is_undone_and_repeated(
-    ray_cluster: None, tmp_path: Path, program: str
+class Mortal(TrainingOperator):
+    """Ends its process at a place in a batch, once: a file names the step of the pass, the place, and the rank."""
+
+    def at(self, place: str) -> None:
+        """Say where the batch is."""
+        death = Path(self.config["folder"], f"{self.global_step % NUM_STEPS} {place} {self.world_rank}")
+        if not self.global_step or not death.exists():  # a standby worker takes a step in advance
+            return
+        death.unlink()
+        if place == BETWEEN:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(INTO_EXCHANGE_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def loader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn(NUM_STEPS * JOINT_BATCH, NUM_FEATURES, generator=generator, dtype=torch.float64)
+        return DataLoader(TensorDataset(features, features.sum(1, keepdim=True)), batch_size=JOINT_BATCH, shuffle=True)
+
+
+class OwnLoop(Mortal):
+    """Has a loop of its own, and steps its optimizer twice in a batch, and the scheduler behind."""
+
+    resumes_epochs = True
+    num_loops = 0
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(line(), torch.nn.Tanh(), torch.nn.Linear(1, 1, dtype=torch.float64))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=torch.nn.MSELoss(),
+            schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+        )
+        self.register_data(train_loader=self.loader())
+
+    def train_epoch(self, iterator: Iterable[Any], info: Any = None, num_steps: Any = None) -> dict[str, Any]:
+        self.num_loops += 1
+        for features, target in iterator:
+            for is_second in (False, True):
+                if is_second:
+                    self.at(BETWEEN)
+                    self.at(IN_EXCHANGE)
+                self.optimizer.zero_grad()
+                self.criterion(self.model(features), target).backward()
+                self.optimizer.step()
+            self.global_step += 1
+            self.scheduler.step()
+        return {"num_loops": self.num_loops}
+
+
+class Module(lightning.pytorch.LightningModule):
+    """Has two optimizers, which it steps by hand."""
+
+    operator: Any
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.first, self.second = line(), line()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=0.02) for part in (self.first, self.second)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            output = torch.tanh(self.first(batch[0])) + self.second(batch[0])
+            loss = torch.nn.functional.mse_loss(output, batch[1])
+            if number:
+                self.operator.at(BETWEEN)
+                self.operator.at(IN_EXCHANGE)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        return loss
+
+
+class LightningByHand(TrainingOperator.from_ptl(Module), Mortal):  # type: ignore[misc]
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        object.__setattr__(self._module, "operator", self)  # not as a part of the module
+
+    def _loader(self, given: Any, hook: str) -> Any:
+        return self.loader() if hook == "train_dataloader" else None
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "undo", "recovery"),
+    [(OwnLoop, True, "continued"), (LightningByHand, True, "continued"), (OwnLoop, False, "restored")],
+)
+def test_a_batch_that_broke_off_half_way_is_undone_and_repeated_or_the_call_is(
+    ray_cluster: None, tmp_path: Path, operator_cls: type[Mortal], undo: bool, recovery: str
 ) -> None:
-    steps = random.Random(program).sample(range(1, NUM_STEPS), 2)
-    with trainer_of(program, tmp_path, 3, **OPTIONS) as trainer:
+    """A loop of user code is called again with the batches that are left."""
+    deaths = [f"2 {BETWEEN} 2", f"6 {IN_EXCHANGE} 0"] if undo else [f"2 {BETWEEN} 2"]
+    with TorchTrainer(
+        training_operator_cls=operator_cls,
+        num_workers=3,
+        num_cpus_per_worker=0.5,
+        config={"folder": str(tmp_path)},
+        split_batches=True,
+        scheduler_step_freq="manual",
+        recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0, undo=undo),
+    ) as trainer:
         before = trainer.state_dict()
         trainer.train()
-        undisturbed = weights_of_first(trainer)
+        undisturbed = trainer.state_dict()["models"]
         trainer.load_state_dict(before)
-        first, second = sorted(steps)
-        (tmp_path / f"{first} {BETWEEN} 2").touch()
-        (tmp_path / f"{second} {IN_EXCHANGE} 0").touch()
-        trainer.train()
-        assert not list(tmp_path.glob("[0-9]*"))
-        assert [each.kind for each in controller_of(trainer).history.events if each.is_failure] == ["continued"] * 2, (
-            steps
-        )
+        for death in deaths:
+            (tmp_path / death).touch()
+        first, *_ = trainer.train(reduce_results=False)
+        assert not list(tmp_path.iterdir())
+        losses = [event.kind for event in controller_of(trainer).history.events if event.is_failure]
+        assert losses == [recovery] * len(deaths)
         data = trainer.status().data
         assert data is not None
         assert data.used == data.due
-        assert weights_of_first(trainer) == pytest.approx(undisturbed, rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("program", ["own loop", pytest.param("stock loop inside", marks=pytest.mark.soak)])
-def test_a_loop_of_user_code_is_called_again_with_the_batches_that_are_left(
-    ray_cluster: None, tmp_path: Path, program: str
-) -> None:
-    with trainer_of(program, tmp_path, 3, **OPTIONS) as trainer:
-        before = trainer.state_dict()
-        trainer.train()
-        undisturbed = weights_of_first(trainer)
-        trainer.load_state_dict(before)
-        (tmp_path / f"2 {BETWEEN} 2").touch()
-        (tmp_path / f"6 {IN_EXCHANGE} 0").touch()
-        [survivor] = trainer.train(reduce_results=False)
-        assert not list(tmp_path.glob("[0-9]*"))
-        assert [each.kind for each in controller_of(trainer).history.events if each.is_failure] == ["continued"] * 2
-        assert survivor["num_loops"] == 4
-        assert weights_of_first(trainer) == pytest.approx(undisturbed, rel=1e-6, abs=1e-9)
-
-
-def test_a_step_in_a_loop_that_one_worker_leaves_out_is_an_error(ray_cluster: None, tmp_path: Path) -> None:
-    with (
-        trainer_of("own loop", tmp_path, 2, config={"flaw": "alone"}, **OPTIONS) as trainer,
-        pytest.raises(UnevenStepsError, match="optimizer 1 stepped"),
-    ):
-        trainer.train()
+        torch.testing.assert_close(trainer.state_dict()["models"], undisturbed, rtol=1e-6, atol=1e-9)
+    if operator_cls is OwnLoop:
+        assert first["num_loops"] == (4 if undo else 1)
