@@ -226,23 +226,16 @@ def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     assert model.reducer is reducer
 
 
-def test_in_an_evaluation_no_forward_pass_waits_for_others() -> None:
+def test_in_an_evaluation_no_forward_pass_waits_for_others_and_after_one_that_failed_it_does_again() -> None:
     parallel = DDP()
     model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
     assert model.require_forward_param_sync
-    with parallel.evaluating([model, a_model()]):
-        assert not model.require_forward_param_sync
-    assert model.require_forward_param_sync
 
+    def fail() -> None:
+        with parallel.evaluating([model, a_model()]):
+            assert not model.require_forward_param_sync
+            raise KeyError("user code")
 
-def fail_in_evaluation(parallel: NoParallel, model: torch.nn.Module) -> None:
-    with parallel.evaluating([model]):
-        raise KeyError("user code")
-
-
-def test_a_failed_evaluation_leaves_the_model_as_it_was() -> None:
-    parallel = DDP()
-    model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
     with pytest.raises(KeyError):
-        fail_in_evaluation(parallel, model)
+        fail()
     assert model.require_forward_param_sync
