@@ -249,18 +249,6 @@ def test_other_things_are_refused(thing: Any) -> None:
         capture(thing)
 
 
-def test_a_collection_of_meters_captures_metric_objects() -> None:
-    metric = MulticlassAccuracy(3, average="micro")
-    meters = AverageMeterCollection(capture_object=capture)
-    for guess in (0, 1, 2, 0):
-        metric.update(torch.tensor([guess]), torch.tensor([0]))
-        meters.update({"loss": torch.tensor(0.5), "accuracy": metric}, n=1)
-    summary = meters.summary()
-    assert summary == {"batch_count": 4, "num_samples": 4, "loss": 0.5, "last_loss": 0.5, "accuracy": 0.5}
-    assert summary.objects["accuracy"].merged_with([summary.objects["accuracy"]]).value() == 0.5
-    assert metric.update_count == 0
-
-
 class OnDevice(torch.Tensor):
     """A tensor that says that it is not in the host's memory."""
 

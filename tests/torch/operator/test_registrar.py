@@ -14,7 +14,6 @@ from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import (
     CPU,
-    NUM_FEATURES,
     Bare,
     LinearOperator,
     a_model,
@@ -118,15 +117,6 @@ def test_an_optimizer_needs_no_more_than_steps() -> None:
     assert operator.register(models=a_model(), optimizers=(duck, duck))[1] == (duck, duck)
 
 
-def test_an_optimizer_that_can_be_iterated_is_one() -> None:
-    class Iterable(torch.optim.SGD):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    optimizer = Iterable(a_model().parameters(), lr=0.1)
-    assert make(Bare).register(models=a_model(), optimizers=optimizer)[1] is optimizer
-
-
 def test_mixed_precision_is_at_work_after_registering_only() -> None:
     operator = make(Bare, precision=make_precision(True, CPU))
     assert (operator.use_fp16, operator.use_fp16_native, operator._amp) == (False, False, None)
@@ -141,14 +131,6 @@ def test_without_mixed_precision_there_is_none() -> None:
     assert (operator.use_fp16, operator._amp_scaler) == (False, None)
     with operator._amp.autocast(), operator._amp.autocast(enabled=True), operator.autocast():
         assert not torch.is_autocast_enabled("cpu")
-
-
-def test_autocast_is_that_of_the_precision() -> None:
-    operator = make(LinearOperator, precision=make_precision(False, CPU, "bf16"))
-    with operator.autocast():
-        assert torch.is_autocast_enabled("cpu")
-        assert operator.model(torch.ones(1, NUM_FEATURES)).dtype == torch.bfloat16
-    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("loader", [[1, 2], range(3), iter([1]), {"a": 1}.values()])
