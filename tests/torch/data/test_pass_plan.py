@@ -14,16 +14,10 @@ from raysgd.torch.data.batch_sampler import PassPlan, Share
 
 
 def make_plan(
-    num_samples: int,
-    batch_size: int = 2,
-    world_size: int = 2,
-    *,
-    consumed: int = 0,
-    drop_last: bool = False,
-    pad: bool = True,
+    num_samples: int, batch_size: int = 2, world_size: int = 2, *, consumed: int = 0, pad: bool = True
 ) -> PassPlan:
     """One where the size of a worker's batch is given."""
-    return PassPlan(num_samples, consumed, of_workers(batch_size, world_size), drop_last, pad)
+    return PassPlan(num_samples, consumed, of_workers(batch_size, world_size), drop_last=False, pad=pad)
 
 
 def of_workers(batch_size: int, world_size: int) -> Division:

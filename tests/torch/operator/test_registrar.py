@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.objects.precision import make_precision
+from raysgd.torch.operator.internals import OptimizerChoice
 from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import (
     CPU,
@@ -202,3 +204,16 @@ def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None
         assert list(registered.state_dict()) == names
         stepped = optimizer.param_groups[0]["params"]
         assert all(a is b for a, b in zip(registered.parameters(), stepped, strict=True))
+
+
+def test_what_stock_code_acts_on_says_which_optimizer_a_call_is_for_until_it_is_done() -> None:
+    choice, given = OptimizerChoice(lambda: "the default", ("a", "b")), an_optimizer()
+    with choice.acting_on("a"):
+        assert choice.chosen("backward", None) == ["a"]
+        assert choice.chosen("backward", given) == [given], "an argument says it first"
+        with suppress(KeyError), choice.acting_on("b"):
+            assert choice.chosen("backward", None) == ["b"]
+            raise KeyError
+        assert choice.chosen("backward", None) == ["a"]
+    with pytest.raises(ValueError, match="2 optimizers are registered"):
+        choice.chosen("optimizer_step", None)
