@@ -12,7 +12,7 @@ from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.gradients import Gradients, OwnSteps
+from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -199,3 +199,11 @@ def test_the_weights_of_a_window_are_for_all_of_its_batches_and_one_for_each() -
     bench.backward(1.0, 2.0)
     with pytest.raises(ValueError, match=r"`self.backward\(loss, weight=3.0\)`: another loss of this batch .*=2.0"):
         bench.backward(1.0, 3.0)
+
+
+def test_a_backward_that_takes_no_weight_is_told_how() -> None:
+    old = SimpleNamespace(backward=lambda loss: None)
+    with pytest.raises(
+        TypeError, match=r"`SimpleNamespace\.forward` returned a weight.*`def backward\(self, loss, \*\*opt"
+    ):
+        backward_with(old, torch.ones(1), 3)
