@@ -10,10 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import (
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import Sampler, WeightedRandomSampler
 
 from raysgd.torch.data.batch_sampler import ElasticBatchSampler
 from raysgd.torch.data.sample_order import Permutation, SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
@@ -51,12 +48,7 @@ def numpy_state(source: Any) -> list[Any]:
 
 
 def global_states() -> list[Any]:
-    return [
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        numpy_state(numpy.random),
-        torch.initial_seed(),
-    ]
+    return [torch.get_rng_state().tolist(), random.getstate(), numpy_state(numpy.random), torch.initial_seed()]
 
 
 @pytest.mark.parametrize("sampler_class", [EveryGlobalSource, OwnSource])
@@ -116,10 +108,7 @@ def test_random_state_is_restored_when_the_sampler_fails() -> None:
 
 def test_a_sampler_is_told_the_pass() -> None:
     order = SamplerOrder(Epochs())
-    assert [as_list(order.indices(seed=0, pass_index=index)) for index in (0, 1)] == [
-        [0, 1, 2, 3],
-        [1, 2, 3, 0],
-    ]
+    assert [as_list(order.indices(seed=0, pass_index=index)) for index in (0, 1)] == [[0, 1, 2, 3], [1, 2, 3, 0]]
 
 
 @pytest.mark.parametrize(

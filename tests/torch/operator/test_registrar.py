@@ -14,14 +14,7 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import OptimizerChoice
 from raysgd.torch.parallel.options import StepOptions
-from tests.torch.operators_for_tests import (
-    CPU,
-    Bare,
-    LinearOperator,
-    a_model,
-    an_optimizer,
-    make,
-)
+from tests.torch.operators_for_tests import CPU, Bare, LinearOperator, a_model, an_optimizer, make
 
 
 def test_components_come_back_as_they_were_given() -> None:
