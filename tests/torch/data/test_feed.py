@@ -129,16 +129,6 @@ def test_a_position_in_other_data_is_left_alone(caplog: pytest.LogCaptureFixture
     assert "the size of the train data has changed" in caplog.text
 
 
-def test_the_books_of_a_pass_and_its_index() -> None:
-    feed = feed_of()
-    assert (feed.ledger(), feed.pass_index(feed.training(REQUEST))) == (None, 0)
-    take(feed, 4)
-    stream = feed.training(REQUEST)
-    assert (feed.ledger().used, feed.ledger().due, feed.pass_index(stream)) == (8, 12, 0)  # type: ignore[union-attr]
-    take(feed)
-    assert feed.pass_index(stream) == 1
-
-
 class Counts(Sampler[int]):
     """Goes by a count of its own, which no other process shares."""
 
