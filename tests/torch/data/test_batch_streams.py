@@ -268,15 +268,6 @@ class OfOtherRank:
         return partial(numbers.add_, torch.tensor(next(self.other)))
 
 
-def test_ranks_tell_each_other_what_collators_return() -> None:
-    source, step = of_a_collator(14, rank=1, world_size=2), BatchStep()
-    together = OfOtherRank([[1, 0], [1, 2], [1, 2]])
-    source.agreement = together
-    stream = TorchBatchStream(source, step, Passes())
-    assert [(step.num_samples, step.weight) for _ in stream.take(None)] == [(3, 2 * 3 / 5), (2, 2 * 2 / 4)]
-    assert together.asked == [[1, 1], [1, 3], [1, 2]]
-
-
 def test_after_a_pass_in_which_collators_returned_what_was_drawn_ranks_count_as_planned() -> None:
     source = of_a_collator(14, rank=1, world_size=2, collate_fn=lambda samples: default_collate(samples))
     together = OfOtherRank([[1, 1], [1, 4], [1, 3], [1, 0]])
