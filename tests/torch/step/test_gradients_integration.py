@@ -130,7 +130,7 @@ def by_pytorch(operator_cls: Any) -> Any:
 
     class ByPyTorch(operator_cls):  # type: ignore[misc]
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            losses = list(self.losses(self.model, batch[0], batch[2]))
+            losses = list(operator_cls.losses(self.model, batch[0], batch[2]))
             several = self.optimizer if operator_cls is OptimizerEach else [self.optimizer]
             for optimizer, loss in zip(several, losses if len(several) > 1 else [sum(losses)], strict=True):
                 parameters = optimizer.param_groups[0]["params"]
