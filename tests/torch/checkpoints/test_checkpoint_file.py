@@ -6,14 +6,13 @@ import collections
 import errno
 import os
 import pickle
-import shutil
 import signal
 import stat
 import subprocess
 import sys
 import textwrap
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +104,9 @@ def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str
 class TestRoundTrip:
     def test_a_state_comes_back_as_it_was_written(self, tmp_path: Path) -> None:
         state = training_state(operator={"best": 0.5, "seen": [1, (2, "x")], "rng": b"\x00\x01", "none": None})
-        write(tmp_path / "last.pt", state)
-        assert_same(read(tmp_path / "last.pt"), state)
-
-    def test_the_state_given_is_left_as_it_was(self, tmp_path: Path) -> None:
-        state = training_state()
         keys = list(state)
         write(tmp_path / "last.pt", state)
+        assert_same(read(tmp_path / "last.pt"), state)
         assert list(state) == keys
 
     @pytest.mark.parametrize("weights_only", [True, False])
@@ -122,12 +117,6 @@ class TestRoundTrip:
         assert list(loaded)[-1] == "raysgd_format"
         assert loaded.pop("raysgd_format") == 1
         assert_same(loaded, state)
-
-    def test_zip_tools_read_the_file(self, tmp_path: Path) -> None:
-        write(tmp_path / "last.pt", training_state())
-        assert zipfile.is_zipfile(tmp_path / "last.pt")
-        with zipfile.ZipFile(tmp_path / "last.pt") as archive:
-            assert archive.testzip() is None
 
     def test_what_was_read_can_be_written_again(self, tmp_path: Path) -> None:
         state = training_state()
@@ -201,12 +190,6 @@ def make_special(kind: str, path: Path) -> None:
 
 
 class TestWrite:
-    def test_an_existing_file_is_replaced(self, tmp_path: Path) -> None:
-        write(tmp_path / "last.pt", training_state(1))
-        write(tmp_path / "last.pt", training_state(2))
-        assert read(tmp_path / "last.pt")["epoch"] == 2
-        assert os.listdir(tmp_path) == ["last.pt"]
-
     @pytest.mark.parametrize("kind", ["fifo", "link to a device"])
     def test_only_regular_files_are_replaced(self, kind: str, tmp_path: Path) -> None:
         path = tmp_path / "last.pt"
@@ -283,14 +266,6 @@ class TestWrite:
         assert done.stdout.split() == [str(errno.EFBIG)] * 3, done.stderr
         assert os.listdir(tmp_path) == ["last.pt"]
         assert read(tmp_path / "last.pt")["epoch"] == 1
-
-    def test_a_full_disk_leaves_the_old_file_and_nothing_else(self, small_disk: Path) -> None:
-        write(small_disk / "last.pt", training_state(1))
-        with pytest.raises(OSError, match="No space left") as caught:
-            write(small_disk / "last.pt", training_state(2, width=1000))
-        assert caught.value.errno == errno.ENOSPC
-        assert read(small_disk / "last.pt")["epoch"] == 1
-        assert os.listdir(small_disk) == ["last.pt"]
 
     def test_a_missing_folder_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"folder does not exist.*/absent'"):
@@ -375,13 +350,6 @@ class TestMapped:
             assert not num_mappings_of(tmp_path / "last.pt")
             assert_same(found, state)
 
-    @pytest.mark.parametrize("zipped", [True, False])
-    def test_files_without_a_checksum_are_read(self, tmp_path: Path, zipped: bool) -> None:
-        state = training_state(7)
-        torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
-        with mapped(tmp_path / "old.pt") as found:
-            assert_same(found, state)
-
     @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__()])
     def test_the_name_says_nothing_about_the_format(self, tmp_path: Path, use: Callable[[Path], Any]) -> None:
         write(tmp_path / "last.safetensors", training_state(4))
@@ -391,21 +359,6 @@ class TestMapped:
 def num_mappings_of(path: Path) -> int:
     """How many times the file is mapped into this process."""
     return Path("/proc/self/maps").read_text().count(str(path))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for 1 MiB."""
-    mounted = (
-        shutil.which("mount")
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True, check=False
-        ).returncode
-    )
-    if not mounted:
-        pytest.skip("needs the right to mount a file system")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -503,6 +456,8 @@ class TestOlderFiles:
         torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
         assert_same(read(tmp_path / "old.pt"), state)
         assert_same(read(tmp_path / "old.pt", weights_only=False), state)
+        with mapped(tmp_path / "old.pt") as found:
+            assert_same(found, state)
 
     @pytest.mark.parametrize("zipped", [True, False])
     @pytest.mark.parametrize("share", [0.02, 0.3, 0.9, 0.999])

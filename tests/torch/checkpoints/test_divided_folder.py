@@ -100,14 +100,6 @@ def test_a_failed_write_leaves_the_earlier_folder(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
-def test_the_folder_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "one.png").touch()
-    with pytest.raises(IsADirectoryError, match="with something else in it"):
-        write(tmp_path / "photos", state())
-    assert [entry.name for entry in (tmp_path / "photos").iterdir()] == ["one.png"]
-
-
 def test_parts_that_the_driver_cannot_see_are_missed(tmp_path: Path) -> None:
     here = WrittenPart(state(), {}, None, (0, ""))
     elsewhere = WrittenPart(None, None, None, (10, "00"))
@@ -121,15 +113,6 @@ def test_an_attempt_begins_with_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "part-3.pt").touch()
     assert divided_folder.emptied(tmp_path) == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_damage_is_found(tmp_path: Path) -> None:
-    file = write(tmp_path / "last", state()) / PART
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(CheckpointCorruptedError, match="no intact checkpoint"):
-        divided_folder.opened(str(tmp_path / "last"), weights_only=True).read_whole()
 
 
 def test_a_missing_file_is_found_by_the_rank_that_looks_at_it(tmp_path: Path) -> None:

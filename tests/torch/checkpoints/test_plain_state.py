@@ -102,23 +102,14 @@ REFUSED = [
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_what_could_not_come_back_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r'`state\["operator"\]\["x"\]` is a `.*`, which a checkpoint cannot'):
-        packed({"epoch": 1, "operator": {"x": value}})
+    kind = rf"{type(value).__module__}\.{type(value).__qualname__}"
+    with pytest.raises(ValueError, match=rf'`state\["x"\]\[1\]` is a `{kind}`, .*`load\(path, weights_only=False\)`'):
+        packed({"epoch": 1, "x": [2, value]})
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_nothing_is_refused_when_pickles_are_allowed(value: Any) -> None:
     assert packed({"x": [value]}, allow_pickle=True)["x"][0] is value
-
-
-def test_the_message_names_the_place_the_type_and_the_way_out() -> None:
-    state = {"models": [{"weight": torch.zeros(1)}, {"extra": (1, Thing())}]}
-    with pytest.raises(ValueError, match="cannot give back") as caught:
-        packed(state)
-    message = str(caught.value)
-    assert '`state["models"][1]["extra"][1]`' in message
-    assert f"`{Thing.__module__}.Thing`" in message
-    assert "`load(path, weights_only=False)`" in message
 
 
 def test_a_key_that_could_not_come_back_is_refused() -> None:
@@ -179,21 +170,6 @@ def test_an_array_that_is_in_two_places_is_one_array_again() -> None:
     array = np.arange(3)
     got = written_and_loaded(packed({"a": array, "b": [array, (array,)]}))
     assert got["a"] is got["b"][0] is got["b"][1][0]
-
-
-def test_models_and_optimizers_are_written_as_torch_save_writes_them() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=np.float64(0.1))  # type: ignore[arg-type]
-    model(torch.ones(3, 2)).sum().backward()
-    optimizer.step()
-    stream = io.BytesIO()
-    torch.save(packed({"models": [model.state_dict()], "optimizers": [optimizer.state_dict()]}), stream)
-    stream.seek(0)
-    got = torch.load(stream, weights_only=True)
-    model.load_state_dict(got["models"][0])
-    optimizer.load_state_dict(got["optimizers"][0])
-    assert type(got["models"][0]) is type(model.state_dict())
-    assert type(optimizer.param_groups[0]["lr"]) is float
 
 
 def test_the_key_that_marks_arrays_is_refused() -> None:

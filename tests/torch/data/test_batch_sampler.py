@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 
 from raysgd.torch.data.batch_sampler import ElasticBatchSampler
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
-from tests.torch.samplers import EveryGlobalSource
 
 
 def make_sampler(
     order: SampleOrder, *, batch_size: int = 2, rank: int = 0, world_size: int = 1, pad: bool = True
 ) -> ElasticBatchSampler:
     return ElasticBatchSampler(order, batch_size, drop_last=False, pad=pad, rank=rank, world_size=world_size)
-
-
-def test_ranks_together_draw_the_batches_of_one_process() -> None:
-    order = ShuffledOrder(23)
-    samplers = [make_sampler(order, rank=rank, world_size=3, pad=False) for rank in range(3)]
-    alone = make_sampler(order, batch_size=6)
-    for sampler in (*samplers, alone):
-        sampler.begin_pass(4, seed=5)
-    by_step = itertools.zip_longest(*samplers, fillvalue=())
-    assert [list(itertools.chain(*parts)) for parts in by_step] == list(alone)
 
 
 def test_batches_are_lists_of_plain_integers() -> None:
@@ -35,29 +23,6 @@ def test_batches_are_lists_of_plain_integers() -> None:
         batches = list(sampler)
         assert len(batches) == 2
         assert all(type(batch) is list and all(type(index) is int for index in batch) for batch in batches)
-
-
-def test_a_pass_resumes_in_another_group_where_it_was_left() -> None:
-    order = ShuffledOrder(31)
-    before = [make_sampler(order, rank=rank, world_size=4, pad=False) for rank in range(4)]
-    plans = [sampler.begin_pass(2, seed=1) for sampler in before]
-    used = [index for sampler in before for batch in itertools.islice(sampler, 2) for index in batch]
-
-    after = before[:3]
-    for rank, sampler in enumerate(after):
-        sampler.reshape(rank, world_size=3, batch_size=3)
-        plan = sampler.begin_pass(2, seed=1, consumed=plans[0].consumed_after(2))
-        assert (plan.division.global_size, plan.division.world_size, plan.consumed) == (9, 3, 16)
-    used += [index for sampler in after for batch in sampler for index in batch]
-    assert Counter(used) == Counter(range(31))
-
-
-def test_a_newcomer_draws_the_same_order_as_a_survivor() -> None:
-    survivor, newcomer = (make_sampler(SamplerOrder(EveryGlobalSource())) for _ in range(2))
-    for pass_index in range(3):
-        survivor.begin_pass(pass_index, seed=1)
-    newcomer.begin_pass(2, seed=1, consumed=4)
-    assert list(newcomer) == list(survivor)[2:]
 
 
 def test_the_order_of_a_pass_is_drawn_once() -> None:

@@ -39,17 +39,6 @@ def take(feed: TorchFeed, num_steps: int | None = None) -> list[int]:
     return [number for batch in feed.training(REQUEST).take(num_steps) for number in batch.tolist()]
 
 
-def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
-    first, second = feed_of(), feed_of()
-    used = take(first, 8)
-    position = first.position()
-    assert position == {"pass_index": 1, "consumed": 4, "is_mid_pass": True, "seed": 3, "num_samples": 12}
-    second.go_to(first.epoch, position)
-    assert second.position() == position, "also before anything is drawn"
-    assert sorted(used[-4:] + take(second)) == list(range(12))
-    assert second.epoch == first.epoch == 2
-
-
 def test_a_position_that_does_not_fit_a_stream_is_refused_until_another_one_is_loaded() -> None:
     def feed_over(lengths: list[int]) -> TorchFeed:
         data = stream_data(MadeStream(lengths).map(itemgetter(1)).batch(4), "train", Division, 1)
@@ -85,14 +74,18 @@ def shuffled_feed(drawn_below: int = 0, rank: int = 0, size: int = 1) -> TorchFe
     return TorchFeed({"train": data}.get, NoParallel(), size, rank=rank)
 
 
-def test_a_position_in_a_computed_order_leads_to_the_rest_of_that_order() -> None:
-    first, second = shuffled_feed(), shuffled_feed()
+@pytest.mark.parametrize("drawn_below", [0, 13])
+def test_a_saved_position_leads_to_the_samples_that_were_not_used(drawn_below: int) -> None:
+    """Whether the order is drawn or computed."""
+    first, second = shuffled_feed(drawn_below), shuffled_feed(drawn_below)
     used = take(first, 8)
     position = first.position()
+    assert position == {"pass_index": 1, "consumed": 4, "is_mid_pass": True, "seed": 3, "num_samples": 12}
     second.go_to(first.epoch, position)
     assert second.position() == position, "also before anything is drawn"
     rest = take(second)
     assert sorted(used[-4:] + rest) == list(range(12))
+    assert second.epoch == first.epoch == 2
     assert (take(first), take(first)) == (rest, take(second)), "the next pass has the same order too"
 
 
@@ -134,16 +127,6 @@ def test_a_position_in_other_data_is_left_alone(caplog: pytest.LogCaptureFixture
     feed.go_to(other.epoch, other.position())
     assert len(take(feed)) == 12
     assert "the size of the train data has changed" in caplog.text
-
-
-def test_the_books_of_a_pass_and_its_index() -> None:
-    feed = feed_of()
-    assert (feed.ledger(), feed.pass_index(feed.training(REQUEST))) == (None, 0)
-    take(feed, 4)
-    stream = feed.training(REQUEST)
-    assert (feed.ledger().used, feed.ledger().due, feed.pass_index(stream)) == (8, 12, 0)  # type: ignore[union-attr]
-    take(feed)
-    assert feed.pass_index(stream) == 1
 
 
 class Counts(Sampler[int]):

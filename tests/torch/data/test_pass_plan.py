@@ -8,23 +8,16 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
-import torch
 
 from raysgd.arrays.division import Division
 from raysgd.torch.data.batch_sampler import PassPlan, Share
 
 
 def make_plan(
-    num_samples: int,
-    batch_size: int = 2,
-    world_size: int = 2,
-    *,
-    consumed: int = 0,
-    drop_last: bool = False,
-    pad: bool = True,
+    num_samples: int, batch_size: int = 2, world_size: int = 2, *, consumed: int = 0, pad: bool = True
 ) -> PassPlan:
     """One where the size of a worker's batch is given."""
-    return PassPlan(num_samples, consumed, of_workers(batch_size, world_size), drop_last, pad)
+    return PassPlan(num_samples, consumed, of_workers(batch_size, world_size), drop_last=False, pad=pad)
 
 
 def of_workers(batch_size: int, world_size: int) -> Division:
@@ -133,14 +126,6 @@ def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -
         next(make_plan(8).shares(2))
 
 
-def test_a_rank_without_samples_repeats_some_in_training_and_has_no_batch_in_evaluation() -> None:
-    training = PassPlan(4, 0, Division(2, 3), drop_last=False, pad=True)
-    evaluation = PassPlan(4, 0, Division(2, 3), drop_last=False, pad=False)
-    assert list(training.shares(rank=2)) == [Share(0, 2, 0, 0.0, 2), Share(2, 4, 0, 0.0, 2)]
-    assert list(evaluation.shares(rank=2)) == [Share(0, 0, 0, 0.0, 2), Share(2, 2, 0, 0.0, 2)]
-    assert (training.num_batches(2), evaluation.num_batches(2)) == (2, 0)
-
-
 def test_a_step_says_where_it_begins_and_ends() -> None:
     plan = PassPlan(20, 0, Division(12, 2, cap=2), drop_last=False, pad=True)
     assert [(share.is_first, share.is_last) for share in plan.shares(0)] == [
@@ -163,18 +148,6 @@ def test_each_step_joins_to_what_one_process_with_the_global_batch_would_see() -
         assert [positions[start:stop] for start, stop in pairwise(ends)] == alone, plan
 
 
-def test_the_batch_of_a_worker_has_the_size_of_its_loader_at_most() -> None:
-    draw = random.Random(2)
-    for _ in range(400):
-        size, world_size = draw.randint(1, 6), draw.randint(1, 7)
-        plan = make_plan(draw.randint(0, 60), size, world_size)
-        for step in range(plan.num_steps):
-            sizes = [share.num_samples for share in shares_of(plan, step)]
-            assert sizes == sorted(sizes, reverse=True)
-            assert sizes[0] <= size
-            assert sizes[-1] == size or step == plan.num_steps - 1
-
-
 def test_weights_average_to_one_and_are_exactly_one_for_equal_shares_and_only_for_those() -> None:
     num_uneven = 0
     for plan in random_plans(400, seed=3):
@@ -188,19 +161,6 @@ def test_weights_average_to_one_and_are_exactly_one_for_equal_shares_and_only_fo
                     num_uneven += 1
                     assert 1.0 not in weights, "ranks agree on whether shares are even"
     assert num_uneven > 20
-
-
-def test_weighted_means_average_to_the_mean_over_the_samples_of_all_ranks_batches() -> None:
-    values = torch.arange(60, dtype=torch.float64) ** 2
-    for plan in random_plans(200, seed=4, pad=True):
-        for step in range(plan.num_steps):
-            total, seen = 0.0, 0
-            for together in zip(*of_a_step(plan, step), strict=True):
-                means = sum(share.weight * values[share.start : share.stop].mean() for share in together)
-                total += float(means) / plan.division.world_size * together[0].num_global
-                seen += together[0].num_global
-            start = plan.consumed + step * plan.division.global_size
-            assert total / seen == pytest.approx(float(values[start : start + seen].mean()))
 
 
 def test_padding_repeats_samples_of_its_own_step() -> None:
@@ -228,23 +188,6 @@ def test_the_position_after_each_step_is_the_prefix_used_so_far() -> None:
             assert plan.consumed_after(step) == plan.consumed + len(used(plan, step))
         assert plan.consumed_after(plan.num_steps) == plan.num_samples
         assert plan.drop_last or plan.consumed + len(used(plan, plan.num_steps)) == plan.num_samples
-
-
-@pytest.mark.long
-def test_any_sequence_of_groups_sees_the_global_batches_of_one_process() -> None:
-    draw = random.Random(8)
-    for _ in range(300):
-        num_samples, global_size, consumed = draw.randint(1, 100), draw.randint(1, 25), 0
-        batches: list[list[int]] = []
-        while consumed < num_samples:
-            world_size = draw.randint(1, 7)
-            division = Division(global_size, world_size, draw.choice([None, 1, 2, 3, 8]))
-            plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True)
-            num_steps = draw.randint(0, plan.num_steps)
-            ends = [len(used(plan, steps)) for steps in range(num_steps + 1)]
-            batches += [used(plan, num_steps)[start:stop] for start, stop in pairwise(ends)]
-            consumed = plan.consumed_after(num_steps)
-        assert batches == [list(range(num_samples)[at : at + global_size]) for at in range(0, num_samples, global_size)]
 
 
 def test_any_sequence_of_groups_sees_global_batches_of_given_sizes() -> None:

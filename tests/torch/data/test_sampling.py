@@ -19,7 +19,6 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -84,14 +83,6 @@ def shard(loader: Any, *, rank: int = 0, world_size: int = 2, training: bool = T
     sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training)
     assert isinstance(sharded, ShardedLoader)
     return sharded
-
-
-def all_batches(loader: Any, *, world_size: int, training: bool = True, pass_index: int = 0) -> list[Any]:
-    """Return what each rank loads in one pass."""
-    ranks = [shard(loader, rank=rank, world_size=world_size, training=training) for rank in range(world_size)]
-    for rank in ranks:
-        rank.sampler.begin_pass(pass_index, seed=11)
-    return [list(rank.loader) for rank in ranks]
 
 
 FOUR = Squares(4)
@@ -214,6 +205,7 @@ def test_all_loading_options_are_kept() -> None:
         "num_workers": 1,
         "collate_fn": list,
         "pin_memory": True,
+        "pin_memory_device": "cuda",
         "timeout": 7.0,
         "worker_init_fn": print,
         "prefetch_factor": 5,
@@ -226,10 +218,6 @@ def test_all_loading_options_are_kept() -> None:
     assert {name: getattr(rebuilt, name) for name in options} == options
     assert rebuilt.multiprocessing_context is user_loader.multiprocessing_context
     assert rebuilt.dataset is FOUR
-
-
-def test_a_memory_pinning_device_is_kept() -> None:
-    assert shard(DataLoader(FOUR, pin_memory_device="cuda")).loader.pin_memory_device == "cuda"
 
 
 @pytest.mark.skipif(not hasattr(DataLoader(FOUR), "in_order"), reason="this torch always delivers in order")
@@ -256,69 +244,6 @@ def test_the_users_seed_is_taken_as_a_hint() -> None:
     assert divided.seed_hint == 7
 
 
-def test_sequential_stays_sequential_over_the_workers() -> None:
-    first, second = all_batches(DataLoader(Squares(11), batch_size=3), world_size=2)
-    assert [(indices.tolist(), squares.tolist()) for indices, squares in first] == [
-        ([0, 1, 2], [0, 1, 4]),
-        ([6, 7, 8], [36, 49, 64]),
-    ]
-    assert [indices.tolist() for indices, _ in second] == [[3, 4, 5], [9, 10]]
-
-
-def test_training_pads_where_evaluation_gives_no_batch() -> None:
-    loader = DataLoader(Squares(5), batch_size=2)
-    padded = all_batches(loader, world_size=2, training=True)
-    exact = all_batches(loader, world_size=2, training=False)
-    assert [[indices.tolist() for indices, _ in batches] for batches in padded] == [
-        [[0, 1], [4]],
-        [[2, 3], [4]],
-    ]
-    assert [[indices.tolist() for indices, _ in batches] for batches in exact] == [[[0, 1], [4]], [[2, 3]]]
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_drop_last_leaves_out_a_short_global_batch(training: bool) -> None:
-    loader = DataLoader(Squares(7), batch_size=2, drop_last=True)
-    batches = all_batches(loader, world_size=2, training=training)
-    assert [[indices.tolist() for indices, _ in of_rank] for of_rank in batches] == [[[0, 1]], [[2, 3]]]
-
-
-def test_a_shuffled_loader_divides_a_new_permutation_in_each_pass() -> None:
-    loader = DataLoader(Squares(40), batch_size=4, shuffle=True)
-    passes = []
-    for pass_index in (0, 1):
-        batches = all_batches(loader, world_size=3, training=False, pass_index=pass_index)
-        passes.append([index for of_rank in batches for indices, _ in of_rank for index in indices.tolist()])
-        assert sorted(passes[-1]) == list(range(40))
-    assert passes[0] != passes[1]
-
-
-def test_weighted_sampling_draws_one_global_order_on_all_ranks() -> None:
-    def load(rank: int, world_size: int) -> list[list[int]]:
-        # Everything is built anew and from another random state, as in separate processes.
-        torch.manual_seed(rank)
-        sampler = WeightedRandomSampler([float(weight) for weight in range(1, 31)], num_samples=20)
-        loader = DataLoader(Squares(30), batch_size=20 // world_size, sampler=sampler)
-        sharded = shard(loader, rank=rank, world_size=world_size)
-        sharded.sampler.begin_pass(3, seed=4)
-        return [indices.tolist() for indices, _ in sharded.loader]
-
-    (alone,) = load(0, 1)
-    assert load(0, 2) + load(1, 2) == [alone[:10], alone[10:]]
-
-
-def test_a_custom_collate_function_sees_the_shares() -> None:
-    loader = DataLoader(Squares(6), batch_size=2, collate_fn=lambda samples: [index for index, _ in samples])
-    assert all_batches(loader, world_size=2) == [[[0, 1], [4, 5]], [[2, 3], [4, 5]]], "the last one is padding"
-
-
-def test_an_empty_dataset_divides_into_nothing() -> None:
-    sharded = shard(DataLoader(Squares(0), batch_size=2))
-    assert sharded.sampler.begin_pass(0, seed=0).num_steps == 0
-    assert list(sharded.loader) == []
-    assert len(sharded.loader) == 0
-
-
 def test_loader_processes_that_read_ahead_do_not_disturb_the_position() -> None:
     loader = DataLoader(
         Squares(30), batch_size=2, shuffle=True, num_workers=2, prefetch_factor=3, persistent_workers=True
@@ -342,32 +267,6 @@ def test_loader_processes_that_read_ahead_do_not_disturb_the_position() -> None:
     sharded.sampler.begin_pass(1, seed=1)
     next_order = as_list(ShuffledOrder(30).indices(seed=1, pass_index=1))
     assert [index for indices, _ in sharded.loader for index in indices.tolist()] == next_order
-
-
-def test_weighted_gradients_of_the_ranks_average_to_that_of_one_process() -> None:
-    generator = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(
-        torch.randn(10, 3, generator=generator, dtype=torch.float64),
-        torch.randn(10, 1, generator=generator, dtype=torch.float64),
-    )
-
-    def gradients(batch_size: int, rank: int, world_size: int) -> list[torch.Tensor]:
-        sharded = shard(DataLoader(dataset, batch_size=batch_size), rank=rank, world_size=world_size)
-        plan = sharded.sampler.begin_pass(0, seed=0)
-        result = []
-        for share, (features, target) in zip(plan.shares(rank), sharded.loader, strict=True):
-            weights = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
-            torch.nn.functional.mse_loss(features @ weights, target).backward()
-            assert weights.grad is not None
-            result.append(share.weight * weights.grad)
-        return result
-
-    of_ranks = [gradients(2, rank, world_size=3) for rank in range(3)]
-    averaged = [torch.stack(parts).mean(dim=0) for parts in zip(*of_ranks, strict=True)]
-    alone = gradients(6, rank=0, world_size=1)
-    assert len(averaged) == len(alone) == 2
-    for ours, expected in zip(averaged, alone, strict=True):
-        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize(("asked", "wanted"), [(False, False), (False, True), (True, False)])

@@ -190,14 +190,6 @@ def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     assert loop.waiting_parameters() == list(operator.part.parameters())
 
 
-def test_batches_since_the_last_boundary_are_not_counted_twice() -> None:
-    operator = Plain()
-    loop = loop_of(operator)
-    operator.global_step = 3
-    loop.return_to_boundary()
-    assert operator.global_step == 0
-
-
 def test_the_time_of_a_call_begins_at_zero() -> None:
     loop = loop_of(Plain())
     loop._parallel.step.own_s = 2.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,16 +82,6 @@ def test_states_compare_to_a_plain_bool() -> None:
     draw()
     assert (first == second) is True
     assert (first == rng.capture()) is False
-
-
-def test_a_state_survives_a_file_that_is_loaded_weights_only(tmp_path: Path) -> None:
-    state = rng.capture()
-    torch.save(state, tmp_path / "rng.pt")
-    expected = draw()
-
-    rng.restore(torch.load(tmp_path / "rng.pt", weights_only=True))
-
-    assert draw() == expected
 
 
 def test_another_kind_of_numpy_generator_is_left_alone() -> None:

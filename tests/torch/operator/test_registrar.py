@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,40 +12,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.objects.precision import make_precision
+from raysgd.torch.operator.internals import OptimizerChoice
 from raysgd.torch.parallel.options import StepOptions
-from tests.torch.operators_for_tests import (
-    CPU,
-    NUM_FEATURES,
-    Bare,
-    LinearOperator,
-    a_model,
-    an_optimizer,
-    make,
-)
+from tests.torch.operators_for_tests import CPU, Bare, LinearOperator, a_model, an_optimizer, make
 
 
 def test_components_come_back_as_they_were_given() -> None:
-    operator = make(Bare, scheduler_step_freq="manual")
     model, optimizer, criterion = a_model(), an_optimizer(), torch.nn.MSELoss()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert operator.register(models=model, optimizers=optimizer) == (model, optimizer)
-    assert operator.register(models=[model], optimizers=(optimizer,)) == ([model], (optimizer,))
-    assert operator.register(models=model, optimizers=optimizer, criterion=criterion) == (
-        model,
-        optimizer,
-        criterion,
-    )
-    assert operator.register(models=model, optimizers=optimizer, schedulers=scheduler) == (
-        model,
-        optimizer,
-        scheduler,
-    )
-    assert operator.register(models=(model,), optimizers=[optimizer], criterion=criterion, schedulers=[scheduler]) == (
-        (model,),
-        [optimizer],
-        criterion,
-        [scheduler],
-    )
+    optional = {"criterion": criterion, "schedulers": scheduler}
+    for models, optimizers in ((model, optimizer), ([model], (optimizer,)), ((model,), [optimizer])):
+        for names in ([], ["criterion"], ["schedulers"], ["criterion", "schedulers"]):
+            more = {name: optional[name] for name in names}
+            found = make(Bare, scheduler_step_freq="manual").register(models=models, optimizers=optimizers, **more)
+            assert found == (models, optimizers, *more.values())
 
 
 def test_what_is_registered_has_the_names_of_old() -> None:
@@ -58,20 +39,11 @@ def test_what_is_registered_has_the_names_of_old() -> None:
     assert operator._validation_loader is operator.validation_loader
 
 
-@pytest.mark.parametrize(
-    ("container", "kind"),
-    [
-        (lambda items: (item for item in items), list),
-        (lambda items: dict(enumerate(items)).values(), list),
-        (set, list),
-        (iter, list),
-    ],
-    ids=["generator", "dict view", "set", "iterator"],
-)
-def test_several_models_of_any_iterable_come_back_as_a_list(container: Any, kind: type) -> None:
+@pytest.mark.parametrize("container", [lambda items: dict(enumerate(items)).values(), set, iter])
+def test_several_models_of_any_iterable_come_back_as_a_list(container: Any) -> None:
     models = [a_model(), a_model()]
     found, _ = make(Bare).register(models=container(models), optimizers=an_optimizer(models[0]))
-    assert type(found) is kind
+    assert type(found) is list
     assert {*found} == {*models}
 
 
@@ -99,14 +71,9 @@ def test_an_iterable_model_is_one_model(make_model: Any, num_parts: int) -> None
     ],
 )
 def test_what_is_no_model_is_refused_by_name(given: Any, named: str) -> None:
-    with pytest.raises(InvalidRegistrationError, match=named):
-        make(Bare).register(models=given, optimizers=an_optimizer())
-
-
-@pytest.mark.parametrize("given", [None, "sgd", 0.1, [an_optimizer(), None]])
-def test_what_cannot_step_is_no_optimizer(given: Any) -> None:
-    with pytest.raises(InvalidRegistrationError):
-        make(Bare).register(models=a_model(), optimizers=given)
+    for kind in (InvalidRegistrationError, AssertionError, TypeError, ValueError):  # of old, too
+        with pytest.raises(kind, match=named):
+            make(Bare).register(models=given, optimizers=an_optimizer())
 
 
 def test_models_that_a_second_registration_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,34 +85,13 @@ def test_models_that_a_second_registration_leaves_out_are_warned_of(caplog: pyte
     assert "`register` was called again" in caplog.text
 
 
-def test_schedulers_need_to_know_when_to_step() -> None:
-    with pytest.raises(ValueError, match="scheduler_step_freq"):
-        make(Bare).register(
-            models=a_model(),
-            optimizers=an_optimizer(),
-            schedulers=torch.optim.lr_scheduler.StepLR(an_optimizer(), 1),
-        )
-
-
-def test_an_empty_container_of_schedulers_is_registered() -> None:
+def test_schedulers_need_to_know_when_to_step_also_an_empty_container_of_them() -> None:
     operator = make(Bare, scheduler_step_freq="manual")
     assert operator.register(models=a_model(), optimizers=an_optimizer(), schedulers=())[2] == ()
     assert len(operator.register(models=a_model(), optimizers=an_optimizer(), schedulers=False)) == 2
-    with pytest.raises(ValueError, match="scheduler_step_freq"):
-        make(Bare).register(models=a_model(), optimizers=an_optimizer(), schedulers=[])
-
-
-@pytest.mark.parametrize("name", ["ddp_args", "apex_args"])
-def test_options_are_a_dict(name: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}="):
-        make(Bare).register(models=a_model(), optimizers=an_optimizer(), **{name: ["O1"]})
-    make(Bare).register(models=a_model(), optimizers=an_optimizer(), **{name: None})
-
-
-def test_what_is_no_module_is_refused() -> None:
-    for kind in (AssertionError, TypeError, ValueError):
-        with pytest.raises(kind, match="models"):
-            make(Bare).register(models=[a_model(), "model"], optimizers=an_optimizer())
+    for schedulers in ([], torch.optim.lr_scheduler.StepLR(an_optimizer(), 1)):
+        with pytest.raises(ValueError, match="scheduler_step_freq"):
+            make(Bare).register(models=a_model(), optimizers=an_optimizer(), schedulers=schedulers)
 
 
 def test_unknown_keywords_are_refused_and_loaders_are_shown_their_place() -> None:
@@ -166,15 +112,6 @@ def test_an_optimizer_needs_no_more_than_steps() -> None:
     assert operator.register(models=a_model(), optimizers=(duck, duck))[1] == (duck, duck)
 
 
-def test_an_optimizer_that_can_be_iterated_is_one() -> None:
-    class Iterable(torch.optim.SGD):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    optimizer = Iterable(a_model().parameters(), lr=0.1)
-    assert make(Bare).register(models=a_model(), optimizers=optimizer)[1] is optimizer
-
-
 def test_mixed_precision_is_at_work_after_registering_only() -> None:
     operator = make(Bare, precision=make_precision(True, CPU))
     assert (operator.use_fp16, operator.use_fp16_native, operator._amp) == (False, False, None)
@@ -189,14 +126,6 @@ def test_without_mixed_precision_there_is_none() -> None:
     assert (operator.use_fp16, operator._amp_scaler) == (False, None)
     with operator._amp.autocast(), operator._amp.autocast(enabled=True), operator.autocast():
         assert not torch.is_autocast_enabled("cpu")
-
-
-def test_autocast_is_that_of_the_precision() -> None:
-    operator = make(LinearOperator, precision=make_precision(False, CPU, "bf16"))
-    with operator.autocast():
-        assert torch.is_autocast_enabled("cpu")
-        assert operator.model(torch.ones(1, NUM_FEATURES)).dtype == torch.bfloat16
-    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("loader", [[1, 2], range(3), iter([1]), {"a": 1}.values()])
@@ -268,3 +197,16 @@ def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None
         assert list(registered.state_dict()) == names
         stepped = optimizer.param_groups[0]["params"]
         assert all(a is b for a, b in zip(registered.parameters(), stepped, strict=True))
+
+
+def test_what_stock_code_acts_on_says_which_optimizer_a_call_is_for_until_it_is_done() -> None:
+    choice, given = OptimizerChoice(lambda: "the default", ("a", "b")), an_optimizer()
+    with choice.acting_on("a"):
+        assert choice.chosen("backward", None) == ["a"]
+        assert choice.chosen("backward", given) == [given], "an argument says it first"
+        with suppress(KeyError), choice.acting_on("b"):
+            assert choice.chosen("backward", None) == ["b"]
+            raise KeyError
+        assert choice.chosen("backward", None) == ["a"]
+    with pytest.raises(ValueError, match="2 optimizers are registered"):
+        choice.chosen("optimizer_step", None)

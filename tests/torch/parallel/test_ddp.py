@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import NoParallel, unwrap
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -31,6 +31,27 @@ def test_a_frozen_model_is_not_wrapped() -> None:
     assert DDP().wrap(frozen, None, {}) is frozen
     empty = torch.nn.Identity()
     assert DDP().wrap(empty, None, {}) is empty
+
+
+def test_a_single_replica_is_left_as_it_is() -> None:
+    parallel, model = NoParallel(), a_model()
+    parallel.step.weight = 0.5
+    assert parallel.wrap(model, None, {}) is model
+    parallel.arm([model], may_run_backward=True)
+    assert gradient(parallel, model) == [1.0, 1.0]
+    with parallel.evaluating([model]):
+        pass
+    assert not parallel.synchronizes
+
+
+def test_wrappers_of_pytorch_are_taken_off_and_a_model_that_holds_a_module_is_not() -> None:
+    model = a_model()
+    holder = torch.nn.Module()
+    holder.module = model
+    assert unwrap(DDP().wrap(model, None, {})) is model
+    assert unwrap(torch.nn.DataParallel(model)) is model
+    assert unwrap(holder) is holder
+    assert unwrap(model) is model
 
 
 def test_in_a_new_group_a_model_is_the_same_object_with_the_same_parameters() -> None:
@@ -205,23 +226,16 @@ def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     assert model.reducer is reducer
 
 
-def test_in_an_evaluation_no_forward_pass_waits_for_others() -> None:
+def test_in_an_evaluation_no_forward_pass_waits_for_others_and_after_one_that_failed_it_does_again() -> None:
     parallel = DDP()
     model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
     assert model.require_forward_param_sync
-    with parallel.evaluating([model, a_model()]):
-        assert not model.require_forward_param_sync
-    assert model.require_forward_param_sync
 
+    def fail() -> None:
+        with parallel.evaluating([model, a_model()]):
+            assert not model.require_forward_param_sync
+            raise KeyError("user code")
 
-def fail_in_evaluation(parallel: NoParallel, model: torch.nn.Module) -> None:
-    with parallel.evaluating([model]):
-        raise KeyError("user code")
-
-
-def test_a_failed_evaluation_leaves_the_model_as_it_was() -> None:
-    parallel = DDP()
-    model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
     with pytest.raises(KeyError):
-        fail_in_evaluation(parallel, model)
+        fail()
     assert model.require_forward_param_sync

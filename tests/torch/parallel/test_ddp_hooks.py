@@ -29,17 +29,6 @@ from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
-def test_gradients_are_weighted_once_whoever_computes_them(weight: float) -> None:
-    parallel = DDP()
-    model = parallel.wrap(a_model(), None, {})
-    for _ in range(2):
-        parallel.arm([model], may_run_backward=True)
-        parallel.step.weight = weight
-        assert gradient(parallel, model) == [weight, weight]
-        reformed(parallel)
-
-
 def test_a_hook_that_was_registered_by_hand_is_refused() -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})

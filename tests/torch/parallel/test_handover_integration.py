@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import ray
 import torch
 
 from raysgd.connections.mesh.mesh import Mesh
@@ -20,7 +19,7 @@ from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources
 from raysgd.torch.parallel import handover
 from tests.helpers.fakes import CountingReplica
-from tests.helpers.patience import PATIENCE_S, hearing_all_losses
+from tests.helpers.patience import hearing_all_losses
 from tests.torch.operators_for_tests import equal
 
 pytestmark = pytest.mark.integration
@@ -130,24 +129,4 @@ def test_the_death_of_the_giver_or_of_a_taker_is_a_loss_that_all_others_notice(r
         assert kinds == ["died" if rank == lost else "disconnected" for rank in range(3)]
         assert group.settle(report) == [rank for rank in range(3) if rank != lost]
     finally:
-        group.kill(10)
-
-
-def wait_for_the_other(replica: CountingReplica) -> None:
-    torch.distributed.all_reduce(torch.zeros(1))
-
-
-def test_an_interruption_frees_a_rank_whose_peer_is_stopped(ray_cluster: None) -> None:
-    group = WorkerGroup(GroupSpec(TorchConnection(timeout_s=600), CountingReplica, Resources(num_cpus=0.5)), 2)
-    assert group.start().ok
-    try:
-        os.kill(group.infos[1].pid, signal.SIGSTOP)
-        stuck = group.submit(0, "on_replica", wait_for_the_other, False, None)
-        with pytest.raises(ray.exceptions.GetTimeoutError):
-            ray.get(stuck, timeout=0.5)
-        ray.get(group.submit(0, "interrupt"), timeout=PATIENCE_S)
-        assert ray.get(stuck, timeout=PATIENCE_S).kind == "disconnected"
-        ray.get(group.submit(0, "interrupt"), timeout=PATIENCE_S)  # a second time it has nothing to cut
-    finally:
-        os.kill(group.infos[1].pid, signal.SIGKILL)
         group.kill(10)

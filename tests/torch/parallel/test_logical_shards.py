@@ -46,37 +46,3 @@ def test_complex_parameters_are_refused() -> None:
     shards = LogicalShards(2, rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"does not work with complex parameters: .*`torch\.view_as_real`"):
         shards.keep([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-
-
-def test_shards_of_a_short_global_batch_count_as_nothing() -> None:
-    shards = LogicalShards(3, rank=0, world_size=1)
-    parameters = parameters_with(torch.ones(2, 3))
-    for _ in range(3):
-        shards.begin_batch(_ == 0, seed=1)
-        shards.keep(parameters)
-    shards.add_up(parameters, seed=0)
-    parameters = parameters_with(torch.ones(2, 3))
-    shards.begin_batch(True, seed=1)
-    shards.keep(parameters)
-    shards.add_up(parameters, seed=0)
-    assert parameters[0].grad is not None
-    assert float(parameters[0].grad.sum()) == 6.0
-
-
-def test_random_numbers_belong_to_the_shard() -> None:
-    shards = LogicalShards(2, rank=0, world_size=1)
-    shards.begin_batch(True, seed=5)
-    first = torch.rand(3)
-    torch.rand(10)
-    shards.begin_batch(False, seed=6)
-    second = torch.rand(3)
-    shards.begin_batch(True, seed=5)
-    assert torch.equal(torch.rand(3), first)
-    assert not torch.equal(first, second)
-
-
-def test_a_step_whose_gradients_came_from_elsewhere_is_refused() -> None:
-    shards = LogicalShards(1, rank=0, world_size=1)
-    shards.begin_batch(True, seed=1)
-    with pytest.raises(ValueError, match=r"computed its gradients without the library.*self.backward\(loss\)"):
-        shards.check()

@@ -159,14 +159,13 @@ def test_two_equal_batches_may_be_drawn_for_a_step(two: TorchTrainer) -> None:
     assert_close(found.model[0], expected.model[0], "two for a step")
 
 
-@pytest.mark.parametrize("operator_cls", [OfOneSampleEach, OfOneSampleEachByHand])
+@pytest.mark.parametrize(
+    ("operator_cls", "window"), [(OfOneSampleEach, 1), (OfOneSampleEach, 2), (OfOneSampleEachByHand, 1)]
+)
 @pytest.mark.parametrize("is_between_calls", [False, True])
-@pytest.mark.parametrize("window", [1, 2])
 def test_a_step_that_is_not_over_the_data_counts_all_ranks_alike(
     two: TorchTrainer, operator_cls: type[TrainingOperator], is_between_calls: bool, window: int
 ) -> None:
-    if window > 1 and operator_cls is OfOneSampleEachByHand:
-        return
     config = {**UNEVEN, "optimizer": "sgd"}
     spec = TorchSettings(operator_cls, config, step_options=StepOptions(accumulate_grad_batches=window))
 
@@ -451,20 +450,6 @@ class LabellingPenalized(Labelling):
         return output, loss + 0.0 * output.sum(), len(labels) if weights is None else weights[labels].sum()
 
 
-class LabellingUncounted(Labelling):
-    def forward(self, features: Any, target: Any) -> Any:
-        output, loss = super().forward(features, target)
-        return output, loss + 0.0 * output.sum()
-
-
-class LabellingByHand(Labelling):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.optimizer.zero_grad()
-        self.criterion(self.model(batch[0]), batch[1]).backward()
-        self.optimizer.step()
-        return {}
-
-
 def labelled_by_pytorch(
     name: str, global_size: int, num_epochs: int, has_empty: bool
 ) -> tuple[dict[str, Any], float, float]:
@@ -510,15 +495,6 @@ def test_means_over_labels_are_those_of_one_process(two: TorchTrainer) -> None:
 
 def test_one_worker_counts_labels_too() -> None:
     check_labelling(run_alone, num_workers=1)
-
-
-@pytest.mark.usefixtures("patient")
-def test_labels_that_nobody_counted_are_an_error(two: TorchTrainer) -> None:
-    for operator_cls in (LabellingUncounted, LabellingByHand):
-        for name in ("plain", "classes"):
-            with pytest.raises(ValueError, match=r"some labels are ignored.*`self\.backward\(loss, weight="):
-                run_together(two, Experiment(operator_cls, {"criterion": name, "size": 4}))
-            run_alone(Experiment(operator_cls, {"criterion": name, "size": 8}))
 
 
 def test_logical_shards_refuse_losses_that_count_labels() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with, step_with
+from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -57,15 +56,6 @@ def accumulating(value: float = 1.0) -> Bench:
     bench.batch(value, is_last=False)
     bench.begin(is_last=False)
     return bench
-
-
-def test_a_window_of_batches_is_one_step_with_their_mean() -> None:
-    bench = Bench()
-    bench.open_call(2)
-    bench.batch(1.0, is_last=False)
-    assert bench.parameter.item() == 0.0
-    bench.batch(3.0, is_last=False)
-    assert bench.parameter.item() == -2.0
 
 
 def test_losses_of_a_batch_add_up_until_its_step() -> None:
@@ -211,104 +201,9 @@ def test_the_weights_of_a_window_are_for_all_of_its_batches_and_one_for_each() -
         bench.backward(1.0, 3.0)
 
 
-def test_a_loop_that_stops_in_a_window_steps_with_the_mean_of_what_it_has() -> None:
-    bench = Bench()
-    bench.open_call(3)
-    bench.batch(1.0, is_last=False)
-    bench.parallel.step.is_boundary = True
-    bench.apply()
-    assert bench.parameter.item() == pytest.approx(-1.0)
-
-
-class Ranks(NoParallel):
-    """Knows what the other ranks count, and the gradient that they have."""
-
-    synchronizes = True
-
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__(has_others=False)
-        self.num, self.others, self.factor = num_ranks, 0.0, 1.0
-        self.step.weighting = self.weighting  # type: ignore[method-assign]
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num
-
-    def start_total(self, amount: float) -> Any:
-        return lambda: amount + self.others
-
-    def weighting(self, counted: Any) -> Any:
-        """Does as the hooks do, but for the gradients."""
-        self.factor = counted.factor()
-        return nullcontext()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_batches_count_by_what_user_code_gives_them(window: int, num_ranks: int) -> None:
-    """This rank's gradient is multiplied so that the mean of the ranks' is that over all weights."""
-    weights = [(5.0, 1.0), (2.0, 0.0), (0.0, 7.0), (3.0, 3.0), (100.0, 1.0)]
-    bench = Bench()
-    parallel = bench.parallel = Ranks(num_ranks)
-    bench.gradients._parallel = parallel
-    bench.own_steps._step = parallel.step
-    bench.open_call(window)
-    for first in range(0, len(weights), window):
-        taken = weights[first : first + window]
-        before, parallel.others = bench.parameter.item(), 0.0
-        for own, others in taken:
-            parallel.others = (parallel.others if window > 1 else 0.0) + others
-            bench.begin(is_last=(own, others) == weights[-1])
-            bench.backward(1.0, own)
-            bench.apply()
-        whole = sum(map(sum, taken))
-        change = before - bench.parameter.item()
-        found = change if window > 1 else change * parallel.factor
-        assert found == pytest.approx(num_ranks * sum(own for own, _ in taken) / whole)
-
-
-def test_gradients_of_bystanders_are_cleared_too() -> None:
-    bench = Bench()
-    other = torch.nn.Parameter(torch.zeros(1))
-    other.grad = torch.ones(1)
-    bystander = torch.optim.SGD([other], lr=1.0)
-    bench.gradients.compute(bench.parameter.sum(), [bench.optimizer], [bystander], None, lambda: [])
-    assert other.grad is None
-
-
-def test_where_nothing_counts_there_is_no_gradient_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.batch(1.0, weight=0)
-    assert (bench.parameter.item(), bench.parameter.grad) == (0.0, None)
-    assert caplog.text.count("nothing counts in a step") == 1
-
-
-def test_a_weight_of_metrics_that_no_backward_pass_had_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
-    bench.batch(1.0, weight=3)
-    bench.gradients.compare_weight({"batch_weight": 3}, "Mine")
-    assert not caplog.records
-    for _ in range(2):
-        bench.gradients.compare_weight({"batch_weight": 4}, "Mine")
-    assert caplog.text.count("`Mine.train_batch` returned `batch_weight` 4") == 1
-
-
-class Old:
-    """An operator whose methods have the arguments of the first version."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def backward(self, loss: torch.Tensor) -> None: ...
-
-    def optimizer_step(self) -> None:
-        self.calls.append("step")
-
-
-def test_methods_of_old_are_called_as_they_want() -> None:
-    old = Old()
-    step_with(old, "optimizer")
-    assert old.calls == ["step"]
-    with pytest.raises(TypeError, match=r"`Old\.forward` returned a weight"):
+def test_a_backward_that_takes_no_weight_is_told_how() -> None:
+    old = SimpleNamespace(backward=lambda loss: None)
+    with pytest.raises(
+        TypeError, match=r"`SimpleNamespace\.forward` returned a weight.*`def backward\(self, loss, \*\*opt"
+    ):
         backward_with(old, torch.ones(1), 3)

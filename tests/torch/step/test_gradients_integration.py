@@ -11,7 +11,7 @@ import torch
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.options import StepOptions
 from tests.torch.lab import Experiment, run_alone, run_together
-from tests.torch.operators_for_tests import LinearOperator, dataset
+from tests.torch.operators_for_tests import LinearOperator
 
 pytestmark = pytest.mark.integration
 
@@ -125,32 +125,24 @@ class OptimizerEach(ForwardFirst):
             self.optimizer_step(optimizer)
 
 
-def plain(operator_cls: Any, window: int) -> dict[str, Any]:
-    """The weights after an epoch of one process that adds up the gradients of global batches by hand."""
-    torch.manual_seed(0)
-    model = InRungs.make_model(None)  # type: ignore[arg-type]
-    features, _, target = dataset(CONFIG["num_samples"]).tensors
-    batches = list(zip(features.split(JOINT_BATCH), target.split(JOINT_BATCH), strict=True))
-    for start in range(0, len(batches), window):
-        joint = batches[start : start + window]
-        share = [len(target) / sum(len(each) for _, each in joint) for _, target in joint]
-        halves = [[*model[0].parameters()], [*model[2].parameters()]]
-        wanted = halves if operator_cls is OptimizerEach else [[*model.parameters()]]
-        gradients = [torch.zeros_like(parameter) for part in wanted for parameter in part]
-        for (inputs, outputs), part in zip(joint, share, strict=True):
-            losses = list(operator_cls.losses(model, inputs, outputs))
-            losses = losses if len(wanted) == 2 else [sum(losses)]
-            for total, new in zip(gradients, _gradients(losses, wanted), strict=True):
-                total += part * new
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= LR * gradient
-    return dict(model.state_dict())
+def by_pytorch(operator_cls: Any) -> Any:
+    """The same losses, and steps that the library has no part in."""
 
+    class ByPyTorch(operator_cls):  # type: ignore[misc]
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            losses = list(operator_cls.losses(self.model, batch[0], batch[2]))
+            several = self.optimizer if operator_cls is OptimizerEach else [self.optimizer]
+            for optimizer, loss in zip(several, losses if len(several) > 1 else [sum(losses)], strict=True):
+                parameters = optimizer.param_groups[0]["params"]
+                for parameter, gradient in zip(
+                    parameters, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True
+                ):
+                    parameter.grad = gradient
+            for optimizer in several:
+                optimizer.step()
+            return {}
 
-def _gradients(losses: list[Any], wanted: list[list[Any]]) -> Iterable[torch.Tensor]:
-    for loss, parameters in zip(losses, wanted, strict=True):
-        yield from torch.autograd.grad(loss, parameters, retain_graph=True)
+    return ByPyTorch
 
 
 CASES: list[tuple[Any, tuple[int, ...]]] = [
@@ -172,9 +164,10 @@ def test_gradients_of_a_batch_add_up_as_in_plain_pytorch(
 ) -> None:
     for window in windows:
         options = {"step_options": StepOptions(accumulate_grad_batches=window)}
-        expected = plain(operator_cls, window)
+        whole = {**CONFIG, "batch_size": JOINT_BATCH * window}
+        [expected] = run_alone(Experiment(by_pytorch(operator_cls), whole)).model
         alone = run_alone(Experiment(operator_cls, {**CONFIG, "batch_size": JOINT_BATCH}, options=options))
         together = run_together(two, Experiment(operator_cls, CONFIG, options=options))
         for model in (*alone.model, *together.model):
-            torch.testing.assert_close(dict(model), expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(dict(model), dict(expected), rtol=0, atol=1e-6)
         torch.testing.assert_close(together.model[0], together.model[1], rtol=0, atol=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -254,40 +255,25 @@ def test_a_backward_pass_of_the_library_alone_is_warned_of_once(caplog: pytest.L
 
 
 class Scheduled(LinearOperator):
-    """Registers two schedulers; `assign` says which of them are `self.scheduler`."""
+    """Registers two schedulers, which `make` makes, in a container."""
 
     scheduler_metric = None
 
-    def setup(self, config: dict[str, Any]) -> None:
-        self.scheduler_cls = config.get("scheduler_cls", StepLR)
-        super().setup(config)
-        if (assigned := self.assign(self.schedulers)) is not None:
-            self.scheduler = assigned
-
     def register(self, **parts: Any) -> Any:
-        optimizer = parts["optimizers"]
-        options: dict[str, Any] = {"step_size": 1} if self.scheduler_cls is StepLR else {"patience": 0}
-        *others, self.schedulers = super().register(
-            **parts, schedulers=[self.scheduler_cls(optimizer, **options) for _ in range(2)]
-        )
+        schedulers = self.config["container"](self.config["make"](parts["optimizers"]) for _ in range(2))
+        *others, self.scheduler = super().register(**parts, schedulers=schedulers)
         return others
-
-    def assign(self, schedulers: Sequence[Any]) -> Any:
-        return self.config.get("assign", lambda schedulers: None)(schedulers)
 
     @property
     def steps(self) -> list[int]:
-        return [scheduler.last_epoch for scheduler in self.schedulers]
-
-
-def scheduled(freq: str = "epoch", operator_cls: type[Scheduled] = Scheduled, **config: Any) -> TorchRunner:
-    return make_runner(operator_cls, config=config, scheduler_step_freq=freq)
+        return [scheduler.last_epoch for scheduler in self.scheduler]
 
 
 @pytest.mark.parametrize("container", [list, tuple])
 @pytest.mark.parametrize(("freq", "steps"), [("epoch", [1, 1]), ("batch", [5, 5]), ("manual", [0, 0])])
 def test_several_schedulers_are_stepped_each(freq: str, steps: list[int], container: type) -> None:
-    runner = scheduled(freq, assign=container)
+    config = {"container": container, "make": partial(StepLR, step_size=1)}
+    runner = make_runner(Scheduled, config=config, scheduler_step_freq=freq)
     train(runner)
     assert runner.operator.steps == steps  # type: ignore[attr-defined]
 
@@ -300,7 +286,8 @@ class OnPlateau(Scheduled):
 
 
 def on_plateau(metric: str | None, freq: str = "epoch") -> TorchRunner:
-    runner = scheduled(freq, OnPlateau, scheduler_cls=ReduceLROnPlateau, assign=list)
+    config = {"container": list, "make": partial(ReduceLROnPlateau, patience=0)}
+    runner = make_runner(OnPlateau, config=config, scheduler_step_freq=freq)
     runner.operator.scheduler_metric = metric
     return runner
 
@@ -311,7 +298,7 @@ def test_a_scheduler_may_go_by_a_metric_of_the_epoch() -> None:
         train(runner)
     operator = runner.operator
     assert isinstance(operator, OnPlateau)
-    assert [scheduler.best for scheduler in operator.schedulers] == [2.0, 2.0], "the mean over 0, 1, 2, 3, 4"
+    assert [scheduler.best for scheduler in operator.scheduler] == [2.0, 2.0], "the mean over 0, 1, 2, 3, 4"
     assert operator.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1 * 0.1)
 
 

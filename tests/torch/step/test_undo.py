@@ -343,22 +343,6 @@ def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied(
     assert program.state()[1:3] == before[1:3]
 
 
-def test_frozen_weights_that_move_in_the_first_batch_are_copied_before_later_ones() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
-    program = Program(copies=False, model=model)
-    program.undo.begin_batch()
-    program.move()
-    assert not program.undo.can_put_back(has_broken=True)
-    program.step()
-    program.undo.end_batch()
-    before = program.state()
-    program.undo.begin_batch()
-    program.move()
-    assert program.undo.can_put_back(has_broken=False)
-    program.undo.put_back()
-    assert program.state()[0] == before[0]
-
-
 @pytest.mark.parametrize("copies", [None, False])
 def test_frozen_weights_that_begin_to_move_later_are_noticed(copies: bool | None) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
