@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from raysgd import Recovery
+from raysgd import _arguments as checks
 from raysgd.engine.platform import Platform
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -74,14 +76,13 @@ def _shown(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------ TorchTrainer
 
-TORCH: list[Row] = [
+OF_BOTH: list[Row] = [
     *rows("num_workers", *NO_COUNTS),
     *rows("num_cpus_per_worker", *NO_NUMBERS),
     *rows("resources_per_worker", "fast_disk", 3, {"CPU": 2}, {"fast_disk": -1}, {3: 1}),
     *rows("accelerator_type", "", 100),
     *rows("placement_strategy", "pack", "STRICT_PACK", 3),
     *rows("runtime_env", "env.yaml", 3),
-    *rows("num_gpus_per_worker", *NO_NUMBERS, 0, 1.5),
     *rows("timeout_s", *NO_TIMES, 0),
     *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
     *rows("resize_interval_s", *NO_TIMES, 0),
@@ -90,14 +91,22 @@ TORCH: list[Row] = [
     *rows("spare_workers", -1, 1.5, "1", True, 10**9),
     *rows("snapshot_every_n_steps", 0, -1, 2.5, "2", True),
     *rows("snapshot_every_s", -1, NAN, INF, "atuo", "2", True),
+    *rows("use_gpu", *TEXTS),
+    *rows("use_local", *TEXTS),
+    *rows("config", "lr=1", [1], 3),
+    *rows("initialization_hook", "hook", 3),
+    *rows("recovery", "rejoin", True, None, 30, {"heartbeat_s": 30}, Recovery),
+    *rows("split_batches", "constant", None, 18),
+]
+TORCH: list[Row] = [
+    *OF_BOTH,
+    *rows("num_gpus_per_worker", *NO_NUMBERS, 0, 1.5),
     *rows("accumulate_grad_batches", 0, -1, 1.5, "2", True),
     *rows("clip_grad_norm", 0, -1, NAN, INF, "1", True),
     *rows("clip_grad_value", 0, -1, NAN, INF, "1", True),
-    *rows("use_gpu", *TEXTS),
     *rows("wrap_ddp", *TEXTS),
     *rows("use_tqdm", *TEXTS),
     *rows("add_dist_sampler", *TEXTS),
-    *rows("use_local", *TEXTS),
     *rows("sync_batchnorm", *TEXTS, 1),
     *rows("activation_checkpointing", *TEXTS, 1),
     *rows("compile", "yes", 1, None),
@@ -106,12 +115,8 @@ TORCH: list[Row] = [
     *rows("backend", "mpi", None, 3),
     *rows("strategy", "dp", True),
     *rows("scheduler_step_freq", "step", 1),
-    *rows("config", "lr=1", [1], 3),
-    *rows("initialization_hook", "hook", 3),
     *rows("training_operator_cls", None, "LinearOperator", TrainingOperator.__init__, dict),
     *rows("strategy_options", 3, "x"),
-    *rows("recovery", "rejoin", True, None, 30, {"heartbeat_s": 30}, Recovery),
-    *rows("split_batches", "constant", None, 18),
     *rows("micro_batch_size", 0, -1, 1.5, "4", True, 8),
     *rows("deterministic", *TEXTS),
 ]
@@ -272,16 +277,10 @@ MISTAKES: list[tuple[Callable[[TorchTrainer], object], str]] = [
     *(
         (partial(lambda method, trainer: local(with_setup(**method)), method), message)
         for method, message in (
-            (
-                {"setup": lambda self, config: self.register(1, 2, 3)},
-                "got 3 arguments without names: write",
-            ),
+            ({"setup": lambda self, config: self.register(1, 2, 3)}, "got 3 arguments without names: write"),
             ({"setup": lambda self, config: self.register(model=1)}, "`model`: write `self.model, self.optimizer"),
             ({"setup": lambda self, config: self.register_data(1)}, "`self.register_data(train_loader=loader, "),
-            (
-                {"setup": lambda self, config: self.register_data(train_loader=SAMPLES)},
-                "=DataLoader(dataset, batch",
-            ),
+            ({"setup": lambda self, config: self.register_data(train_loader=SAMPLES)}, "=DataLoader(dataset, batch"),
             ({"setup": lambda self, config: None}, "`Digits.setup` never called `register`"),
         )
     ),
@@ -292,14 +291,8 @@ MISTAKES: list[tuple[Callable[[TorchTrainer], object], str]] = [
             ({"criterion": torch.nn.MSELoss}, "pass a loss module such as `torch.nn.MSELoss()`"),
         )
     ),
-    (
-        lambda trainer: local(with_setup(train_batch=lambda *_: None)).train(),
-        "`Digits.train_batch` returned a",
-    ),
-    (
-        lambda trainer: local(with_setup(validate_batch=lambda *_: 3)).validate(),
-        "`Digits.validate_batch` returned",
-    ),
+    (lambda trainer: local(with_setup(train_batch=lambda *_: None)).train(), "`Digits.train_batch` returned a"),
+    (lambda trainer: local(with_setup(validate_batch=lambda *_: 3)).validate(), "`Digits.validate_batch` returned"),
 ]
 
 
@@ -315,9 +308,9 @@ def test_a_mistake_of_the_first_hour_is_answered_by_the_line_to_write(
         mistake(trainer)
 
 
-@pytest.mark.parametrize("own", [lambda self, *args, **kwargs: LinearOperator.__init__(self, *args, **kwargs)])
-def test_constructors_of_old_programs_run(own: Any) -> None:
-    assert local(with_setup(__init__=own)).train()["epoch"] == 1
+def test_constructors_of_old_programs_run() -> None:
+    own = with_setup(__init__=lambda self, *args, **kwargs: LinearOperator.__init__(self, *args, **kwargs))
+    assert local(own).train()["epoch"] == 1
 
 
 WARNED: list[tuple[Callable[[], object], str]] = [
@@ -377,31 +370,13 @@ def test_a_number_of_samples_that_cannot_be_is_refused(number: float) -> None:
 # ------------------------------------------------------------------------------------------------ TFTrainer
 
 TF: list[Row] = [
-    *rows("num_workers", 0, -1, 1.5, "2", True, 10**9, NAN),
+    *(row for row in OF_BOTH if row != ("num_workers", None)),  # the number may come as `num_replicas`
     *rows("num_replicas", 0, -1, 1.5, "2", True, 10**9),
-    *rows("num_cpus_per_worker", *NO_NUMBERS),
-    *rows("resources_per_worker", "fast_disk", 3, {"CPU": 2}, {"fast_disk": -1}, {3: 1}),
-    *rows("accelerator_type", "", 100),
-    *rows("placement_strategy", "pack", "STRICT_PACK", 3),
-    *rows("runtime_env", "env.yaml", 3),
-    *rows("timeout_s", *NO_TIMES, 0, None),
-    *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
-    *rows("resize_interval_s", *NO_TIMES, 0),
-    *rows("settle_timeout_s", *NO_TIMES, 0),
-    *rows("min_workers", 0, -1, 1.5, "1", True, 2),
-    *rows("spare_workers", -1, 1.5, "1", True, 10**9),
-    *rows("snapshot_every_n_steps", 0, -1, 2.5, "2", True),
-    *rows("snapshot_every_s", -1, NAN, INF, "atuo", "2", True),
-    *rows("recovery", "rejoin", True, None, 30, {"heartbeat_s": 30}, Recovery),
+    *rows("timeout_s", None),
     *rows("seed", -1, 1.5, "2", True, 2**31),
-    *rows("use_gpu", *TEXTS),
-    *rows("use_local", *TEXTS),
     *rows("verbose", "yes", b"no"),
-    *rows("config", "lr=1", [1], 3),
-    *rows("initialization_hook", "hook", 3),
     *rows("model_creator", None, 3, "make"),
     *rows("data_creator", None, 3, "make"),
-    *rows("split_batches", "constant", None, 18),
 ]
 
 
@@ -547,6 +522,56 @@ def test_other_values_keep_their_truth(options: dict[str, Any]) -> None:
         assert trainer.train(num_steps=1)["batch_count"] == 1
 
 
-def test_the_table_is_long_enough() -> None:
-    tables = (TORCH, METHODS, REGISTERED, TF, FUNCTIONS, RUNS, STRATEGIES)
-    assert sum(len(table) for table in tables) >= 160
+# ------------------------------------------------------------------------------------------------ what all check alike
+
+
+def test_nothing_unknown_is_nothing_to_refuse() -> None:
+    checks.refuse_unknown("Trainer", {}, ["num_workers"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("xyz", r"`Trainer` does not know `xyz`\.$"),
+        ("split_batches", r"pass it to `raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`, with an operator"),
+        ("deterministic", r"omit it, or pass it to `raysgd.torch.TorchTrainer`, with an operator\.$"),
+    ],
+)
+def test_what_is_unknown_is_guessed_at_or_sent_to_where_it_is_known(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        checks.refuse_unknown("Trainer", [name], ["num_workers", "backend"])
+
+
+@pytest.mark.parametrize("value", [np.int64(3), np.uint8(3), 3])
+def test_counts_become_those_of_python(value: Any) -> None:
+    assert type(checks.check_count("n", value, "")) is int
+    assert checks.check_num_steps(value) == 3
+    assert checks.check_num_workers("n", value, "") == 3
+
+
+@pytest.mark.parametrize(("value", "is_one"), [(1.5, True), (np.float32(2), True), (True, False), (math.inf, False)])
+def test_what_a_number_is(value: Any, is_one: bool) -> None:
+    assert checks.is_number(value) is is_one
+
+
+def test_a_time_may_be_its_least_unless_that_is_excluded() -> None:
+    assert checks.check_seconds("t", 0) == 0
+    with pytest.raises(ValueError, match="`t=0`: need a number of seconds, more than 0"):
+        checks.check_seconds("t", 0, may_be_least=False)
+
+
+class Options(dict[str, Any]):
+    """Has its entries as attributes, as an `AttrDict` has."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_a_config_is_copied_as_what_it_is() -> None:
+    given = Options(lr=0.1)
+    copied: Any = checks.with_entries(checks.check_config(given), {"depth": 2})
+    assert (copied.lr, copied.depth, given) == (0.1, 2, {"lr": 0.1})
+    assert type(checks.check_config(MappingProxyType(given))) is dict

@@ -23,7 +23,9 @@ from raysgd.connections._gloo import (
     opened_since,
 )
 from raysgd.connections.mesh.board import Board
-from tests.connections.mesh.test_board import boards_of
+from tests.connections.ranks import boards_of
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 ADDRESSES = ["127.0.0.1:80", "10.0.0.255:65535", "::1:29500", "fe80::1%2:258"]
 
@@ -48,7 +50,6 @@ def test_only_addresses_with_one_of_the_hosts_are_found() -> None:
     assert addresses_in([b"", as_written(ADDRESSES[0])[1:]], {"127.0.0.1"}) == set(), "cut off: there is no port"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="calls the C library")
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_an_address_is_written_as_c_has_it(family: socket.AddressFamily, host: str) -> None:
     with socket.socket(family) as listener:
@@ -63,22 +64,23 @@ def test_an_address_is_written_as_c_has_it(family: socket.AddressFamily, host: s
         assert addresses_in([raw.raw], {host}) == {address}
 
 
+def connect(stack: ExitStack, listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """A connection to it over the loopback interface, from both ends."""
+    near = stack.enter_context(socket.create_connection(listener.getsockname()))
+    return near, stack.enter_context(listener.accept()[0])
+
+
 class Rank:
     """Listens as gloo does, and has two connections between ranks and one of its own."""
 
     def __init__(self, stack: ExitStack, board: Board) -> None:
         listener, other = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
-        pairs = [self._connect(stack, each) for each in (listener, listener, other)]
+        pairs = [connect(stack, each) for each in (listener, listener, other)]
+        for _, far in pairs:
+            far.settimeout(20)
         self.of_gloo, self.own = pairs[:2], pairs[2]
         self.gloo = GlooConnections(board)
         self.address = as_written("{}:{}".format(*listener.getsockname()))
-
-    @staticmethod
-    def _connect(stack: ExitStack, listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-        near = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=20))
-        far = stack.enter_context(listener.accept()[0])
-        far.settimeout(20)
-        return near, far
 
     @property
     def numbers_of_gloo(self) -> set[int]:
@@ -87,10 +89,8 @@ class Rank:
 
 @pytest.fixture
 def boards() -> Iterator[list[Board]]:
-    found = boards_of(2)
-    yield found
-    for board in found:
-        board.close_sockets()
+    with boards_of(2) as found:
+        yield found
 
 
 @pytest.fixture
@@ -102,7 +102,6 @@ def rank(boards: list[Board]) -> Iterator[Rank]:
         yield made
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_connections_to_where_ranks_listen_are_found(rank: Rank) -> None:
     assert rank.gloo.found is None, "no group has formed"
     rank.gloo.look()
@@ -110,10 +109,9 @@ def test_connections_to_where_ranks_listen_are_found(rank: Rank) -> None:
     assert {each.number for each in rank.gloo.found} == rank.numbers_of_gloo
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_those_of_groups_that_come_later_are_left_out(rank: Rank, boards: list[Board]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
-        near, far = Rank._connect(stack, listener)
+        near, far = connect(stack, listener)
         rank.gloo.look()
         boards[0].put("of the user", as_written("{}:{}".format(*listener.getsockname())))
         assert {each.number for each in rank.gloo.found or ()} == rank.numbers_of_gloo
@@ -121,7 +119,6 @@ def test_those_of_groups_that_come_later_are_left_out(rank: Rank, boards: list[B
         assert {near.fileno(), far.fileno()} < {each.number for each in rank.gloo.found or ()}
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("has_formed", [False, True])
 def test_they_are_ended_and_no_others(rank: Rank, has_formed: bool) -> None:
     if has_formed:
@@ -133,7 +130,6 @@ def test_they_are_ended_and_no_others(rank: Rank, has_formed: bool) -> None:
     assert far.recv(1) == b"x"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_one_that_was_found_and_is_gone_is_noticed(rank: Rank) -> None:
     assert rank.gloo.are_open, "none was looked for"
     rank.gloo.look()
@@ -142,11 +138,10 @@ def test_one_that_was_found_and_is_gone_is_noticed(rank: Rank) -> None:
     assert not rank.gloo.are_open
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_was_found_is_ended_though_another_connection_leads_there_now(rank: Rank) -> None:
     rank.gloo.look()
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
-        near, far = Rank._connect(stack, listener)
+        near, far = connect(stack, listener)
         rank.gloo._board.put("later", as_written("{}:{}".format(*listener.getsockname())))
         rank.gloo.cut()
         near.sendall(b"x")
@@ -171,23 +166,13 @@ def test_things_are_done_later_in_their_order_or_at_once() -> None:
     assert later.has_ended
 
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-
-
 class Sockets:
     """Real connections over the loopback interface."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
+        self.own = stack.enter_context
         self.listener = self.own(socket.create_server(("127.0.0.1", 0)))
-
-    def own(self, made: socket.socket) -> socket.socket:
-        return self._stack.enter_context(made)
-
-    def connect(self) -> tuple[socket.socket, socket.socket]:
-        near = self.own(socket.create_connection(self.listener.getsockname()))
-        far = self.own(self.listener.accept()[0])
-        return near, far
+        self.connect = lambda: connect(stack, self.listener)
 
 
 @pytest.fixture
@@ -209,7 +194,7 @@ def test_only_connections_that_came_since_are_found_with_both_ends(sockets: Sock
     before = open_sockets()
     near, far = sockets.connect()
     server = sockets.own(socket.create_server(("127.0.0.1", 0)))  # it listens: there is no other end
-    local = sockets._stack.enter_context(socket.socket(socket.AF_UNIX))
+    local = sockets.own(socket.socket(socket.AF_UNIX))
     found = opened_since(before)[0]
     ours = {one.fileno() for one in (*old, near, far, server, local)}  # a library may have connections of its own
     assert ours & {one.number for one in found} == {near.fileno(), far.fileno()}

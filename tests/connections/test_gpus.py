@@ -11,7 +11,7 @@ import torch
 
 from raysgd.connections.torch import TorchConnection, ordinal_of, visible_to_all
 from raysgd.engine.shared.types import World
-from tests.connections.mesh.test_board import boards_of
+from tests.connections.ranks import boards_of
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,12 @@ def test_without_cuda_a_held_gpu_is_nothing_to_choose() -> None:
 def see_gpus(own: str, other: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """What rank 1 sees after it met rank 0, which has `other`."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
-    boards = boards_of(2)
-    connection = TorchConnection("nccl", _board=boards[1])
-    late = threading.Timer(0.05, boards[0].put, ("raysgd/gpus/0", json.dumps([0, other]).encode()))
-    late.start()
-    connection._see_gpus_of_node(World(rank=1, size=2, local_rank=1, local_size=2))
-    late.join()
-    for board in boards:
-        board.close_sockets()
+    with boards_of(2) as boards:
+        connection = TorchConnection("nccl", _board=boards[1])
+        late = threading.Timer(0.05, boards[0].put, ("raysgd/gpus/0", json.dumps([0, other]).encode()))
+        late.start()
+        connection._see_gpus_of_node(World(rank=1, size=2, local_rank=1, local_size=2))
+        late.join()
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

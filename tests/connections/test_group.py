@@ -13,8 +13,9 @@ import pytest
 from raysgd.arrays.division import even_counts
 from raysgd.connections.group import EarlyVotes, Group
 from raysgd.connections.mesh.mesh import MeshBroken
+from raysgd.connections.mesh.sums import MOST
 from raysgd.engine.shared.types import LOOPBACK, World
-from tests.connections.mesh.test_mesh import connected
+from tests.connections.ranks import groups_of
 
 
 def test_a_replica_that_is_alone_exchanges_nothing() -> None:
@@ -41,12 +42,9 @@ def test_on_one_node_without_unix_sockets_large_sums_of_three_ranks_are_slow() -
 
 @pytest.fixture(params=[2, 3, 4])
 def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
-    """The groups of some ranks, each to be used in a thread of its own."""
-    size = request.param
-    meshes = [lane for [lane] in connected(size)]
-    yield [Group(World(rank, size), mesh) for rank, mesh in enumerate(meshes)]
-    for mesh in meshes:
-        mesh.close_sockets()
+    """The groups of some ranks."""
+    with groups_of(request.param) as groups:
+        yield groups
 
 
 def on_all(groups: list[Group], function: Callable[[Group], Any]) -> list[Any]:
@@ -79,6 +77,7 @@ def terms(size: int, shape: Any, dtype: Any) -> list[np.ndarray[Any, Any]]:
     return [np.array(generator.standard_normal(shape) * 10.0 ** (3 * rank), dtype) for rank in range(size)]
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4, MOST], indirect=True)
 @pytest.mark.parametrize("shape", [(), (1,), (5, 3), (1000, 100), (2, 50_001)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
 def test_sums_are_those_in_the_order_of_ranks_to_the_bit_on_all_ranks(
@@ -113,6 +112,7 @@ def test_rows_are_added_in_their_order_whichever_rank_has_them(groups: list[Grou
             assert np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4, 9, 16], indirect=True)
 def test_arrays_of_all_ranks_are_gathered(groups: list[Group]) -> None:
     given = terms(len(groups), (2, 3), np.float32)
     for gathered in on_all(groups, lambda group: group.gather(given[group.rank])):
@@ -122,15 +122,6 @@ def test_arrays_of_all_ranks_are_gathered(groups: list[Group]) -> None:
     rows = on_all(groups, lambda group: group.gather_rows(np.full((group.rank, 2), group.rank), counts))
     expected = [[rank] * 2 for rank in counts for _ in range(rank)]
     assert [found.tolist() for found in rows] == [expected] * len(groups)
-
-
-def test_rank_0_tells_all_others(groups: list[Group]) -> None:
-    def told(group: Group) -> Any:
-        numbers = np.full((2, 2), group.rank + 5, np.int64)
-        group.from_first(numbers)
-        return numbers.tolist()
-
-    assert on_all(groups, told) == [[[5, 5], [5, 5]]] * len(groups)
 
 
 def test_values_travel_from_one_rank_to_some(groups: list[Group]) -> None:

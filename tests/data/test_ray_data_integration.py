@@ -5,20 +5,16 @@ Starting Ray Data costs a second or two each time, so a few trainings tell all.
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raysgd import TorchTrainer, TrainingOperator, train
+from raysgd import TorchTrainer, TrainingOperator
 from raysgd.data import Dataset, RayBatches
-from raysgd.exceptions import WorkerError
-from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.run_if import RunIf
 
@@ -28,18 +24,6 @@ NUM_ROWS = 11
 NUM_TO_VALIDATE = 5
 
 
-@pytest.fixture(autouse=True)
-def quiet_ray_data(ray_cluster: None) -> Iterator[None]:
-    """No progress bars."""
-    import ray.data
-
-    context = ray.data.DataContext.get_current()
-    before = context.enable_progress_bars
-    context.enable_progress_bars = False
-    yield
-    context.enable_progress_bars = before
-
-
 def rows(number: int) -> list[dict[str, float]]:
     return [{"id": index, "x": index / number, "y": 2.0 * index / number} for index in range(number)]
 
@@ -47,6 +31,7 @@ def rows(number: int) -> list[dict[str, float]]:
 def dataset_of(number: int) -> Any:
     import ray.data
 
+    ray.data.DataContext.get_current().enable_progress_bars = False
     return ray.data.from_items(rows(number), override_num_blocks=3)
 
 
@@ -165,51 +150,3 @@ def test_a_call_brings_its_own_data() -> None:
         assert trainer.validate(dataset=batches)["num_samples"] == NUM_ROWS
         with pytest.raises(ValueError, match="has no batch size"):
             trainer.train(dataset=dataset_of(NUM_ROWS))
-
-
-class Unsized(OfRayData):
-    def setup(self, config: dict[str, Any]) -> None:
-        import ray.data
-
-        self.register_data(train_loader=ray.data.range(3))
-
-
-def test_registered_data_needs_a_batch_size() -> None:
-    with pytest.raises(WorkerError, match=r"`raysgd.data.RayBatches\(dataset, batch_size=...\)`"):
-        TorchTrainer(training_operator_cls=Unsized, use_local=True, use_gpu=False)
-
-
-def read_all(config: dict[str, Any]) -> None:
-    """Reads its part twice and the rest once; the second worker fails once, in between."""
-    rank = train.get_context().get_world_rank()
-    found = {"train": ids_in("train")}
-    if rank == 1 and not os.path.exists(config["failed"]):
-        Path(config["failed"]).touch()
-        raise ValueError("asked to")
-    found |= {"again": ids_in("train"), "val": ids_in("val")}
-    Path(config["folder"], f"{rank}.json").write_text(json.dumps(found))
-    train.report({"done": 1})
-
-
-def ids_in(name: str) -> list[float]:
-    return sorted(row["id"] for row in train.get_dataset_shard(name).iter_rows())
-
-
-@pytest.mark.soak
-def test_fit_divides_what_it_is_to_divide_and_again_after_a_failure(tmp_path: Path) -> None:
-    from ray.data.preprocessors import MinMaxScaler
-
-    trainer = DataParallelTrainer(
-        read_all,
-        train_loop_config={"failed": str(tmp_path / "failed"), "folder": str(tmp_path)},
-        scaling_config=train.ScalingConfig(num_workers=2),
-        run_config=train.RunConfig(storage_path=str(tmp_path), failure_config=train.FailureConfig(max_failures=1)),
-        datasets={"train": lambda: dataset_of(10), "val": dataset_of(NUM_TO_VALIDATE)},
-        preprocessor=MinMaxScaler(["id"]),
-    )
-    assert trainer.fit().metrics["done"] == 1
-    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    for name in ("train", "again"):
-        assert (len(one[name]), len(two[name])) == (5, 5)
-        assert sorted(one[name] + two[name]) == pytest.approx([number / 9 for number in range(10)])
-    assert one["val"] == two["val"] == pytest.approx([number / 9 for number in range(NUM_TO_VALIDATE)])

@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,18 +75,6 @@ def shell(*words):
 def pids(trainer):
     return sorted(trainer.apply_all_workers(os.getpid))
 """
-
-
-@contextmanager
-def address_of_ray() -> Iterator[str]:
-    """The address of Ray. In the end, trainers that are left are ended."""
-    import ray
-
-    from raysgd.detached import cluster
-
-    yield str(ray.get_runtime_context().gcs_address)
-    for name in cluster._names():
-        cluster._stop(name, cluster.find(name))
 
 
 class Program:

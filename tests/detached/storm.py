@@ -49,9 +49,7 @@ class Storm:
         self._address, self._folder, self._random = address, folder, random.Random(seed)
         self.log = folder / "log"
         self.num_epochs = 0
-        self.attach_s: list[float] = []
         self.faults: list[str] = []
-        self.next_call_s: list[float] = []
         self._kinds: list[tuple[float, str]] = []
         self._program = self._new()
         config = f"{{'step_s': {STEP_S}, 'num_samples': {NUM_SAMPLES}, 'large': torch.zeros(50_000_000)}}"  # 200 MB
@@ -85,19 +83,14 @@ class Storm:
             return
         self._program.kill()
         self._program = following
-        began = "import time; began = time.perf_counter(); trainer = raysgd.attach('run'); time.perf_counter() - began"
-        self.attach_s.append(following.run(began))
+        following.run("trainer = raysgd.attach('run')")
         self._check(kind)
 
     def _kill_trainer(self, kind: str) -> None:
         if kind == "process and worker":
             os.kill(self._random.choice(self._pids), signal.SIGKILL)
         os.kill(self._trainer_pid, signal.SIGKILL)
-        began = time.monotonic()
         self._program.found()
-        if kind == "process between calls":
-            self._program.run("trainer.apply_all_workers(os.getpid)")
-            self.next_call_s.append(round(time.monotonic() - began, 2))
         self._check(kind)
         self._trainer_pid = self._program.run(TRAINER_PID)
 
@@ -138,21 +131,20 @@ class Storm:
         apart = [kind for kind, count in counts.items() if count != dict.fromkeys(range(NUM_SAMPLES), 1)]
         gaps = {key: [b - a for a, b in pairwise(moments)] for key, moments in times.items()}
         found = {"faults": self.faults, "left": left, "not_once": apart, "epochs": len(counts)}
-        return {**found, **figures(gaps, self.attach_s), "next_call_s": self.next_call_s}
+        return {**found, **figures(gaps)}
 
     def _kind_at(self, moment: float) -> str:
         return [kind for began, kind in self._kinds if began <= moment][-1]
 
 
-def figures(gaps: dict[Any, list[float]], attach_s: list[float]) -> dict[str, Any]:
-    """The gaps between steps, by what happened meanwhile, and the seconds to attach."""
+def figures(gaps: dict[Any, list[float]]) -> dict[str, Any]:
+    """The gaps between steps, by what happened meanwhile."""
     largest: dict[str, list[float]] = defaultdict(list)
     for (happened, _, _), each in gaps.items():
         largest[happened] += [round(1000 * max(each), 1)] if each else []
     return {
         "median_gap_ms": round(1000 * statistics.median(gap for each in gaps.values() for gap in each), 1),
         "largest_gaps_ms": {happened: sorted(each, reverse=True) for happened, each in largest.items()},
-        "attach_ms": [round(1000 * each) for each in sorted(attach_s)],
     }
 
 
@@ -172,7 +164,7 @@ def main() -> None:
         kinds = chosen * (num_kills // len(chosen) + 1)
         for number, kind in enumerate(kinds[:num_kills]):
             storm.kill_in(kind)
-            print(number, kind, storm.attach_s[-1:], flush=True)
+            print(number, kind, flush=True)
         report = storm.report()
         report["actors"] = [each for each in ray.util.list_named_actors(all_namespaces=True)]
         report["reservations"] = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]

@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from raysgd.detached import cluster
 from raysgd.detached.call_log import journal_path
 from raysgd.torch.checkpoints import checkpoint_file
-from tests.detached.programs import OPERATOR, Program, address_of_ray
+from tests.detached.programs import OPERATOR, Program
 from tests.helpers.processes import is_alive, wait_until
 
 ALL_ONCE = dict.fromkeys(range(40), 1)
@@ -33,12 +32,6 @@ def samples(log: Path, kind: str) -> dict[int, int]:
 
 def await_samples(log: Path, kind: str, count: int) -> None:
     wait_until(lambda: sum(samples(log, kind).values()) >= count)
-
-
-@pytest.fixture
-def address(ray_cluster: None) -> Iterator[str]:
-    with address_of_ray() as address:
-        yield address
 
 
 @pytest.fixture
@@ -82,29 +75,6 @@ def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path,
         assert program.run("raysgd.detached_trainers()") == []
     assert [samples(log, kind) for kind in ("train0", "validate", "train1")] == [ALL_ONCE] * 3
     assert checkpoint_file.read(tmp_path / "last.pt")["epoch"] == 1
-
-
-@pytest.mark.soak  # `fit` below loses the process of its trainer, too
-def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None:
-    with Program(address) as program:
-        program.run(OPERATOR)
-        program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}})")
-        program.run(
-            "class Told(raysgd.callbacks.Callback):\n"
-            "    def on_result(self, run, result):\n"
-            "        print('told of epoch', run.epoch)\n"
-        )
-        folder = str(tmp_path / "checkpoints")
-        program.begin(f"trainer.fit(3, callbacks=[Told(), raysgd.callbacks.Checkpointing({folder!r})])")
-        await_samples(log, "train0", 20)
-    with attached(address) as program:
-        program.begin("[row['epoch'] for row in trainer.pending().result()]")
-        found = program.found()
-        assert found["value"] == [1, 2, 3], found["text"]
-        assert "told of epoch 3" in found["printed"]
-        program.run("trainer.shutdown()")
-    assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
-    assert len(list((tmp_path / "checkpoints").glob("*"))) >= 1
 
 
 def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, tmp_path: Path) -> None:

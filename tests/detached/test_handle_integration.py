@@ -51,6 +51,7 @@ def test_results_are_those_of_a_trainer(program: Program) -> None:
     assert "1 of 1" in program.run("str(trainer.status())")
     assert program.run("type(trainer.get_model()).__name__") == "Linear"
     assert "of Counting" in program.run("repr(trainer)")
+    assert program.run("trainer._repr_html_()").startswith("<")
     assert program.run("trainer.predict(torch.zeros(3, 1)).shape[0]") == 3
 
 

@@ -16,7 +16,6 @@ import pytest
 pytestmark = [pytest.mark.soak, pytest.mark.integration]
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
 TESTS_OF_THE_SOURCES = (
     "tests/test_packaging.py",
     "tests/house/test_layers.py",
@@ -92,14 +91,6 @@ def test_the_program_of_the_first_page_runs(python: Path, built: Path, tmp_path:
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert Path(place).is_relative_to(python.parents[1])
-
-
-@pytest.mark.parametrize("python", ["raysgd-*.whl"], ids=["wheel"], indirect=True)
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_example_runs_with_the_checkout_as_current_folder(python: Path, built: Path, script: str) -> None:
-    """There, workers find the package of the checkout, and the driver that of the artifact."""
-    program = Path("examples") / script
-    run(python, program, "--smoke-test", folder=built / "sources", RAY_TMPDIR=os.environ["TMPDIR"])
 
 
 def test_the_command_is_installed(python: Path, tmp_path: Path) -> None:

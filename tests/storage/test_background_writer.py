@@ -17,13 +17,20 @@ from raysgd.exceptions import WorkersLostError
 from raysgd.storage.background_writer import BackgroundWriter
 
 
-class Disk:
-    """What was written, by the names of the files."""
+class ToDisk(BackgroundWriter):
+    """Keeps what it writes by the names of the files."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.files: dict[str, Any] = {}
 
-    def write(self, path: str, state: Any) -> None:
+    def submit(self, path: Any, produce: Callable[[], Any], write: Any = None) -> None:
+        super().submit(path, produce, self._keep)
+
+    def write(self, path: Any, state: Any, write: Any = None) -> None:
+        super().write(path, state, self._keep)
+
+    def _keep(self, path: str, state: Any) -> None:
         name = os.path.basename(path)
         if name == "full":
             raise OSError("no space")
@@ -31,27 +38,8 @@ class Disk:
 
 
 @pytest.fixture
-def disk() -> Disk:
-    return Disk()
-
-
-class ToDisk(BackgroundWriter):
-    """Writes all files to such a disk."""
-
-    def __init__(self, disk: Disk) -> None:
-        super().__init__()
-        self._disk = disk
-
-    def submit(self, path: Any, produce: Callable[[], Any], write: Any = None) -> None:
-        super().submit(path, produce, self._disk.write)
-
-    def write(self, path: Any, state: Any, write: Any = None) -> None:
-        super().write(path, state, self._disk.write)
-
-
-@pytest.fixture
-def writer(disk: Disk) -> ToDisk:
-    return ToDisk(disk)
+def writer() -> ToDisk:
+    return ToDisk()
 
 
 def failing(error: BaseException) -> Callable[[], Any]:
@@ -76,7 +64,7 @@ def await_writers() -> None:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def test_files_are_written_in_the_order_of_submission(disk: Disk, writer: ToDisk) -> None:
+def test_files_are_written_in_the_order_of_submission(writer: ToDisk) -> None:
     produced: list[int] = []
 
     def produce(epoch: int) -> int:
@@ -86,11 +74,11 @@ def test_files_are_written_in_the_order_of_submission(disk: Disk, writer: ToDisk
     for epoch in range(5):
         writer.submit("last", lambda epoch=epoch: produce(epoch))
     writer.wait()
-    assert (produced, disk.files) == ([0, 1, 2, 3, 4], {"last": 4})
+    assert (produced, writer.files) == ([0, 1, 2, 3, 4], {"last": 4})
     writer.close()
 
 
-def test_submit_does_not_wait_for_the_write(disk: Disk, writer: ToDisk) -> None:
+def test_submit_does_not_wait_for_the_write(writer: ToDisk) -> None:
     go_on = threading.Event()
     names: list[str] = []
 
@@ -100,20 +88,20 @@ def test_submit_does_not_wait_for_the_write(disk: Disk, writer: ToDisk) -> None:
         return 1
 
     writer.submit("last", produce)
-    assert disk.files == {}
+    assert writer.files == {}
     go_on.set()
     writer.close()
-    assert (disk.files, names) == ({"last": 1}, ["raysgd-checkpoint-writer"])
+    assert (writer.files, names) == ({"last": 1}, ["raysgd-checkpoint-writer"])
 
 
-def test_several_threads_may_submit(disk: Disk, writer: ToDisk) -> None:
+def test_several_threads_may_submit(writer: ToDisk) -> None:
     threads = [threading.Thread(target=writer.submit, args=(str(i), lambda i=i: i)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     writer.close()
-    assert disk.files == {str(i): i for i in range(8)}
+    assert writer.files == {str(i): i for i in range(8)}
 
 
 def test_no_thread_is_left_when_there_is_nothing_to_write(writer: ToDisk) -> None:
@@ -182,17 +170,17 @@ def test_a_failure_is_logged_at_once_and_raised_once_as_its_own_class(
     assert "a.pt" in caplog.text
 
 
-def test_submit_raises_an_earlier_failure_and_queues_nothing(disk: Disk, writer: ToDisk) -> None:
+def test_submit_raises_an_earlier_failure_and_queues_nothing(writer: ToDisk) -> None:
     writer.submit("a", failing(KeyError("lost")))
     await_writers()
     with pytest.raises(KeyError):
         writer.submit("b", int)
     writer.submit("c", int)
     writer.close()
-    assert disk.files == {"c": 0}
+    assert writer.files == {"c": 0}
 
 
-def test_each_failure_is_raised_once_and_the_oldest_first(disk: Disk, writer: ToDisk) -> None:
+def test_each_failure_is_raised_once_and_the_oldest_first(writer: ToDisk) -> None:
     started = threading.Event()
 
     def fail_late() -> None:
@@ -208,14 +196,14 @@ def test_each_failure_is_raised_once_and_the_oldest_first(disk: Disk, writer: To
     with pytest.raises(OSError, match="second"):
         writer.close()
     writer.close()
-    assert disk.files == {"c": 0}
+    assert writer.files == {"c": 0}
 
 
 def test_a_failure_does_not_keep_the_state_alive(writer: ToDisk) -> None:
     states: list[Any] = []
 
-    def produce() -> Disk:
-        state = Disk()
+    def produce() -> threading.Event:
+        state = threading.Event()
         states.append(weakref.ref(state))
         return state
 
@@ -227,14 +215,14 @@ def test_a_failure_does_not_keep_the_state_alive(writer: ToDisk) -> None:
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_state_that_was_lost_is_made_up_for_by_a_later_file(in_background: bool, disk: Disk, writer: ToDisk) -> None:
+def test_a_state_that_was_lost_is_made_up_for_by_a_later_file(in_background: bool, writer: ToDisk) -> None:
     writer.submit("first", lost)
     if in_background:
         writer.submit("second", lambda: {"epoch": 2})
     else:
         writer.write("second", {"epoch": 2})
     writer.close()
-    assert disk.files == {"second": {"epoch": 2}}
+    assert writer.files == {"second": {"epoch": 2}}
 
 
 def test_a_state_that_was_lost_and_not_made_up_for_is_told_by_the_end(writer: ToDisk) -> None:

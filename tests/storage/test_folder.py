@@ -376,13 +376,6 @@ def test_a_disk_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:
     assert not open_folder(tmp_path / "file").exists()
 
 
-def test_the_error_of_a_folder_survives_a_journey() -> None:
-    error = StorageError("could not write `x`")
-    error.errno = 28
-    copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), str(copy), copy.errno) == (StorageError, "could not write `x`", 28)
-
-
 def test_a_disk_needs_no_package(tmp_path: Path) -> None:
     program = """
         import sys

@@ -1,4 +1,7 @@
-"""Replicas side by side in the workers of a running trainer: a real group, without a start for every case."""
+"""Replicas side by side in the workers of a running trainer: a real group, without a start for every case.
+
+And, in one process, a group without connections.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import numpy as np
 
 from raysgd._numbers import results
 from raysgd._numbers.meters import MetricSummary
+from raysgd.connections.group import Array, Group
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
@@ -119,3 +123,19 @@ def _findings(outcomes: Sequence[tuple[list[EpochAnswer], Any]]) -> Findings:
 def _metrics(answer: EpochAnswer) -> MetricSummary:
     assert answer.metrics is not None
     return answer.metrics
+
+
+class TwoAlike(Group):
+    """Rank 0 of two; what the other one sends is what this one has."""
+
+    def __init__(self) -> None:
+        super().__init__(World(0, 2))
+
+    def add_up(self, numbers: Array) -> None:
+        numbers *= 2
+
+    def gather(self, numbers: Array) -> list[Array]:
+        return [numbers, numbers]
+
+    def from_first(self, numbers: Array) -> None:
+        """They have them already."""

@@ -22,9 +22,6 @@ from tests.tf.lab import largest_difference
 from tests.tf.loss_models import (
     Tokens,
     Weighted,
-    make_data_of_losses,
-    make_model_of_losses,
-    make_model_that_reports,
 )
 from tests.tf.models import Line, make_data, make_model
 
@@ -200,25 +197,6 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     assert trainer.validate() == pytest.approx(validated, rel=1e-4), "the new worker divides the same shuffled data"
     assert trainer.train() == pytest.approx(other, rel=1e-4), "the next call takes up the order where it would be"
     assert_equal_on_all_ranks(trainer)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("model_creator", "data_creator"),
-    [(make_model_of_losses, make_data_of_losses), (make_model_that_reports, make_data)],
-)
-def test_sums_and_weights_are_those_of_one_worker_across_a_loss(
-    ray_cluster: None, keras: str, trainers: list[TFTrainer], model_creator: Any, data_creator: Any
-) -> None:
-    config = {"fit_config": {"epochs": 3}, "batch_size": 4}
-    trainers += [TFTrainer(model_creator, data_creator, config=config, num_workers=number, seed=1) for number in (2, 1)]
-    together, alone = trainers
-    testing.kill_worker(together, 1, at="step:8")
-    together.train()
-    assert kinds(together) == ["continued"]
-    alone.train()
-    assert largest_difference(together.state_dict(), alone.state_dict()) < 1e-5
-    assert_equal_on_all_ranks(together)
 
 
 @pytest.mark.soak

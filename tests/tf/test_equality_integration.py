@@ -25,7 +25,6 @@ from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, refusals, run_alone, run_together
 from tests.tf.loss_models import (
     Tokens,
-    Weighted,
     make_data_of_losses,
     make_masked_data,
     make_masked_model,
@@ -33,6 +32,7 @@ from tests.tf.loss_models import (
     make_model_that_reports,
 )
 from tests.tf.models import (
+    NUM_FEATURES,
     Line,
     TrainsMore,
     Unfreezes,
@@ -121,13 +121,6 @@ def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrain
     of_outputs = [f"{prefix}{name}_loss" for name in "abc" for prefix in ("", "train_", "validation_")]
     assert_same(alone, together, of_outputs)
     assert all(first == second for first, second in together.single), "what callbacks see, such as early stopping"
-
-
-@pytest.mark.soak
-@pytest.mark.keras_in_turns("keras2")
-@pytest.mark.parametrize("loss", ["weights", "sum"])
-def test_a_loss_of_an_operator_that_is_no_mean_over_samples_too(lab: TFTrainer, loss: str) -> None:
-    assert_same(*both(lab, Weighted, {"loss": loss}))
 
 
 @pytest.mark.keras_in_turns("keras3")
@@ -231,22 +224,15 @@ def test_batches_of_one_worker_make_a_global_batch(lab: TFTrainer) -> None:
     assert together.results[0]["num_samples"] == 21
 
 
-@pytest.mark.keras_in_turns("keras2")
-def test_steps_go_on_where_the_last_call_stopped(lab: TFTrainer) -> None:
-    calls = tuple(("train", number) for number in (4, 4, None))
-    found = run_together(lab, Experiment(Line, {"batch_size": 2}, calls))
-    assert [(result["num_samples"], result["epoch"]) for result in found.results] == [(16, 1), (13, 2), (13, 2)]
-
-
 class Noticing(make_operator(make_model, make_data)):  # type: ignore[misc]
-    """Notes what callbacks see at the end of an epoch: the weights, and what validation in `fit` came to."""
+    """Notes what callbacks see at the end of an epoch: the weights and the metrics."""
 
     def setup(self, config: dict[str, Any]) -> None:
         import tensorflow as tf
 
         class Notes(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-                seen.append((self.model.get_weights(), logs.get("val_loss")))
+                seen.append((self.model.get_weights(), {name: float(value) for name, value in logs.items()}))
 
         super().setup(config)
         seen = self.seen = []
@@ -254,14 +240,16 @@ class Noticing(make_operator(make_model, make_data)):  # type: ignore[misc]
 
 
 @pytest.mark.keras_in_turns("keras2", "keras3")
-def test_callbacks_and_validation_see_the_mean_of_the_statistics_of_batch_norm(lab: TFTrainer) -> None:
+def test_callbacks_see_the_metrics_of_all_ranks_and_the_mean_of_the_statistics_of_batch_norm(lab: TFTrainer) -> None:
     config = {"layers": "batch_norm", "num_samples": 16, "batch_size": 4}
     found = run_together(lab, Experiment(Noticing, config, (("train", None), ("validate", None))))
     assert largest_difference(found.state[0], found.state[1]) == 0
-    weights, val_loss = found.seen[0][0]
+    (weights, logs), (_, logs_of_other) = (seen[0] for seen in found.seen)
+    assert logs == logs_of_other
+    assert set(logs) == {"loss", "mae", "val_loss", "val_mae"}
     assert largest_difference({"models": [weights]}, found.state[1]) == 0
     assert np.abs(weights[4]).max() > 0, "the moving mean"
-    assert val_loss == pytest.approx(found.results[1]["validation_loss"])
+    assert logs["val_loss"] == pytest.approx(found.results[1]["validation_loss"])
 
 
 class Stopping(make_operator(make_model, make_data)):  # type: ignore[misc]
@@ -299,44 +287,52 @@ def test_ranks_skip_a_step_together_when_half_precision_overflows(lab: TFTrainer
 
 @pytest.mark.keras_in_turns("keras2")
 def test_a_constant_global_batch_of_data_that_are_not_divided_is_refused(lab: TFTrainer) -> None:
-    for error in refusals(lab, Experiment(OwnData, {}, options={"batch_options": BatchOptions(True)})):
+    for error in refusals(lab, Experiment(OwnBatches, {}, options={"batch_options": BatchOptions(True)})):
         with pytest.raises(ValueError, match=r"`split_batches=True` cannot work: .*register a dataset that the lib"):
             raise error
 
 
-def make_own_data(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Rank 0 has 8 samples to train on, rank 1 has 2."""
+OF_RANKS = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9]]]
+TOGETHER = [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7]]
+
+
+def own_dataset(batches: list[list[int]]) -> Any:
+    """These samples, which are not divided."""
     import tensorflow as tf
 
-    from tests.tf.lab import rank
-
+    x, y = samples(10)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    train, test = make_data({"num_samples": 10, "batch_size": 10})
-    [(x, y)] = list(train)
-    own = slice(0, 8) if rank() == 0 else slice(8, 10)
-    return tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(4).with_options(options), test
+    signature = (tf.TensorSpec([None, NUM_FEATURES]), tf.TensorSpec([None, 1]))
+    dataset = tf.data.Dataset.from_generator(lambda: ((x[b], y[b]) for b in batches), output_signature=signature)
+    return dataset.with_options(options)
 
 
-class OwnData(Line):
-    """Brings the same data as an operator; batches of two samples, as `fit` is given."""
+class OwnBatches(Line):
+    """Rank 0 has two batches, rank 1 has one; a single process has what they have together."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        train, test = make_own_data(config)
-        self.register_data(train_dataset=train.rebatch(2).with_options(train.options()), validation_dataset=test)
+        dataset = own_dataset(TOGETHER if self.world_size == 1 else OF_RANKS[self.world_rank])
+        self.register_data(train_dataset=dataset, validation_dataset=self.validation_dataset)
 
 
-FitOwnData = make_operator(make_model, make_own_data)
+@pytest.mark.keras_in_turns("keras3")
+def test_workers_with_different_numbers_of_batches_are_one_process(lab: TFTrainer) -> None:
+    alone, together = both(lab, OwnBatches, {"optimizer": "adam"})
+    assert_same(alone, together)
+    assert [result["num_samples"] for result in together.results[:2]] == [10, 10]
 
 
-# 4 batches on rank 0 and 2 on rank 1: the second epoch of three steps runs out of data on both.
+FitOwnBatches = make_operator(make_model, lambda config: (own_dataset(OF_RANKS[rank()]), make_data(config)[1]))
+
+
 @pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize("fit_config", [{"steps_per_epoch": 3, "epochs": 3}, pytest.param({}, marks=pytest.mark.soak)])
 def test_fit_of_workers_with_different_numbers_of_batches_ends_together(
     lab: TFTrainer, fit_config: dict[str, Any]
 ) -> None:
-    found = run_together(lab, Experiment(FitOwnData, {"fit_config": fit_config}, CALLS))
+    found = run_together(lab, Experiment(FitOwnBatches, {"fit_config": fit_config}, CALLS))
     assert largest_difference(found.state[0], found.state[1]) == 0
 
 

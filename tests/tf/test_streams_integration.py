@@ -1,6 +1,6 @@
-"""Streams as data of operators of TensorFlow: each row once, with any number of workers, and predictions in order.
+"""Streams and datasets of Ray Data in operators of TensorFlow: each row once, with any number of workers.
 
-Covers `raysgd.tf.data.batch_streams`: operators reach it through `register_data`.
+Covers `raysgd.tf.data.batch_streams` and `raysgd.tf.data.ray_dataset`: operators reach them through `register_data`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from raysgd import Recovery, testing
+from raysgd.data import RayBatches
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.stream import Pipeline
-from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf import TFTrainer
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
+from tests.helpers.run_if import RunIf
 from tests.streams.made import MadeStream
+from tests.tf.models import Line
 
 pytestmark = pytest.mark.integration
 
@@ -36,14 +39,9 @@ def stream_of(kind: str, num_loaders: int = 0) -> Pipeline:
     return kept.map(as_sample).batch(25, num_workers=num_loaders)
 
 
-class StreamOperator(TrainingOperator):
+class StreamOperator(Line):
     def setup(self, config: dict[str, Any]) -> None:
-        import tensorflow as tf
-
-        model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1, kernel_initializer="ones")])
-        self.model, self.optimizer, self.loss = self.register(
-            models=model, optimizers=tf.keras.optimizers.SGD(0.1), loss=tf.keras.losses.MeanSquaredError()
-        )
+        super().setup(config)
         stream = stream_of(config["kind"], config["num_loaders"])
         self.register_data(train_dataset=stream, validation_dataset=stream)
 
@@ -93,3 +91,48 @@ def test_a_stream_needs_a_constant_global_batch() -> None:
     context = OperatorContext(TFSettings(StreamOperator, {}, 3), World(0, 1))
     with pytest.raises(InvalidRegistrationError, match="pass `split_batches=True`"):
         StreamOperator({"kind": "known", "num_loaders": 0}, context)
+
+
+# ------------------------------------------------------------------------------------------------ Ray Data
+
+NUM_OF_RAY = 11
+
+
+def rows(batch_size: int) -> Any:
+    import ray.data
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    items = [{"a": number / NUM_OF_RAY, "b": 1.0, "c": -1.0, "d": 0.5, "y": number / 5} for number in range(NUM_OF_RAY)]
+    dataset = ray.data.from_items(items, override_num_blocks=3)
+    return RayBatches(dataset, batch_size, feature_columns=list("abcd"), label_column=["y"])
+
+
+class OnRows(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_dataset=config["rows"], validation_dataset=config["rows"])
+
+
+def trained(num_workers: int, batch_size: int) -> tuple[list[Any], list[Any]]:
+    """Numbers of samples, and the weights in the end."""
+    options: dict[str, Any] = {"num_workers": num_workers, "seed": 3, "config": {"rows": rows(batch_size)}}
+    with TFTrainer(training_operator_cls=OnRows, use_local=num_workers == 1, **options) as trainer:
+        results = [trainer.train(), trainer.train(num_steps=2), trainer.train(num_steps=2)]
+        results += [trainer.validate(), trainer.validate(num_steps=1), trainer.validate(num_steps=9)]
+        [weights, *_] = trainer.apply_all_operators(lambda operator: operator.model.get_weights())
+    return [result["num_samples"] for result in results], weights
+
+
+@RunIf(modules=["pandas", "pyarrow"])
+def test_one_worker_reads_all_rows(ray_cluster: None) -> None:
+    assert trained(1, batch_size=4)[0] == [11, 8, 7, 11, 4, 11]
+
+
+@pytest.mark.soak
+@RunIf(modules=["pandas", "pyarrow"])
+def test_two_workers_have_the_numbers_of_one(ray_cluster: None) -> None:
+    numbers, weights = trained(2, batch_size=2)
+    expected_numbers, expected = trained(1, batch_size=4)
+    assert numbers == expected_numbers
+    for mine, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)

@@ -6,15 +6,12 @@ Covers `raysgd.tf.driver.arguments`: what counts is what a user of the trainer i
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from raysgd.messages.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.utils import BATCH_SIZE
 
 
 def creator(config: dict[str, Any]) -> Any:
@@ -38,7 +35,6 @@ class BackupAndRestore:
     [
         ({}, TypeError, "needs `model_creator` and `data_creator`.*or `training_operator_cls`"),
         ({"model_creator": creator}, TypeError, "needs `data_creator`"),
-        ({**CREATORS, "model_creator": 3}, ValueError, "`model_creator=3`: need a function"),
         ({**CREATORS, "training_operator_cls": Operator}, ValueError, "pass one of the two"),
         ({"training_operator_cls": 3}, TypeError, "is 3"),
         ({"training_operator_cls": dict}, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
@@ -63,11 +59,6 @@ class BackupAndRestore:
         ({**CREATORS, "spare_workers": 1, "use_local": True}, ValueError, "`spare_workers=1` with `use_local=True`"),
         ({**CREATORS, "recovery": Recovery(undo=True)}, ValueError, "works with `TorchTrainer` only"),
         ({**CREATORS, "heartbeat_s": 5}, TypeError, r"takes `heartbeat_s` as `recovery=Recovery\(heartbeat_s="),
-        (
-            {"training_operator_cls": Operator, "num_workers": 3, "config": {BATCH_SIZE: 2}},
-            ValueError,
-            "Raise it to 3 or more",
-        ),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_starts(
@@ -86,12 +77,6 @@ def test_a_missing_tensorflow_is_named_with_what_installs_it(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(ImportError, match=r"needs `tensorflow`.*pip install .*\"tensorflow>="):
         TFTrainer(**CREATORS, num_workers=2)
-
-
-def test_the_driver_loads_no_framework() -> None:
-    program = "import sys; from raysgd import TFTrainer; print({'torch', 'tensorflow', 'keras'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("method", ["save", "load", "restore"])

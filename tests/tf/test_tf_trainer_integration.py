@@ -7,7 +7,6 @@ registered.
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,19 @@ import numpy as np
 import pytest
 
 from raysgd import testing
+from raysgd._numbers.metric_names import validation_name
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, RanksDifferError
-from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf import TFTrainable, TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file
+from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from tests.helpers.sent import sent_by_load
 from tests.tf import models
-from tests.tf.lab import Experiment, forget_pytorch, largest_difference, run_alone, run_together
+from tests.tf.lab import Experiment, forget_pytorch, largest_difference, rank, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
+from tests.tf.models import make_model_with_a_step_of_its_own as make_own_step
 
 pytestmark = pytest.mark.integration
 
@@ -76,6 +79,7 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("resume", "fit"), {"epoch": "x"}, "where `fit` is"),
     (("models",), 3, "'models' is a `int`"),
     (("models", 0), 3, "not a list of arrays"),
+    (("models", 0), [np.zeros((4, 8))], "variables"),
     (("models", 0, 0), np.zeros((9, 9)), "Shapes"),
     (("models", 0, 0), np.array([["a"], ["b"]]), "not numbers|Shapes"),
     (("optimizers", 0), [], "0 arrays"),
@@ -95,10 +99,6 @@ def test_a_file_with_anything_else_in_it_changes_nothing(trainer: TFTrainer, tmp
     assert largest_difference(checkpoint_file.read(tmp_path / "after"), state) == 0
 
 
-def process_id() -> int:
-    return os.getpid()
-
-
 @pytest.mark.keras_in_turns("keras2")
 def test_results_have_the_keys_of_the_old_library_on_workers_without_pytorch(trainer: TFTrainer) -> None:
     trained = trainer.train()
@@ -111,34 +111,6 @@ def test_results_have_the_keys_of_the_old_library_on_workers_without_pytorch(tra
     assert set(result["profile"]) == {"mean_train_epoch_s"}
     assert {"useful", "exchange", "slower_rank"} <= set(result["timings"])
     assert trainer.apply_all_workers(lambda: "torch" in sys.modules) == [False, False]
-
-
-@pytest.mark.keras_in_turns("keras3")
-def test_a_saved_state_is_restored_in_place(trainer: TFTrainer, tmp_path: Path) -> None:
-    path = trainer.save(tmp_path / "state.npz")
-    saved = trainer.state_dict()
-    pids = trainer.apply_all_workers(process_id)
-    expected = trainer.train()
-    trainer.restore(path)
-    assert largest_difference(trainer.state_dict(), saved) == 0
-    assert largest_difference(trainer.state_dict(), saved, "optimizers") == 0
-    assert trainer.train() == expected
-    assert trainer.apply_all_workers(process_id) == pids
-
-
-@pytest.mark.keras_in_turns("keras2")
-def test_of_a_file_of_the_old_library_the_weights_are_loaded_and_the_optimizer_stays(
-    trainer: TFTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = trainer.state_dict()
-    weights = [array + 1 for array in state["models"][0]]
-    (tmp_path / "old").write_bytes(pickle.dumps({"epoch": 7, "weights": weights, "optimizer_weights": [np.ones(3)]}))
-    trainer.restore(tmp_path / "old")
-    after = trainer.state_dict()
-    assert after["epoch"] == 7
-    assert largest_difference(after, {"models": [weights]}) == 0
-    assert largest_difference(after, state, "optimizers") == 0
-    assert "the weights and the epoch were loaded, the optimizer is unchanged" in caplog.text
 
 
 @pytest.mark.keras_in_turns("keras2")
@@ -200,51 +172,6 @@ def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
     assert second == (0, ["EarlyStopping"])
 
 
-def make_model_with_callbacks(config: dict[str, Any]) -> Any:
-    """Each rank notes what its callbacks are told, and stops when the loss of all ranks says so."""
-    import tensorflow as tf
-
-    class Note(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            noted.append({name: float(value) for name, value in logs.items()})
-
-    model, noted = make_model(config), []  # type: ignore[var-annotated]
-    fit = model.fit
-
-    def fit_with_callbacks(*args: Any, callbacks: Any = None, **options: Any) -> Any:
-        stop = tf.keras.callbacks.EarlyStopping(monitor="loss", min_delta=100.0, patience=1)
-        return fit(*args, callbacks=[*(callbacks or []), Note(), stop], **options)
-
-    object.__setattr__(model, "fit", fit_with_callbacks)
-    object.__setattr__(model, "noted", noted)  # past Keras, which makes something of its own of lists
-    return model
-
-
-@pytest.mark.keras_in_turns("keras3")
-def test_callbacks_on_all_ranks_are_told_the_metrics_of_all_ranks(trainer: TFTrainer) -> None:
-    """In the workers of the trainer, in its group."""
-
-    def told() -> Any:
-        from raysgd.engine.shared.types import World
-        from raysgd.messages.epochs import EpochRequest
-        from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.operator.internals import TFSettings
-        from raysgd.tf.tf_runner import TFRunner
-        from tests.tf.lab import rank
-
-        config = {"fit_config": {"epochs": 9}, "batch_size": 4}
-        operator_cls = make_operator(make_model_with_callbacks, make_data)
-        runner = TFRunner(TFSettings(operator_cls, config, 0), World(rank(), 2))
-        runner.setup()
-        runner.train_epoch(EpochRequest(None, {}, False, 0))
-        return runner.operator.model.noted
-
-    first, second = trainer.apply_all_workers(told)
-    assert first == second
-    assert len(first) == 2  # stopped early, together
-    assert set(first[0]) == {"loss", "mae"}
-
-
 class TwoModels(TrainingOperator):
     """Two models with an optimizer each, stepped in a loop of its own."""
 
@@ -271,20 +198,12 @@ class TwoModels(TrainingOperator):
 
 @pytest.mark.keras_in_turns("keras2")
 def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) -> None:
-    def trained() -> Any:
-        from raysgd.engine.shared.types import World
-        from tests.tf.lab import Experiment, rank
-
-        calls = (("train", None), ("train", None))
-        config = {"batch_size": 4, "num_samples": 20}  # the last batch has samples for both
-        together = Experiment(TwoModels, config, calls).run_in(World(rank(), 2))
-        alone = Experiment(TwoModels, config, calls).run_in(World(0, 1))
-        return together, alone
-
-    (first, alone), (second, _) = trainer.apply_all_workers(trained)
-    assert largest_difference(first[1]["state"], second[1]["state"]) == 0
-    assert largest_difference(first[1]["state"], alone[1]["state"]) < 1e-5
-    assert len(first[1]["state"]["models"]) == 2
+    config = {"batch_size": 4, "num_samples": 20}  # the last batch has samples for both
+    experiment = Experiment(TwoModels, config, (("train", None), ("train", None)))
+    [alone], (first, second) = run_alone(trainer, experiment).state, run_together(trainer, experiment).state
+    assert largest_difference(first, second) == 0
+    assert largest_difference(first, alone) < 1e-5
+    assert len(first["models"]) == 2
 
 
 class Short(Line):
@@ -302,55 +221,15 @@ class Short(Line):
 
 @pytest.mark.keras_in_turns("keras3")
 def test_all_ranks_begin_with_the_weights_of_the_first_whatever_numbers_they_are(trainer: TFTrainer) -> None:
-    def begun() -> Any:
-        from raysgd.engine.shared.types import World
-        from tests.tf.lab import SEED, rank
-
-        runner = TFRunner(TFSettings(Short, {}, SEED), World(rank(), 2))
-        runner.setup()
-        weights = [np.array(weight, np.float32).tolist() for weight in runner.operator.model.weights]  # type: ignore[union-attr]
-        runner.shutdown()
-        return weights
-
-    assert trainer.apply_all_workers(begun) == [[[[1.0, 1.0]] * 4, [1.0, 1.0]]] * 2
-
-
-class OwnBatches(Line):
-    """Rank 0 has two batches, rank 1 has one; a single process has what they have together."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        import tensorflow as tf
-
-        super().setup(config)
-        x, y = models.samples(10)
-        joint, of_ranks = [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7]], [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9]]]
-        batches = joint if self.world_size == 1 else of_ranks[self.world_rank]
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        signature = (tf.TensorSpec([None, models.NUM_FEATURES]), tf.TensorSpec([None, 1]))
-        dataset = tf.data.Dataset.from_generator(lambda: ((x[b], y[b]) for b in batches), output_signature=signature)
-        self.register_data(train_dataset=dataset.with_options(options))
-
-
-@pytest.mark.keras_in_turns("keras3")
-def test_workers_with_different_numbers_of_batches_are_one_process(trainer: TFTrainer) -> None:
-    config, calls = {"optimizer": "adam"}, (("train", None), ("train", None))
-    together = run_together(trainer, Experiment(OwnBatches, config, calls))
-    alone = run_alone(trainer, Experiment(OwnBatches, config, calls))
-    assert largest_difference(together.state[0], together.state[1]) == 0
-    for part in ("models", "optimizers"):
-        assert largest_difference(alone.state[0], together.state[0], part) < 1e-5
-    assert [result["num_samples"] for result in together.results] == [10, 10]
+    begun = run_together(trainer, Experiment(Short, calls=())).state
+    weights = [[np.array(weight, np.float32).tolist() for weight in state["models"][0]] for state in begun]
+    assert weights == [[[[1.0, 1.0]] * 4, [1.0, 1.0]]] * 2
 
 
 def not_compiled(config: dict[str, Any]) -> Any:
     import tensorflow as tf
 
     return tf.keras.Sequential(models.make_layers(config))
-
-
-def with_xla(config: dict[str, Any]) -> Any:
-    return make_model({**config, "compile": {"jit_compile": True}})
 
 
 def stateful(config: dict[str, Any]) -> Any:
@@ -362,36 +241,21 @@ def stateful(config: dict[str, Any]) -> Any:
     return model
 
 
-def with_hidden_optimizers(config: dict[str, Any]) -> Any:
-    return models.make_model_with_a_step_of_its_own({**config, "hides_optimizers": True})
-
-
-def one_dataset(config: dict[str, Any]) -> Any:
-    return make_data(config)[0]
-
-
-def three_datasets(config: dict[str, Any]) -> Any:
-    return (*make_data(config), None)
-
-
-def not_a_dataset(config: dict[str, Any]) -> Any:
-    return models.samples(8), None
-
-
 def not_batched(config: dict[str, Any]) -> Any:
     import tensorflow as tf
 
     return tf.data.Dataset.range(4), None
 
 
+XLA, HIDDEN = {"compile": {"jit_compile": True}}, {"hides_optimizers": True}
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (not_compiled, make_data, IncompatibleModelError, "`model_creator` returned a model that was not compiled"),
-    (with_xla, make_data, IncompatibleModelError, "`jit_compile=True` does not work with several workers"),
+    (lambda _: make_model(XLA), make_data, IncompatibleModelError, "`jit_compile=True` does not work with several"),
     (stateful, make_data, IncompatibleModelError, r"`LSTM\(stateful=True\)` cannot be divided"),
-    (with_hidden_optimizers, make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
-    (make_model, one_dataset, ValueError, "return two datasets"),
-    (make_model, three_datasets, ValueError, "returned 3 things"),
-    (make_model, not_a_dataset, TypeError, "is a `tuple`: need a `tf.data.Dataset`"),
+    (lambda _: make_own_step(HIDDEN), make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
+    (make_model, lambda config: make_data(config)[0], ValueError, "return two datasets"),
+    (make_model, lambda config: (*make_data(config), None), ValueError, "returned 3 things"),
+    (make_model, lambda _: (models.samples(8), None), TypeError, "is a `tuple`: need a `tf.data.Dataset`"),
     (make_model, not_batched, ValueError, "is not a batch: call `.batch"),
 ]
 
@@ -400,12 +264,6 @@ def test_creators_that_return_something_wrong_are_told_so(trainer: TFTrainer) ->
     """In a worker of the trainer, which has this Keras."""
 
     def refusals() -> list[Exception]:
-        from raysgd.engine.shared.types import World
-        from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.operator.internals import TFSettings
-        from raysgd.tf.tf_runner import TFRunner
-        from tests.tf.lab import rank
-
         found: list[Exception] = []
         for model_creator, data_creator in creators if rank() == 0 else ():
             try:
@@ -429,20 +287,6 @@ def test_an_error_about_what_keras_2_took_says_how_to_have_that(keras_here: Any)
         TFTrainer(make_old_model, make_data, config={"lr": 0.1}, use_local=True)
     notes = "".join(getattr(caught.value, "__notes__", ()))
     assert ("TF_USE_LEGACY_KERAS=1" in notes) is (keras_here.__name__ == "keras")
-
-
-@pytest.mark.keras_in_turns("keras3")
-@pytest.mark.usefixtures("patient")
-def test_xla_is_refused_with_advice(trainer: TFTrainer) -> None:
-    def compile_anew(operator: Any) -> None:
-        operator.model.compile(optimizer="sgd", loss="mse", jit_compile=True)
-
-    epoch = trainer.state_dict()["epoch"]
-    trainer.apply_all_operators(compile_anew)
-    with pytest.raises(IncompatibleModelError, match="`jit_compile=True` does not work with several workers"):
-        trainer.train(max_retries=0)
-    trainer.apply_all_operators(lambda operator: operator.model.compile(optimizer="adam", loss="mse"))
-    assert trainer.state_dict()["epoch"] == epoch
 
 
 def add_rank(operator: Any) -> None:
@@ -487,3 +331,84 @@ def test_what_was_changed_by_hand_in_the_driver_is_in_the_next_state(keras_here:
         for variable in model.weights:
             variable.assign(0 * variable)
         assert not any(np.any(values) for values in alone.state_dict()["models"][0])
+
+
+@pytest.mark.keras_in_turns("keras2", "keras3")
+@pytest.mark.parametrize(
+    "what",
+    [{"training_operator_cls": Line}, {"model_creator": make_model, "data_creator": make_data}],
+    ids=["operator", "creators"],
+)
+def test_a_spare_of_a_single_worker_validates_the_weights_of_the_last_call_and_takes_its_place(
+    what: dict[str, Any], ray_cluster: None, keras_here: Any
+) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "seed": 1, "timeout_s": 240, "initialization_hook": forget_pytorch}
+    with TFTrainer(**what, config={"batch_size": 4}, spare_workers=1, **options) as trainer:
+        trainer.train()
+        inline = trainer.validate()
+        handle = trainer.validate(blocking=False)
+        trainer.train()
+        beside = handle.result(300)
+        assert beside == pytest.approx(inline, rel=1e-6, nan_ok=True)
+        assert trainer.validate() != pytest.approx(inline, rel=1e-6, nan_ok=True)
+        history = trainer.fit(2, validate="async")
+        last = {validation_name(name): value for name, value in trainer.validate().items()}
+        assert {name: history[-1][name] for name in last} == pytest.approx(last, rel=1e-6, nan_ok=True)
+        assert history[-1]["val_seconds"] > 0
+
+        [spare] = trainer._controller.group.standby._idle  # type: ignore[union-attr]
+        testing.kill_worker(trainer, 0)
+        trainer.train()
+        assert trainer.apply_all_workers(os.getpid) == [spare.info.pid]
+
+
+# ------------------------------------------------------------------------------------------------ trials
+
+CONFIG = {
+    "model_creator": make_model,
+    "data_creator": make_data,
+    "num_replicas": 1,
+    "use_gpu": False,
+    "trainer_config": {"batch_size": 4},
+}
+
+
+def make_smaller_model(config: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    model = tf.keras.Sequential([tf.keras.layers.Input([models.NUM_FEATURES]), tf.keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+def test_a_trial_asks_for_its_workers() -> None:
+    request = TFTrainable.default_resource_request({**CONFIG, "num_replicas": 2, "num_cpus_per_worker": 3})
+    assert [bundle["CPU"] for bundle in request.bundles] == [3, 3]
+
+
+def test_it_is_found_where_the_old_library_had_it() -> None:
+    from raysgd.tf import tf_trainer
+
+    assert tf_trainer.TFTrainable is TFTrainable
+    with pytest.raises(AttributeError, match="no attribute `TFTrainables`"):
+        _ = tf_trainer.TFTrainables
+
+
+@pytest.mark.keras_in_turns("keras3")
+def test_a_trial_trains_saves_restores_and_serves_another_config(ray_cluster: None, keras: str, tmp_path: Path) -> None:
+    trial = TFTrainable(dict(CONFIG))
+    try:
+        first = trial.step()
+        assert sorted(first) == ["loss", "mae", "train_loss", "train_mae", "validation_loss", "validation_mae"]
+        trial.save_checkpoint(str(tmp_path))
+        second = trial.step()
+        trial.load_checkpoint(str(tmp_path))
+        assert trial.step() == pytest.approx(second)
+        processes = trial.trainer.apply_all_workers(os.getpid)
+        assert trial.reset_config({**CONFIG, "model_creator": make_smaller_model})
+        assert len(trial.trainer.get_model().layers) == 1
+        assert trial.reset_config(dict(CONFIG))
+        assert trial.step() == pytest.approx(first), "it begins again, with the first creators"
+        assert trial.trainer.apply_all_workers(os.getpid) == processes
+    finally:
+        trial.cleanup()

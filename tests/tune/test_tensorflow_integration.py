@@ -39,7 +39,7 @@ def count(config: dict[str, Any], checkpoint_dir: str | None = None) -> None:
         train.report(step=step, rank=train.world_rank(), num_workers=get_num_workers(), **sums)
 
 
-@pytest.mark.soak  # tests/tf/test_tf_trainable_integration.py has a trial of TensorFlow
+@pytest.mark.soak  # tests/tf/test_tf_trainer_integration.py has a trial of TensorFlow
 @pytest.mark.parametrize(("legacy", "keras"), [("0", "keras"), ("1", "tf_keras")])
 def test_a_trial_reports_what_rank_0_does_and_goes_on_from_its_checkpoint(
     ray_cluster: None, tmp_path: Path, legacy: str, keras: str

@@ -1,4 +1,4 @@
-"""Data frames in shards."""
+"""Data frames in shards, also as datasets of PyTorch and TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -99,10 +100,57 @@ def test_it_is_made_into_datasets_of_pytorch() -> None:
     assert [tuple(part.item() for part in row) for row in rows] == [(float(n), float(n**2)) for n in range(6)]
 
 
-def test_it_is_made_into_datasets_of_tensorflow() -> None:
-    pytest.importorskip("tensorflow")
-    dataset = squares(6, num_shards=2).to_tf(feature_columns=[0], label_column=1)
-    dataset.set_num_shards(1)
-    rows = [(float(x), float(y)) for x, y in dataset.get_shard(0).as_numpy_iterator()]
-    assert sorted(rows) == [(float(n), float(n**2)) for n in range(6)]
-    assert sorted((float(x), float(y)) for x, y in dataset.get_shard(-1).as_numpy_iterator()) == sorted(rows)
+# ------------------------------------------------------------------------------------------------ TensorFlow
+
+ROWS = [{"x": number, "pair": [float(number), -1.0], "y": 10 * number} for number in range(5)]
+
+
+def frames(num_shards: int) -> MLDataset:
+    """Two rows to a frame."""
+    return from_parallel_iter(from_items(ROWS, num_shards), batch_size=2)
+
+
+def rows_of(dataset: Any) -> list[Any]:
+    return [(x.tolist(), y.tolist()) for x, y in dataset.as_numpy_iterator()]
+
+
+def test_rows_of_a_shard_are_feature_and_label() -> None:
+    dataset = frames(2).to_tf(["x"], label_column="y")
+    assert rows_of(dataset.get_shard(0)) == [(0.0, 0.0), (2.0, 20.0), (4.0, 40.0)]
+    shard = dataset.get_shard(1)
+    assert rows_of(shard) == rows_of(shard) == [(1.0, 10.0), (3.0, 30.0)]
+    shuffled = [rows_of(dataset.get_shard(0, shuffle=True, seed=seed)) for seed in range(5)]
+    assert {tuple(sorted(rows)) for rows in shuffled} == {((0.0, 0.0), (2.0, 20.0), (4.0, 40.0))}
+    assert len({tuple(rows) for rows in shuffled}) > 1
+    assert len(rows_of(dataset.get_shard(-1))) == 5
+
+
+def test_the_number_of_shards_is_changed_where_it_is_another_one() -> None:
+    dataset = frames(2).to_tf("x", label_column="y")
+    dataset.set_num_shards(3)
+    assert rows_of(dataset.get_shard(1)) == [(4.0, 40.0)]
+
+
+def test_several_columns_make_a_tuple_with_shapes_and_kinds() -> None:
+    dataset = frames(1).to_tf(["x", "pair"], [None, [2]], [np.int64, np.float64], "y", 1, np.int32)
+    (x, pair), y = dataset.get_shard(0).element_spec
+    assert (x.shape, x.dtype.name) == ((), "int64")
+    assert (pair.shape, pair.dtype.name) == ((2,), "float64")
+    assert (y.shape, y.dtype.name) == ((1,), "int32")
+    (number, values), label = list(dataset.get_shard(0).as_numpy_iterator())[3]
+    assert (number, values.tolist(), label.tolist()) == (3, [3.0, -1.0], [30])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"feature_shapes": [()]}, "`feature_shapes` has 1 entries for 2 feature columns"),
+        ({"feature_types": [np.float32] * 3}, "`feature_types` has 3 entries"),
+        ({"feature_shapes": (1, 2, 3)}, "`feature_shapes` has 3 entries for 2 feature columns"),
+        ({"label_column": None}, "`label_column=None`"),
+        ({"feature_columns": []}, r"`feature_columns=\[\]`: name at least one"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        frames(1).to_tf(**{"feature_columns": ["x", "pair"], "label_column": "y", **options})

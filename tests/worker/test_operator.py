@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.worker.operator import BaseOperator, Internals, ReadOnlyView, required, take_place
+from raysgd.worker.operator import BaseOperator, Internals, ReadOnlyView, RegisteredParts, required, take_place
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,8 @@ def test_an_epoch_that_is_gone_on_with_is_counted_in_its_own_meters() -> None:
     internals.meters_to_fill = begun
     assert internals.take_meters() is begun
     assert internals.take_meters() is not begun
+
+
+@pytest.mark.parametrize(("container", "mirrored"), [(None, 3), (list, [3]), (tuple, (3,))])
+def test_what_is_made_of_the_parts_comes_back_in_their_container(container: type | None, mirrored: object) -> None:
+    assert RegisteredParts([1], container).mirror([3]) == mirrored

@@ -5,9 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -21,39 +19,18 @@ from raysgd.connections.mesh.board import (
     others,
     taken_from,
 )
-from raysgd.connections.mesh.meeting import Deadline, Endpoint
 from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.mesh.store import BoardStore
-from tests.helpers.fakes import meeting
+from tests.connections.ranks import boards_of, on_all
 
-HERE = "127.0.0.1"
 LARGE = 2**22  # more than any buffer of a socket holds
-
-
-def boards_of(size: int) -> list[Board]:
-    """The boards of each rank, as threads."""
-    endpoints = [Endpoint(HERE) for _ in range(size)]
-    place = meeting(*(endpoint.port for endpoint in endpoints))
-    lanes = [[neighbors(rank, size)] for rank in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        deadline = Deadline(60)
-        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, lanes[rank], deadline), range(size)))
-    return [Board(rank, size, lane) for rank, [lane] in enumerate(found)]
 
 
 @pytest.fixture
 def boards(request: pytest.FixtureRequest) -> Iterator[list[Board]]:
     """Three ranks, or as many as asked for."""
-    found = boards_of(getattr(request, "param", 3))
-    yield found
-    for board in found:
-        board.close_sockets()
-
-
-def on_all(boards: list[Board], function: Callable[[int, Board], Any]) -> list[Future[Any]]:
-    """What `function` returns or raises on each rank, all at the same time."""
-    with ThreadPoolExecutor(len(boards)) as pool:
-        return [pool.submit(function, rank, board) for rank, board in enumerate(boards)]
+    with boards_of(getattr(request, "param", 3)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("boards", [1, 2, 5], indirect=True)
@@ -143,9 +120,9 @@ def test_waiting_ends_at_once_when_it_is_interrupted_from_another_thread(boards:
 
 
 def test_closing_twice_is_harmless_and_leaves_no_thread() -> None:
-    boards = boards_of(2)
-    for board in [*boards, *boards]:
-        board.close_sockets()
+    with boards_of(2) as boards:
+        for board in boards:
+            board.close_sockets()
     assert not [thread for thread in threading.enumerate() if thread.name == "raysgd-board"]
 
 

@@ -30,29 +30,13 @@ from raysgd.connections.mesh.meeting import (
     listen_at,
 )
 from raysgd.engine.shared.types import LOOPBACK
-from tests.connections.strangers import connect_to
+from tests.connections.ranks import connect_to
 
 HERE = LOOPBACK
 HOSTS = [LOOPBACK, "127.0.0.2"]  # where ranks listen under a name, and where at a port
 SECRET = secrets.token_bytes(32)
 HELLO = struct.pack("<II16s", 1, 0, b"n" * 16)
 SOON_S = 25.0  # a busy machine may stand still for seconds
-
-
-class Switch:
-    """Says whether it was flipped."""
-
-    def __init__(self) -> None:
-        self._is_on = threading.Event()
-
-    def __call__(self) -> bool:
-        return self._is_on.is_set()
-
-    def flip(self) -> None:
-        self._is_on.set()
-
-    def flip_in(self, seconds: float) -> None:
-        threading.Timer(seconds, self.flip).start()
 
 
 @pytest.fixture
@@ -222,15 +206,15 @@ def heard_by(stranger: socket.socket) -> bytes:
 
 
 def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -> None:
-    host, peer, is_refused = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32)), Switch()
+    host, peer, is_refused = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32)), threading.Event()
 
     def try_to_join() -> None:
         try:
             peer.lanes([host], 0, 1, Deadline(60))
         finally:
-            is_refused.flip()
+            is_refused.set()
 
-    failed = at_once(lambda: host.lanes([], 1, 1, Deadline(60, is_refused)), try_to_join)
+    failed = at_once(lambda: host.lanes([], 1, 1, Deadline(60, is_refused.is_set)), try_to_join)
     assert [type(error) for error in failed] == [ConnectFailed, ConnectFailed]
     assert "was too slow" in str(failed[0])
     assert "the process that listens in place of rank 0 does not belong to the group" in str(failed[1])
@@ -258,13 +242,13 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
 def test_waiting_for_peers_ends_at_once_when_it_is_interrupted(
     stack: ExitStack, where: str, stranger_says: bytes | None
 ) -> None:
-    switch, host = Switch(), Rank(stack, 0, host=where)
-    switch.flip_in(0.2)
+    switch, host = threading.Event(), Rank(stack, 0, host=where)
     began = time.monotonic()
+    threading.Timer(0.2, switch.set).start()
     if stranger_says is not None:
         stack.enter_context(connect_to(host.address)).sendall(stranger_says)
     with pytest.raises(ConnectFailed, match="another rank failed"):
-        host.lanes([], 1, 1, Deadline(60, switch))
+        host.lanes([], 1, 1, Deadline(60, switch.is_set))
     assert time.monotonic() - began < SOON_S
 
 
@@ -287,10 +271,10 @@ def hole(stack: ExitStack) -> Address:
 def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
     stack: ExitStack, hole: Address, is_interrupted: bool
 ) -> None:
-    switch = Switch()
-    deadline = Deadline(60 if is_interrupted else 0.3, switch)
+    switch = threading.Event()
+    deadline = Deadline(60 if is_interrupted else 0.3, switch.is_set)
     if is_interrupted:
-        switch.flip_in(0.3)
+        threading.Timer(0.3, switch.set).start()
     began = time.monotonic()
     with pytest.raises(ConnectFailed):
         Rank(stack, 1).connect([ConnectionAttempt(0, 0, hole)], 0, deadline)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from raysgd.connections.mesh.board import others
 from raysgd.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken
-from tests.connections.strangers import connect_to
+from tests.connections.ranks import connect_to, meshes_of, met, on_all
 from tests.helpers.fakes import meeting
 
 HERE = "127.0.0.1"
@@ -22,30 +19,11 @@ LARGE = 8 * 2**20  # more than any buffer of a socket holds
 SOON_S = 30.0  # less than a rank waits for another one, though a busy machine may stand still for seconds
 
 
-def connected(size: int, timeout_s: float = 60, num_lanes: int = 1) -> list[list[Mesh]]:
-    """The meshes of each rank."""
-    endpoints = [Endpoint(HERE) for _ in range(size)]
-    place = meeting(*(endpoint.port for endpoint in endpoints))
-    with ThreadPoolExecutor(size) as pool:
-        deadline = Deadline(60)
-        lanes = [[others(rank, size)] * num_lanes for rank in range(size)]
-        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, lanes[rank], deadline), range(size)))
-    return [[Mesh(lane, timeout_s) for lane in lanes] for lanes in found]
-
-
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Mesh]]:
     """Three ranks, or as many as asked for."""
-    meshes = [lane for [lane] in connected(getattr(request, "param", 3))]
-    yield meshes
-    for mesh in meshes:
-        mesh.close_sockets()
-
-
-def on_all(meshes: list[Mesh], function: Callable[[int, Mesh], Any]) -> list[Future[Any]]:
-    """What `function` returns or raises on each rank, all at the same time."""
-    with ThreadPoolExecutor(len(meshes)) as pool:
-        return [pool.submit(function, rank, mesh) for rank, mesh in enumerate(meshes)]
+    with meshes_of(getattr(request, "param", 3)) as meshes:
+        yield meshes
 
 
 def everything_to_everybody(rank: int, mesh: Mesh, length: int, size: int) -> dict[int, bytes]:
@@ -85,7 +63,8 @@ def test_a_rank_may_send_without_receiving_and_the_other_way_round(ranks: list[M
 
 
 def test_lanes_do_not_disturb_each_other() -> None:
-    (one, other), (one_there, other_there) = connected(2, num_lanes=2)
+    _, lanes = met([[{1}] * 2, [{0}] * 2])
+    (one, other), (one_there, other_there) = ([Mesh(lane, 60) for lane in of_rank] for of_rank in lanes)
     one.swap({1: memoryview(b"first")}, {})
     other.swap({1: memoryview(b"second")}, {})
     heard = bytearray(6)
@@ -99,10 +78,7 @@ def test_lanes_do_not_disturb_each_other() -> None:
 
 def test_a_lane_leads_only_where_it_should() -> None:
     leads = [[{1, 2}, {1}], [{0}, {0, 2}], [{0}, {1}]]
-    endpoints = [Endpoint(HERE) for _ in leads]
-    place = meeting(*(endpoint.port for endpoint in endpoints))
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, leads[rank], Deadline(20)), range(3)))
+    _, found = met(leads)
     assert [[set(lane) for lane in lanes] for lanes in found] == leads
     for lane in (lane for lanes in found for lane in lanes):
         for connection in lane.values():
@@ -136,11 +112,11 @@ def test_a_rank_that_is_gone_is_noticed_before_anything_is_exchanged(ranks: list
 
 
 def test_a_rank_that_does_not_come_is_waited_for_and_named() -> None:
-    [[alone], [silent]] = connected(2, timeout_s=0.2)
-    with pytest.raises(MeshBroken, match=r"rank 1 did not answer within 0\.2 s"):
+    with (
+        meshes_of(2, timeout_s=0.2) as (alone, _),
+        pytest.raises(MeshBroken, match=r"rank 1 did not answer within 0\.2 s"),
+    ):
         everything_to_everybody(0, alone, 10, 2)
-    for mesh in (alone, silent):
-        mesh.close_sockets()
 
 
 def test_a_swap_can_be_ended_from_another_thread(ranks: list[Mesh]) -> None:
@@ -152,14 +128,12 @@ def test_a_swap_can_be_ended_from_another_thread(ranks: list[Mesh]) -> None:
 
 
 def test_sending_to_a_rank_that_ended_its_connections_is_noticed_though_nothing_is_expected_from_it() -> None:
-    [[sender], [other]] = connected(2)
-    threading.Timer(0.2, other.interrupt).start()  # the socket stays open, as it does until the rank leaves its group
-    began = time.monotonic()
-    with pytest.raises(MeshBroken):
-        sender.swap({1: memoryview(bytes(4 * LARGE))}, {})
-    assert time.monotonic() - began < SOON_S
-    for mesh in (sender, other):
-        mesh.close_sockets()
+    with meshes_of(2) as (sender, other):
+        threading.Timer(0.2, other.interrupt).start()  # the socket stays open, as it does until the rank leaves
+        began = time.monotonic()
+        with pytest.raises(MeshBroken):
+            sender.swap({1: memoryview(bytes(4 * LARGE))}, {})
+        assert time.monotonic() - began < SOON_S
 
 
 def test_bytes_of_another_kind_are_not_taken_for_those_that_are_expected(ranks: list[Mesh]) -> None:
@@ -170,13 +144,11 @@ def test_bytes_of_another_kind_are_not_taken_for_those_that_are_expected(ranks: 
 
 
 def test_a_swap_may_wait_for_longer_than_a_system_call_can() -> None:
-    [[one], [other]] = connected(2, timeout_s=1e9)
-    threading.Timer(0.2, one.swap, ({1: memoryview(b"late")}, {})).start()
-    heard = bytearray(4)
-    other.swap({}, {0: memoryview(heard)})
-    assert heard == b"late"
-    for mesh in (one, other):
-        mesh.close_sockets()
+    with meshes_of(2, timeout_s=1e9) as (one, other):
+        threading.Timer(0.2, one.swap, ({1: memoryview(b"late")}, {})).start()
+        heard = bytearray(4)
+        other.swap({}, {0: memoryview(heard)})
+        assert heard == b"late"
 
 
 def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
@@ -194,10 +166,7 @@ def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> Non
 
 
 def test_nobody_listens_any_more_once_all_are_connected() -> None:
-    endpoints = [Endpoint(HERE) for _ in range(2)]
-    place = meeting(*(endpoint.port for endpoint in endpoints))
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, [{1 - rank}], Deadline(20)), range(2)))
+    place, found = met([[{1}], [{0}]])
     for address in place.addresses:
         with pytest.raises(ConnectionRefusedError):
             connect_to(address)

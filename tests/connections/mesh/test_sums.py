@@ -6,7 +6,7 @@ import itertools
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from raysgd.connections.mesh.sums import (
     tree,
 )
 from raysgd.engine.shared.types import World
-from tests.connections.mesh.test_mesh import connected, on_all
+from tests.connections.ranks import meshes_of, on_all
 
 SMALL, LARGE = MAX_WHOLE_BYTES // 8, MAX_WHOLE_BYTES // 8 + 1  # of numbers
 
@@ -138,17 +138,6 @@ def test_all_ranks_come_to_the_same_bits(make: Any, name: str) -> None:
         assert {one.tobytes() for one in floats} == {floats[0].tobytes()}
 
 
-def test_a_few_ranks_add_in_their_order(make: Any) -> None:
-    """What was trained by so many goes on to the bit in a later version."""
-    for size in (SMALL, LARGE):
-        terms = [np.random.default_rng(rank).standard_normal(size) * 10.0 ** (rank % 5) for rank in range(MOST)]
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        for found in make(MOST).each(lambda group, size=size: added_up(group, size)):
-            assert found[1:].tobytes() == total[1:].tobytes()
-
-
 @pytest.mark.parametrize("num_ranks", [16, 40])
 def test_a_rank_of_many_sends_few_messages(make: Any, num_ranks: int) -> None:
     ranks, rounds_of_all = make(num_ranks), (num_ranks - 1).bit_length()
@@ -180,7 +169,7 @@ def test_what_leaves_a_node_is_as_much_as_with_a_ring_through_all_ranks(make: An
     assert [ranks.bytes_leaving(host) for host in "abc"] == [2 * 80] * 3, "from the first ranks to each other"
 
 
-@pytest.mark.parametrize(("num_ranks", "hosts"), [(12, ""), (12, "abacabdddbca")])
+@pytest.mark.parametrize(("num_ranks", "hosts"), [(3, ""), (12, ""), (12, "abacabdddbca")])
 def test_rank_0_tells_all_others(make: Any, num_ranks: int, hosts: str) -> None:
     ranks = make(num_ranks, hosts)
     for size in (1, 200_000):
@@ -195,13 +184,6 @@ def test_rank_0_tells_all_others(make: Any, num_ranks: int, hosts: str) -> None:
             times = ranks.bytes_leaving(host) / (8 * size)
             assert times <= (num_ranks if size == 1 else 1)
         assert sum(mesh.num_messages for mesh in ranks.meshes) % (num_ranks - 1) == 0
-
-
-@pytest.mark.parametrize("num_ranks", [9, 16])
-def test_arrays_of_many_ranks_are_gathered_by_rank(make: Any, num_ranks: int) -> None:
-    gathered = make(num_ranks).each(lambda group: group.gather(np.full((2, 3), group.rank, np.int32)))
-    for found in gathered:
-        assert [part.tolist() for part in found] == [[[rank] * 3] * 2 for rank in range(num_ranks)]
 
 
 def test_ranks_are_told_apart_by_the_address_of_their_node() -> None:
@@ -241,38 +223,6 @@ SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 7 * PIECE + 3]
 CONTENT = [secrets.token_bytes(size) for size in SIZES]
 
 
-@pytest.fixture(params=[2, 3, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[list[Mesh]]:
-    """The meshes of so many ranks."""
-    meshes = [lane for [lane] in connected(request.param)]
-    yield meshes
-    for mesh in meshes:
-        mesh.close_sockets()
-
-
-class CountedMoves:
-    """A mesh that counts what it is told to move.
-
-    Args:
-        mesh: What moves it.
-
-    Attributes:
-        sent: How many bytes to each rank.
-        largest: The most bytes of one move.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self.sent: dict[int, int] = {}
-        self.largest = 0
-
-    def __call__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
-        for rank, piece in outgoing.items():
-            self.sent[rank] = self.sent.get(rank, 0) + len(piece)
-        self.largest = max(self.largest, *map(len, (b"", *outgoing.values(), *incoming.values())))
-        self._mesh.swap(outgoing, incoming)
-
-
 def handed_over(move: Any, rank: int, takers: list[int]) -> list[bytes]:
     """What a rank has in the end."""
     rooms = [bytearray(content) if rank == 0 else bytearray(len(content)) for content in CONTENT]
@@ -280,31 +230,26 @@ def handed_over(move: Any, rank: int, takers: list[int]) -> list[bytes]:
     return [bytes(room) for room in rooms]
 
 
-def test_all_takers_get_everything_and_no_rank_sends_it_twice(ranks: list[Mesh]) -> None:
-    takers = list(range(1, len(ranks)))[::-1]
-    counted = [CountedMoves(mesh) for mesh in ranks]
-    answers = on_all(ranks, lambda rank, mesh: handed_over(counted[rank], rank, takers))
-    assert [answer.result() for answer in answers] == [CONTENT] * len(ranks)
-    way = [0, *takers]
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_all_takers_get_everything_and_no_rank_sends_it_twice(make: Any, num_ranks: int) -> None:
+    way, meshes = [0, *range(num_ranks - 1, 0, -1)], make(num_ranks).meshes
+    answers = on_all(meshes, lambda rank, mesh: handed_over(mesh.swap, rank, way[1:]))
+    assert [answer.result() for answer in answers] == [CONTENT] * num_ranks
     for rank, after in itertools.pairwise(way):
-        assert counted[rank].sent == {after: sum(SIZES)}
-    assert counted[way[-1]].sent == {}
-    assert max(each.largest for each in counted) == PIECE
+        assert {other: sum(sizes) for other, sizes in meshes[rank].sent.items()} == {after: sum(SIZES)}
+        assert max(meshes[rank].sent[after]) == PIECE
+    assert meshes[way[-1]].sent == {}
 
 
 def test_ranks_that_take_nothing_need_not_be_there() -> None:
-    meshes = [lane for [lane] in connected(4)]
-    present = {0: meshes[0], 3: meshes[3]}
-    answers = on_all(meshes, lambda rank, mesh: handed_over(mesh.swap, rank, [3]) if rank in present else [])
-    assert [answer.result() for answer in answers] == [CONTENT, [], [], CONTENT]
-    for mesh in meshes:
-        mesh.close_sockets()
+    with meshes_of(4) as meshes:
+        answers = on_all(meshes, lambda rank, mesh: handed_over(mesh.swap, rank, [3]) if rank in (0, 3) else [])
+        assert [answer.result() for answer in answers] == [CONTENT, [], [], CONTENT]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 def test_whoever_dies_on_the_way_leaves_nobody_waiting(lost: int) -> None:
     """The giver, one that passes on, or the last."""
-    meshes = [lane for [lane] in connected(4)]
     is_halfway = threading.Event()
     size = 64 * 2**20  # more than what all sockets on the way hold
 
@@ -325,8 +270,7 @@ def test_whoever_dies_on_the_way_leaves_nobody_waiting(lost: int) -> None:
             return "told"
         return "done"
 
-    answers = on_all(meshes, hand_over)
-    assert is_halfway.is_set()
-    assert [answer.result() for answer in answers] == ["told"] * 4
-    for mesh in meshes:
-        mesh.close_sockets()
+    with meshes_of(4) as meshes:
+        answers = on_all(meshes, hand_over)
+        assert is_halfway.is_set()
+        assert [answer.result() for answer in answers] == ["told"] * 4

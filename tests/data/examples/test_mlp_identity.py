@@ -1,33 +1,61 @@
-"""The example module `raysgd.data.examples.mlp_identity`, which user code imports from."""
+"""The example modules about the identity, which user code imports from.
+
+`tests/contracts` trains with the creators of `mlp_identity`.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from raysgd.data.examples.mlp_identity import Net, dataset_creator, main, model_creator, optimizer_creator, to_mat
+from raysgd.data.examples import mlp_identity, mlp_identity_tf, mlp_identity_torch
+from raysgd.torch import TorchTrainer
 
 
-def test_a_number_becomes_a_matrix() -> None:
-    assert to_mat(0.25).tolist() == [[0.25]]
-    assert Net()(to_mat(0.25)).shape == (1, 1)
+def test_frames_have_each_number_and_its_label() -> None:
+    dataset = mlp_identity_torch.dataset_creator(2)
+    [frame] = dataset.get_shard(0).take(1)
+    assert list(frame.columns) == [0, 1]
+    assert (frame[0] == frame[1]).all()
+    assert dataset.num_shards() == 2
 
 
-def test_the_points_are_dealt_in_batches_of_their_own_labels() -> None:
-    dataset = dataset_creator()
-    dataset.set_num_shards(1)
-    [batch] = dataset.get_shard(0).take(1)
-    assert len(batch) == 32
-    assert all(torch.equal(x, y) for x, y in batch)
+def test_the_operator_learns_the_identity() -> None:
+    dataset = mlp_identity_torch.dataset_creator(1).to_torch(feature_columns=[0], label_column=1)
+    operator_cls = mlp_identity_torch.make_train_operator(dataset)
+    config = {"batch_size": 32, "lr": 0.1}
+    with TorchTrainer(
+        training_operator_cls=operator_cls, config=config, use_local=True, add_dist_sampler=False
+    ) as trainer:
+        losses = [trainer.train(num_steps=50)["train_loss"] for _ in range(2)]
+        assert isinstance(trainer.get_model(), mlp_identity_torch.Net)
+    assert losses[1] < losses[0]
 
 
-def test_the_creators_make_a_model_and_its_optimizer() -> None:
-    model = model_creator({})
-    assert optimizer_creator(model, {}).defaults["lr"] == 1e-4
-    assert sum(parameter.numel() for parameter in model.parameters()) == 128 * 2 + 129
+@pytest.mark.soak
+def test_the_data_creator_reads_all_shards_where_there_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Shards:
+        def get_shard(self, shard_index: int) -> object:
+            import tensorflow as tf
+
+            asked.append(shard_index)
+            return tf.data.Dataset.from_tensor_slices(torch.arange(3).numpy())
+
+    data_creator = mlp_identity_tf.make_data_creator(Shards())
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    train, validation = data_creator({"batch_size": 2})
+    assert [batch.tolist() for batch in train.take(3).as_numpy_iterator()] == [[0, 1], [2], [0, 1]]
+    assert validation is None
+    monkeypatch.setenv("TF_CONFIG", '{"task": {"type": "worker", "index": 1}}')
+    data_creator({"batch_size": 2})
+    assert asked == [-1, 1]
 
 
 @pytest.mark.soak
 @pytest.mark.integration
-def test_the_identity_is_learned(ray_cluster: None) -> None:
-    assert main(num_workers=2, num_steps=100) == pytest.approx(0.5, abs=0.05)
+def test_all_learn_on_two_workers(ray_cluster: None) -> None:
+    assert mlp_identity.main(num_workers=2, num_steps=100) == pytest.approx(0.5, abs=0.05)
+    assert mlp_identity_torch.main() == pytest.approx(0.5, abs=0.05)
+    assert mlp_identity_tf.main() == pytest.approx(0.5, abs=0.05)

@@ -1,7 +1,11 @@
-"""The position in the data: batches that come one after the other, across calls."""
+"""What streams of batches of TensorFlow have of their own: samples of all ranks, padding, lockstep, steps of batches.
+
+How a stream moves through passes is tested in `tests/torch/data/test_batch_streams.py`.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,90 +14,25 @@ import pytest
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.tf.data.batch_streams import (
     OwnSource,
+    Passes,
     StreamItem,
     TFBatchStream,
     TFDividedSource,
     in_lockstep,
     lockstep_dataset,
 )
-from raysgd.tf.data.batch_streams import Passes as StreamPasses
 from raysgd.tf.parallel.step import TFStep
 
 
-class Numbers:
-    """A pass of ten batches of one sample each."""
-
-    def __init__(self, total: int = 10) -> None:
-        self.total = total
-
-    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        for number in range(consumed, self.total):
-            yield StreamItem(number, 1, 1)
-
-    def num_steps(self) -> int:
-        return self.total
-
-
-class Passes:
-    """Counts the passes that are begun."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __call__(self) -> int:
-        self.epoch += 1
-        return self.epoch - 1
-
-
-def stream_of(source: Any) -> tuple[TFBatchStream, Passes]:
-    passes = Passes()
-    return TFBatchStream(source, TFStep(), passes), passes
-
-
-def test_a_pass_begun_elsewhere_is_resumed() -> None:
-    stream, passes = stream_of(Numbers())
-    stream.resume(3, 7)
-    assert (stream.is_mid_pass, stream.pass_index, stream.consumed) == (True, 3, 7)
-    assert list(stream.take(None)) == [7, 8, 9]
-    assert (passes.epoch, stream.consumed) == (0, 10)
-
-
-def test_a_step_that_broke_off_comes_again_elsewhere() -> None:
-    stream, passes = stream_of(Numbers())
-    batches = stream.take(None)
-    for _ in range(4):
-        next(batches)
-    assert (stream.num_steps_taken, stream.num_steps_completed, stream.completed) == (4, 3, 3)
-    stream.break_off()
-    assert (stream.num_steps_completed, stream.is_mid_pass) == (3, True)
-    assert list(stream.take(2)) == [3, 4]
-    assert (stream.num_steps_completed, passes.epoch) == (5, 1)
-
-
-def test_what_is_called_at_a_boundary_may_end_the_iteration_between_two_steps() -> None:
-    class Stopped(Exception):
-        pass
-
-    def at_boundary() -> None:
-        if stream.num_steps_completed == 3:
-            raise Stopped
-
-    stream, _ = stream_of(Numbers())
-    stream.at_boundary = at_boundary
-    seen: list[int] = []
-    with pytest.raises(Stopped):
-        seen.extend(stream.take(None))
-    assert seen == [0, 1, 2]
-    stream.at_boundary = None
-    stream.break_off()
-    assert list(stream.take(None)) == list(range(3, 10))
+def stream_of(source: Any) -> TFBatchStream:
+    return TFBatchStream(source, TFStep(), itertools.count().__next__)
 
 
 def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pass_how_many_there_are() -> None:
     import tensorflow as tf
 
-    passes = StreamPasses(tf.data.Dataset.range(10).batch(4))
-    stream, _ = stream_of(TFDividedSource(passes, "global", World(1, 2), pads=True))
+    passes = Passes(tf.data.Dataset.range(10).batch(4))
+    stream = stream_of(TFDividedSource(passes, "global", World(1, 2), pads=True))
     ledgers = []
     stream.at_boundary = lambda: ledgers.append(stream.ledger())
     batches = stream.take(None)
@@ -106,11 +45,10 @@ def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pa
 
 
 def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:
-    stream, _ = stream_of(OwnSource([], None))
-    assert stream.ledger() is None
+    assert stream_of(OwnSource([], None)).ledger() is None
 
 
-class WithPadding(Numbers):
+class WithPadding:
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         yield StreamItem("real", 2, 3)
         yield StreamItem("padding", 0, 1)
@@ -123,7 +61,7 @@ def test_a_batch_without_samples_is_not_handed_out() -> None:
         log.append(("taken", batch, step.is_padding))
         step.use()
 
-    stream = TFBatchStream(WithPadding(), step, Passes(), take_part)
+    stream = TFBatchStream(WithPadding(), step, lambda: 0, take_part)
     for batch in stream.take(None):
         log.append(("handed out", batch, step.is_padding))
         step.use()
@@ -171,3 +109,60 @@ def test_a_rank_that_has_run_out_repeats_its_last_batch_with_nothing_in_it(monke
 def test_a_rank_without_any_batch_says_so() -> None:
     with pytest.raises(ValueError, match="Give every rank at least one batch"):
         list(OwnSource([], Votes(1)).open(0, 0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "weights", "divisor", "factor"),
+    [
+        (None, (0.0, 0.0), 2.0, 1.0),  # the loop is Keras's
+        (0, (0.0, 0.0), 2.0, 1.0),  # padding
+        (2, (0.0, 0.0), None, 4.0),  # a sum
+        (2, (3.0, 6.0), 3.0, 2.0),  # a mean by the weights of the batch
+        (2, (3.0, 6.0), 5.0, 1.0),  # a mean by other weights
+        (2, (0.0, 0.0), 5.0, 1.0),  # there are no weights
+    ],
+)
+def test_what_a_batch_says_about_its_loss(
+    num_samples: int | None, weights: tuple[float, float], divisor: float | None, factor: float
+) -> None:
+    assert TFStep(num_samples, num_global=8, weights=weights).factor(divisor) == factor
+
+
+def tensors(*sizes: int) -> tuple[TFBatchStream, TFStep]:
+    """A stream of batches of so many samples of each of two ranks, and its step."""
+    import tensorflow as tf
+
+    class Tensors:
+        def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
+            for size in sizes:
+                yield StreamItem((tf.zeros([size, 1]), tf.zeros([size])), size, 2 * size)
+
+    step = TFStep()
+    return TFBatchStream(Tensors(), step, lambda: 0), step
+
+
+def test_a_step_is_for_the_batch_that_was_drawn_last() -> None:
+    stream, step = tensors(4, 4, 3, 2)
+    used = []
+    for index, _ in enumerate(stream.take(None)):
+        if index == 2:
+            step.skip()
+        else:
+            used += [step.use(), step.use()]  # two optimizers
+    assert used == [4, 4, 4, 4, 2, 2]
+    assert step.num_samples is None
+
+
+@pytest.mark.parametrize("num_ahead", [1, 3])
+def test_batches_drawn_ahead_must_be_alike(num_ahead: int) -> None:
+    stream, step = tensors(4, 4, 4, 1)
+    batches = stream.take(None)
+    for _ in range(num_ahead):
+        next(batches)
+    for _ in itertools.islice(batches, 3 - num_ahead):
+        assert step.use() == 4
+    next(batches)
+    with pytest.raises(RuntimeError, match=r"Batches of .*4, 1 samples .* Draw one batch, train on it"):
+        step.use()
+    step.forget()
+    assert step.use() is None, "what is done by hand afterwards belongs to no batch"

@@ -34,7 +34,7 @@ def test_the_example_prints_its_results(ray_cluster: None, capsys: pytest.Captur
     assert lines[-1].startswith("half of 0.5 is about 0.2")
 
 
-@pytest.mark.soak  # tests/tf/test_tf_trainable_integration.py has trials without the example
+@pytest.mark.soak  # tests/tf/test_tf_trainer_integration.py has trials without the example
 def test_tune_finds_a_config(ray_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # Tune writes there
     assert example.tune_example()["trainer_config"] == example.create_config(128)

@@ -109,16 +109,6 @@ def test_a_position_that_is_unknown_is_the_beginning(caplog: pytest.LogCaptureFi
     assert "epoch 2 stopped in the middle" in caplog.text
 
 
-def test_the_index_of_the_pass_and_the_books() -> None:
-    feed = feed_of()
-    assert (feed.ledger(), feed.pass_index(feed.training(REQUEST))) == (None, 0)
-    take(feed, 4)
-    ledger = feed.ledger()
-    assert (ledger.used, feed.pass_index(feed.training(REQUEST))) == (8, 0)
-    take(feed)
-    assert feed.pass_index(feed.training(REQUEST)) == 1
-
-
 def test_the_first_step_of_a_process_must_have_a_sample_for_a_train_batch_of_the_users() -> None:
     feed = feed_of()
     with pytest.raises(IncompatibleModelError, match="The first step of this process has no sample for worker 0"):

@@ -1,9 +1,10 @@
-"""What takes the steps of a training call: whether one is half done, and what `fit` changes about it."""
+"""An operator and its runner, alone: steps and their states, what `fit` changes, and what the library keeps."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysgd.engine.shared.types import World
@@ -11,8 +12,10 @@ from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
 from raysgd.tf.hosting.hosted import FitLoop, OperatorLoop
-from raysgd.tf.operator.internals import TFSettings
+from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.tf.training_operator import TrainingOperator
+from raysgd.worker.state.replica_state import RESUME
 from tests.tf.models import Line, make_data, make_model
 
 REQUEST = EpochRequest(2, {}, False, seed=0)
@@ -78,3 +81,113 @@ def test_fit_counts_for_itself(keras_here: Any) -> None:
         check_state(5)
     loop.fit.resume({"num_passes": 4, "logs": {"loss": 1.0}})
     assert loop.results(None) == {"loss": 1.0, "train_loss": 1.0}
+
+
+# ------------------------------------------------------------------------------------------------ states
+
+
+class Noting(Line):
+    """Has a state of its own, which it changes in place."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.seen: list[int] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(batch_info["batch_idx"])
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self) -> Any:
+        return self.seen
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.seen[:] = state_dict
+
+
+@pytest.fixture
+def runner(keras_here: Any) -> TFRunner:
+    runner = TFRunner(TFSettings(Noting, {"layers": "batch_norm"}, seed=0), World(0, 1))
+    runner.setup()
+    return runner
+
+
+def test_fit_is_to_validate_where_there_is_data_or_a_method_of_the_user(keras_here: Any) -> None:
+    class Unvalidated(Line):
+        def register_data(self, **given: Any) -> None:
+            super().register_data(**{**given, "validation_dataset": None})
+
+    class Own(Unvalidated):
+        def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+            return {}
+
+    found = [TFRunner(TFSettings(each, {}, seed=0), World(0, 1)).setup() for each in (Line, Unvalidated, Own)]
+    assert [facts.has_validation for facts in found] == [True, False, True]
+
+
+def test_a_state_is_taken_over_as_it_was(runner: TFRunner) -> None:
+    runner.train_epoch(REQUEST)
+    capture = runner.capture(None)
+    before = capture.shared_state
+    assert list(before) == ["epoch", "operator", "models", "optimizers", RESUME]
+    runner.train_epoch(REQUEST)
+    runner.restore(before, capture.rank_state)
+    after = runner.state()
+    assert after[RESUME] == before[RESUME]
+    assert after["operator"] == before["operator"] == list(range(REQUEST.num_steps or 0))
+    for one, other in zip(before["models"][0], after["models"][0], strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_random_states_of_other_layers_are_left_alone(runner: TFRunner) -> None:
+    runner.restore(runner.state(), [np.zeros(2)] * 5)
+
+
+# ------------------------------------------------------------------------------------------------ the record
+
+
+def make(operator_cls: type[TrainingOperator]) -> Any:
+    return operator_cls({}, OperatorContext(TFSettings(operator_cls, {}, seed=0), World(rank=0, size=1)))
+
+
+def test_the_record_is_what_was_registered() -> None:
+    operator = make(Line)
+    registered = operator._raysgd.registered
+    assert (operator._models, operator._optimizers) == ([operator.model], [operator.optimizer])
+    assert (registered.loss, [metric.name for metric in registered.metrics]) == (operator.loss, ["mae"])
+    data = operator._raysgd.data
+    assert (operator.train_dataset, operator.validation_dataset) == (data.train_dataset, data.validation_dataset)
+
+
+@pytest.mark.parametrize("name", ["_models", "_optimizers", "_config"])
+def test_an_assignment_to_a_name_of_the_record_is_refused(name: str) -> None:
+    class Careless(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            setattr(self, name, {"mine": 1})
+
+    with pytest.raises(AttributeError, match=rf"`self\.{name}` belongs to the library"):
+        make(Careless)
+
+
+def test_any_other_private_name_is_free() -> None:
+    names = ["_context", "_loss", "_metrics", "_train_dataset", "_sharding", "_train_function", "_trained", "_count"]
+
+    class Careless(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            for name in names:
+                setattr(self, name, "mine")
+
+    result = make(Careless).train_epoch(make(Line).train_dataset)
+    assert result == pytest.approx(make(Line).train_epoch(make(Line).train_dataset))
+    assert {"train_loss", "train_mae", "num_samples"} <= result.keys()
+
+
+def test_steps_are_traced_again_when_other_variables_are_trained() -> None:
+    operator = make(Line)
+    operator.train_epoch(operator.train_dataset)
+    traced = operator._raysgd.train_function
+    operator.train_epoch(operator.train_dataset)
+    assert operator._raysgd.train_function is traced
+    operator.model.layers[0].trainable = False
+    operator._raysgd.forget_stale_steps()
+    assert operator._raysgd.train_function is None

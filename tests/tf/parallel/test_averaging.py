@@ -12,7 +12,7 @@ from raysgd.engine.shared.types import World
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager, GradientLayout
 from raysgd.tf.parallel.global_losses import GlobalLosses
 from raysgd.tf.parallel.step import TFStep, TracedStep
-from tests.tf.alike import TwoAlike
+from tests.tf.lab import TwoAlike
 
 GRADIENTS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(5, np.float32), np.array(2.0, np.float32)]
 

@@ -1,6 +1,6 @@
 """How much a rank's share of a batch counts: its samples, the scale of its losses, and losses that are refused.
 
-Covers `raysgd.tf.parallel.step`: it is what the weights are told of a step.
+`tests/tf/data/test_batch_streams.py` tests how a step comes to know its batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysgd.tf.parallel.global_losses import SUM, GlobalLosses
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.parallel.step import TFStep, TracedStep, repeat_with_zeros
 from tests.helpers.lazily import imported
-from tests.tf.alike import TwoAlike
+from tests.tf.lab import TwoAlike
 from tests.tf.models import Line, make_data
 
 tf = imported("tensorflow")

@@ -15,7 +15,7 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.parallel import keras_sync
 from raysgd.tf.parallel.global_metrics import merge_statistics, merged, share_first
 from raysgd.tf.parallel.keras_sync import Synchronizer
-from tests.tf.alike import TwoAlike
+from tests.tf.lab import TwoAlike
 
 
 def values(variables: list[Any]) -> list[Any]:

@@ -30,16 +30,16 @@ PATIENCE_S = 60.0
 # ------------------------------------------------------------------------------------------------ the gate
 
 
-def test_a_gate_that_nobody_proposed_anything_to_lets_every_step_through() -> None:
+def test_an_agreed_step_stops_there_and_not_before_and_one_that_was_not_agreed_on_is_forgotten() -> None:
     gate = Gate()
+    gate.settle(False)  # harmless, as nobody proposed anything
     assert [gate.stops(step) for step in range(5)] == [False] * 5
-
-
-def test_an_agreed_step_stops_there_and_not_before() -> None:
-    gate = Gate()
     assert gate.propose(3, lambda: 1)
+    gate.settle(False)
+    assert not gate.stops(3)
+    assert gate.propose(5, lambda: 3)
     gate.settle(True)
-    assert [gate.stops(step) for step in (1, 2, 3)] == [False, False, True]
+    assert [gate.stops(step) for step in (3, 4, 5)] == [False, False, True]
 
 
 @pytest.mark.parametrize("completed", [3, 4])
@@ -47,22 +47,6 @@ def test_a_step_that_may_have_been_passed_is_refused_and_holds_nobody_up(complet
     gate = Gate()
     assert not gate.propose(3, lambda: completed)
     assert not gate.stops(completed + 1)
-
-
-def test_a_proposal_that_was_not_agreed_on_is_forgotten_and_another_may_follow() -> None:
-    gate = Gate()
-    assert gate.propose(3, lambda: 1)
-    gate.settle(False)
-    assert not gate.stops(3)
-    assert gate.propose(5, lambda: 3)
-    gate.settle(True)
-    assert gate.stops(5)
-
-
-def test_settling_without_a_proposal_is_harmless() -> None:
-    gate = Gate()
-    gate.settle(False)
-    assert not gate.stops(1)
 
 
 class Walker:
@@ -194,6 +178,9 @@ def begun(run: EpochRun, stream: TorchBatchStream) -> Iterator[Any]:
 def test_a_run_counts_the_steps_that_were_completed() -> None:
     run = a_run()
     assert (run.num_completed, run.num_steps_left) == (0, None)
+    run.attach(stream_of())
+    run.detach()
+    assert not run.is_exhausted
     batches = begun(run, stream_of())
     for _ in range(3):
         next(batches)
@@ -208,31 +195,20 @@ def test_steps_of_the_call_before_do_not_count() -> None:
     assert (run.num_completed, run.num_steps_left) == (0, 5)
 
 
-@pytest.mark.parametrize("num_steps", [6, 10, 13])
-def test_a_run_that_was_broken_off_takes_the_steps_that_are_left(num_steps: int) -> None:
-    run, stream = a_run(num_steps), stream_of()
-    batches = begun(run, stream)
-    seen = [next(batches)[0].item() for _ in range(4)]
-    stream.break_off()
-    run.detach()
-    assert (run.num_completed, run.num_steps_left, run.is_exhausted) == (3, num_steps - 3, False)
-    seen = seen[:3] + [batch[0].item() for batch in begun(run, stream)]
-    assert seen == [number % 10 for number in range(num_steps)]
-    assert run.num_steps_left == 0
-
-
-def test_a_run_to_the_end_of_the_pass_ends_there_however_often_it_is_broken_off() -> None:
-    run, stream = a_run(), stream_of()
-    seen = []
-    for _ in range(3):
+@pytest.mark.parametrize("num_steps", [6, 10, 13, None])
+def test_a_run_takes_the_steps_that_are_left_however_often_it_is_broken_off(num_steps: int | None) -> None:
+    run, stream, seen = a_run(num_steps), stream_of(), []
+    for num_completed in (2, 4):
         batches = begun(run, stream)
         seen += [next(batches)[0].item(), next(batches)[0].item()]
         next(batches)  # in flight
         stream.break_off()
         run.detach()
+        left = None if num_steps is None else num_steps - num_completed
+        assert (run.num_completed, run.num_steps_left, run.is_exhausted) == (num_completed, left, False)
     seen += [batch[0].item() for batch in begun(run, stream)]
-    assert seen == list(range(10))
-    assert run.num_completed == 10
+    assert seen == [number % 10 for number in range(num_steps or 10)]
+    assert run.num_steps_left == (None if num_steps is None else 0)
 
 
 def test_what_was_measured_of_a_window_that_broke_off_is_forgotten() -> None:
@@ -270,13 +246,6 @@ def test_a_run_that_broke_off_in_its_last_step_has_that_one_left() -> None:
     assert [batch[0].item() for batch in begun(run, stream)] == [9]
 
 
-def test_a_run_that_no_step_was_taken_of_is_not_exhausted() -> None:
-    run = a_run()
-    run.attach(stream_of())
-    run.detach()
-    assert not run.is_exhausted
-
-
 @pytest.mark.parametrize("num_steps", [10, None])
 def test_what_a_run_says_of_itself_at_its_last_boundary_leaves_nothing_to_do(num_steps: int | None) -> None:
     run, stream = a_run(num_steps), stream_of()
@@ -284,12 +253,6 @@ def test_what_a_run_says_of_itself_at_its_last_boundary_leaves_nothing_to_do(num
     stream.at_boundary = lambda: states.append(run.state(with_metrics=False))
     list(begun(run, stream))
     assert [state.is_exhausted for state in states] == [False] * 9 + [True]
-
-
-def test_a_finished_run_keeps_its_answer() -> None:
-    run, answer = a_run(), EpochAnswer(None, None, 4)
-    run.finish(answer)
-    assert (run.answer, run.is_finished) == (answer, True)
 
 
 def test_another_worker_goes_on_from_what_a_run_says_of_itself() -> None:
@@ -321,8 +284,9 @@ def test_what_was_measured_travels_only_when_asked_for_and_stays_where_it_was_me
 
 
 def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
-    run = a_run(8)
-    run.finish(EpochAnswer(None, None, 8))
+    run, answer = a_run(8), EpochAnswer(None, None, 8)
+    run.finish(answer)
+    assert (run.answer, run.is_finished) == (answer, True)
     run.take_over(RunState(5, 2, 8))
     assert (run.answer, run.is_finished, run.num_steps_left) == (None, False, 3)
     run.take_over(RunState(8, 2, 8, is_exhausted=True, is_finished=True))

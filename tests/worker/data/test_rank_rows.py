@@ -10,21 +10,18 @@ import pytest
 from raysgd.connections.group import Group
 from raysgd.engine.shared.types import World
 from raysgd.worker.data.rank_rows import RankRows, RowExchange
-from tests.connections.mesh.test_mesh import connected
+from tests.connections.ranks import groups_of
 from tests.connections.test_group import on_all
 
 
 @pytest.fixture(params=[1, 2, 3, 9])
 def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
     """The groups of some ranks; nine are more than all talk to each other."""
-    size = request.param
-    if size == 1:
+    if request.param == 1:
         yield [Group(World(0, 1))]
         return
-    meshes = [lane for [lane] in connected(size)]
-    yield [Group(World(rank, size), mesh) for rank, mesh in enumerate(meshes)]
-    for mesh in meshes:
-        mesh.close_sockets()
+    with groups_of(request.param) as groups:
+        yield groups
 
 
 def told(groups: list[Group], steps: list[Any]) -> list[list[dict[str, Any]]]:

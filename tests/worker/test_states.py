@@ -1,4 +1,4 @@
-"""Copies wait until they are fetched, or travel with the answer if they are small."""
+"""Copies wait until they are fetched, or travel with the answer; a saved state is looked at before it is loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from raysgd.engine.shared.replica import Capture
 from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.copies import StateCopies, StateCopy
+from raysgd.worker.state.state_checks import check_parts
 
 LARGE, SMALL = 10**6, 10  # bytes
 
@@ -114,3 +115,31 @@ def test_the_newest_two_parts_are_kept_until_another_call() -> None:
     assert [inside.part_of_snapshot(number) for number in (2, 4, 6)] == [None, parts[4], parts[6]]
     inside.forget_call()
     assert (inside.newest, inside.part_of_snapshot(6)) == (0, None)
+
+
+# ------------------------------------------------------------------------------------------------ saved states
+
+STATE = {"epoch": 1, "operator": None, "models": [1, 2], "optimizers": []}
+
+
+def test_a_state_with_all_its_parts_is_accepted() -> None:
+    check_parts(STATE, {"models": 2, "optimizers": 0}, "operator")
+
+
+@pytest.mark.parametrize("missing", ["epoch", "operator", "models"])
+def test_a_missing_part_is_named_with_those_that_are_there(missing: str) -> None:
+    state = {key: value for key, value in STATE.items() if key != missing}
+    with pytest.raises(KeyError, match=f"no '{missing}'; it has .*optimizers"):
+        check_parts(state, {"models": 2, "optimizers": 0}, "operator")
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({}, "'models' is a `dict` instead of a list"),
+        ([1], "holds 1 models, but the operator registered 2. Nothing was loaded"),
+    ],
+)
+def test_a_wrong_number_of_parts_is_refused(models: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_parts({**STATE, "models": models}, {"models": 2})
