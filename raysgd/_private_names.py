@@ -3,7 +3,8 @@
 A new version of a project may take any of them away, so each has a public name beside it, a plainer way, or an error
 that names the version. `find_name` returns None where a name is gone, `require_names` raises. What is documented is not
 listed, whatever it is called: `sys._current_frames`, `os._exit`, `_fields` of a named tuple. `raysgd doctor` says which
-names the installed versions lack; `tests/test_private_names.py` holds the table complete, and takes each name away.
+names the installed versions lack; `tests/test_private_names.py` holds the table complete, and takes each name away
+that raysgd reads.
 """
 
 from __future__ import annotations
