@@ -50,11 +50,6 @@ class Counter:
         return self.count
 
 
-def test_a_worker_that_did_not_count_makes_the_total_unknown() -> None:
-    assert math.isnan(merge([plain(num_samples=3), plain(loss=1.0)])["num_samples"])
-    assert "num_samples" not in merge([plain(loss=1.0), plain(loss=2.0)])
-
-
 def test_n_workers_report_what_one_process_would() -> None:
     samples = [0.1, 0.2, 0.3, 0.7, 1e6, -1e6, 0.5]
     shares = [samples[0::3], samples[1::3], samples[2::3]]
@@ -62,66 +57,73 @@ def test_n_workers_report_what_one_process_would() -> None:
     assert merge(workers)["loss"] == pytest.approx(math.fsum(samples) / len(samples))
 
 
-def test_the_exact_total_counts_rather_than_the_rounded_mean_times_samples() -> None:
-    worker = averaged(3, loss=(0.1, 3))
-    assert merge([worker])["loss"] == 0.1 / 3
+def replaced(worker: MetricSummary, **values: Any) -> MetricSummary:
+    """A worker whose user replaced values that the library averaged."""
+    worker.update(values)
+    return worker
 
 
-def test_a_mean_that_the_user_replaced_counts_as_replaced() -> None:
-    worker = averaged(2, loss=(2.0, 2))
-    worker["loss"] = 10.0
-    assert merge([worker, averaged(2, loss=(4.0, 2))])["loss"] == 6.0
+EMPTY = MetricSummary({"num_samples": 0, "loss": math.nan}, {"loss": (0.0, 0)})
+UNBOUND = [averaged(1, a=(math.inf, 1), b=(math.inf, 1)), averaged(1, a=(-math.inf, 1), b=(1.0, 1))]
+OBJECTS = [MetricSummary({"num_samples": 1, "hits": 0.5}, objects={"hits": Counter(count)}) for count in (3, 4)]
+MERGED: dict[str, tuple[list[MetricSummary], str, Any]] = {
+    "a worker that did not count": ([plain(num_samples=3), plain(loss=1.0)], "num_samples", math.nan),
+    "the exact total, not the rounded mean times samples": ([averaged(3, loss=(0.1, 3))], "loss", 0.1 / 3),
+    "what the user replaced": (
+        [replaced(averaged(2, loss=(2.0, 2)), loss=10.0), averaged(2, loss=(4.0, 2))],
+        "loss",
+        6.0,
+    ),
+    "what the user computed": ([plain(num_samples=3, score=1.0), plain(num_samples=1, score=5.0)], "score", 2.0),
+    "the same without samples": ([plain(score=1.0), plain(score=2.0)], "score", 1.5),
+    **{
+        f"{name} is a plain mean": (
+            [plain(num_samples=9, loss=1.0, **{name: 4}), plain(num_samples=1, loss=1.0, **{name: 2})],
+            name,
+            3.0,
+        )
+        for name in ("batch_count", "last_loss", "epoch")
+    },
+    "a metric that is called like a last value": (
+        [averaged(3, last_token=(3.0, 3)), averaged(1, last_token=(5.0, 1))],
+        "last_token",
+        2.0,
+    ),
+    "the same of the user": (
+        [plain(num_samples=3, last_token=1.0), plain(num_samples=1, last_token=5.0)],
+        "last_token",
+        2.0,
+    ),
+    "a metric beside one whose last value it might be": (
+        [averaged(3, token=(3.0, 3), last_token=(3.0, 3)), averaged(1, token=(1.0, 1), last_token=(5.0, 1))],
+        "last_token",
+        2.0,
+    ),
+    "NaN on one worker": ([averaged(1, loss=(math.nan, 1)), averaged(1, loss=(1.0, 1))], "loss", math.nan),
+    "infinities that cancel": (UNBOUND, "a", math.nan),
+    "one infinity": (UNBOUND, "b", math.inf),
+    "a worker without samples": ([EMPTY, averaged(2, loss=(4.0, 2))], "loss", 2.0),
+    "no samples at all": ([plain(num_samples=0, loss=1.0)], "loss", math.nan),
+    "a metric that one worker lacks": ([plain(num_samples=2), plain(num_samples=2, b=7.0)], "b", 7.0),
+    **{
+        f"no number, {value!r}": ([plain(num_samples=1, x=value), plain(num_samples=1, x="other")], "x", value)
+        for value in ("text", {"mean_fwd_s": 1.0}, [1, 2], None)
+    },
+    "no number on another worker": ([plain(x=1.0), plain(x="?")], "x", 1.0),
+    "metric objects, merged before they are read": (OBJECTS, "hits", 7),
+    "truth values": ([plain(num_samples=1, done=True), plain(num_samples=3, done=False)], "done", 0.25),
+}
 
 
-def test_what_the_user_computed_counts_by_the_samples_beside_it() -> None:
-    assert merge([plain(num_samples=3, score=1.0), plain(num_samples=1, score=5.0)])["score"] == 2.0
+@pytest.mark.parametrize(("workers", "name", "expected"), MERGED.values(), ids=MERGED)
+def test_metrics_are_merged_by_name(workers: list[MetricSummary], name: str, expected: Any) -> None:
+    before = [dict(worker) for worker in workers]
+    assert repr(merge(workers)[name]) == repr(expected), "to the last bit, and NaN is NaN"
+    assert repr([dict(worker) for worker in workers]) == repr(before)
 
 
-def test_without_samples_workers_count_alike() -> None:
-    assert merge([plain(score=1.0), plain(score=2.0)])["score"] == 1.5
-
-
-@pytest.mark.parametrize("name", ["batch_count", "last_loss", "epoch"])
-def test_counters_and_last_values_are_plain_means(name: str) -> None:
-    merged = merge([plain(num_samples=9, loss=1.0, **{name: 4}), plain(num_samples=1, loss=1.0, **{name: 2})])
-    assert merged[name] == 3
-
-
-def test_a_metric_that_is_called_like_a_last_value_counts_by_its_samples() -> None:
-    merged = merge([averaged(3, last_token=(3.0, 3)), averaged(1, last_token=(5.0, 1))])
-    assert merged["last_token"] == 2.0
-    merged = merge([plain(num_samples=3, last_token=1.0), plain(num_samples=1, last_token=5.0)])
-    assert merged["last_token"] == 2.0
-
-
-def test_a_metric_beside_one_whose_last_value_it_might_be_counts_by_its_samples() -> None:
-    merged = merge([averaged(3, token=(3.0, 3), last_token=(3.0, 3)), averaged(1, token=(1.0, 1), last_token=(5.0, 1))])
-    assert merged["last_token"] == 2.0
-
-
-def test_nan_on_one_worker_stays_nan() -> None:
-    merged = merge([averaged(1, loss=(math.nan, 1)), averaged(1, loss=(1.0, 1))])
-    assert math.isnan(merged["loss"])
-
-
-def test_losses_without_bound_do_not_raise() -> None:
-    merged = merge([averaged(1, a=(math.inf, 1), b=(math.inf, 1)), averaged(1, a=(-math.inf, 1), b=(1.0, 1))])
-    assert math.isnan(merged["a"])
-    assert merged["b"] == math.inf
-
-
-def test_a_worker_without_samples_does_not_spoil_the_mean() -> None:
-    empty = MetricSummary({"num_samples": 0, "loss": math.nan}, {"loss": (0.0, 0)})
-    assert merge([empty, averaged(2, loss=(4.0, 2))])["loss"] == 2.0
-
-
-def test_nobody_had_a_sample() -> None:
-    assert math.isnan(merge([plain(num_samples=0, loss=1.0)])["loss"])
-
-
-def test_a_metric_that_one_worker_lacks_is_averaged_over_the_others() -> None:
-    merged = merge([plain(num_samples=2, a=1.0), plain(num_samples=2, a=3.0, b=7.0)])
-    assert (merged["a"], merged["b"]) == (2.0, 7.0)
+def test_samples_that_no_worker_counted_are_in_no_result() -> None:
+    assert "num_samples" not in merge([plain(loss=1.0), plain(loss=2.0)])
 
 
 def test_a_single_worker_reports_what_two_workers_with_the_same_share_would() -> None:
@@ -137,34 +139,6 @@ def test_a_single_worker_reports_what_two_workers_with_the_same_share_would() ->
 
 def test_names_come_in_the_order_in_which_they_are_first_met() -> None:
     assert list(merge([plain(b=1, num_samples=1), plain(a=1, c=1)])) == ["num_samples", "b", "a", "c"]
-
-
-@pytest.mark.parametrize("value", ["text", {"mean_fwd_s": 1.0}, [1, 2], None])
-def test_what_is_no_number_is_taken_from_the_first_worker(value: Any) -> None:
-    assert merge([plain(num_samples=1, x=value), plain(num_samples=1, x="other")])["x"] == value
-
-
-def test_one_worker_without_a_number_means_the_first_workers_value() -> None:
-    assert merge([plain(x=1.0), plain(x="?")])["x"] == 1.0
-
-
-def test_metric_objects_are_merged_before_they_are_read() -> None:
-    workers = [
-        MetricSummary({"num_samples": 1, "hits": 0.5}, objects={"hits": Counter(3)}),
-        MetricSummary({"num_samples": 1, "hits": 0.1}, objects={"hits": Counter(4)}),
-    ]
-    assert merge(workers)["hits"] == 7
-
-
-def test_booleans_become_shares() -> None:
-    merged = merge([plain(num_samples=1, done=True), plain(num_samples=3, done=False)])
-    assert merged["done"] == 0.25
-
-
-def test_the_workers_own_metrics_stay_as_they_are() -> None:
-    worker = averaged(2, loss=(4.0, 2))
-    merge([worker, worker])
-    assert worker == {"num_samples": 2, "loss": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,22 @@
-"""The controller with a scripted group, without Ray.
+"""What a program sees of the controller: values, errors, events, and when workers are replaced or left alone.
 
-Covers `raysgd.engine.lifecycle` and `raysgd.engine.recovery`: a scripted group shows what they do.
+That nothing is lost, that retries are paid for, and that nothing is left over, `tests/simulator` checks whatever
+happens. Here is what it does not ask: words, and what is not done.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
-from threading import Thread
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.policies import RetryBudget, ScalingPolicy
+from raysgd.engine.policies import RetryBudget
 from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, World
 from raysgd.exceptions import (
     RanksDifferError,
@@ -26,811 +25,388 @@ from raysgd.exceptions import (
     WorkerError,
     WorkersLostError,
 )
-from tests.helpers.fakes import (
-    WORDS,
-    CountingReplica,
-    Denied,
-    Event,
-    FakeClock,
-    FakeCluster,
-    FakeGroup,
-    Interrupted,
-    Lost,
-    NullConnection,
-    Raised,
-    ShutDown,
-    Stopper,
-    add,
-    read,
-)
+from tests.engine.trainer import RESTARTS, Befall, Trainer, befalls, die, dies, in_note, press_ctrl_c
+from tests.simulator.replica import SimReplica, look
 
 HOURS = 3600.0
-
-
-class Trainer:
-    """A front end without words: a controller over a fake cluster."""
-
-    def __init__(
-        self,
-        cluster: FakeCluster | None = None,
-        *,
-        is_large: bool = False,
-        use_local: bool = False,
-        captures: bool = True,
-        snapshot_every_s: float = 0.0,
-        max_workers: int = 3,
-        start_budget: RetryBudget | None = None,
-        **scaling: Any,
-    ) -> None:
-        self.cluster = cluster or FakeCluster()
-        self.clock = FakeClock()
-        self.controller = ElasticController(
-            GroupSpec(
-                NullConnection(),
-                partial(CountingReplica, is_large=is_large),
-                use_local=use_local,
-                captures=captures,
-                snapshot_every_s=snapshot_every_s,
-                words=WORDS,
-            ),
-            ScalingPolicy(max_workers, num_local=int(use_local), **scaling),
-            make_group=self.cluster.make_group,
-            view=lambda: self.cluster.view(),
-            clock=self.clock.as_clock(),
-            start_budget=start_budget,
-        )
-
-    def start(self) -> Trainer:
-        self.controller.start()
-        return self
-
-    def add(self, amount: float, max_retries: int = 3) -> list[float]:
-        call = Call(add, lambda worlds: [(amount,)] * len(worlds), changes_state=True)
-        return self.controller.run(call, max_retries=max_retries)
-
-    def read(self, max_retries: int = 3) -> list[tuple[float, int]]:
-        return self.controller.run(Call(read), max_retries=max_retries)
-
-    @property
-    def group(self) -> FakeGroup:
-        """The group that was made last."""
-        return self.cluster.groups[-1]
-
-    @property
-    def last_event(self) -> tuple[str, int, int, str]:
-        event = self.controller.history.events[-1]
-        return event.kind, event.old_size, event.new_size, event.cause
-
-    @property
-    def waited_for(self) -> list[tuple[int, float]]:
-        """For how many workers it waited, and for how long at most, each time."""
-        return [
-            (each.first_size, each.slots.awaited_s) for each in self.cluster.groups if each.slots.awaited_s is not None
-        ]
-
-    def next_calls(self, *events: Event) -> None:
-        self.cluster.calls = deque(events)
-
-
-def started(*args: Any, **options: Any) -> Trainer:
-    return Trainer(*args, **options).start()
 
 
 # -------------------------------------------------------------------------------------------- plain calls
 
 
-def test_values_come_back_in_rank_order() -> None:
-    def rank_times(replica: CountingReplica, factor: int) -> int:
-        return replica.world.rank * factor
-
-    call = Call(rank_times, lambda worlds: [(10 + world.rank,) for world in worlds])
-    assert started().controller.run(call, max_retries=0) == [0, 11, 24]
+def times(replica: SimReplica, factor: int) -> int:
+    return replica.world.rank * factor
 
 
-def test_the_set_up_answers_are_kept_as_facts() -> None:
-    assert started().controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+def test_a_call_runs_on_its_ranks_with_their_arguments_and_values_come_in_rank_order() -> None:
+    controller = Trainer().started().controller
+    call = Call(times, lambda worlds: [(10 + world.rank,) for world in worlds])
+    assert controller.run(call) == [0, 11, 24]
+    assert controller.run(replace(call, rank=1)) == [11]
+    assert controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
 
 
-def test_a_call_for_one_rank_reaches_only_that_rank() -> None:
-    def who(replica: CountingReplica) -> int:
-        return replica.world.rank
-
-    assert started().controller.run(Call(who, rank=1), max_retries=0) == [1]
-
-
-def test_the_driver_hears_a_tick_while_it_waits() -> None:
-    ticks: list[None] = []
-    started().controller.run(Call(read, on_wait=lambda: ticks.append(None)), max_retries=0)
-    assert ticks == [None]
+def test_no_call_of_another_thread_comes_between_those_of_a_turn() -> None:
+    trainer = Trainer().started()
+    with trainer.controller.turns.take_turn():
+        trainer.note(1)
+        other = trainer.kernel.run_thread(lambda: trainer.note(10))
+        trainer.kernel.sleep(5.0)
+        assert trainer.note(2)[0] == (1, 2)
+    trainer.kernel.block(lambda: other.is_over)
+    assert trainer.look()[0] == (1, 2, 10)
 
 
 # -------------------------------------------------------------------------------------------- lost workers
 
 
-def test_after_a_death_new_workers_run_the_call_again_from_the_last_state() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
-    assert trainer.add(10) == [11, 11, 11]
-    assert trainer.cluster.sizes == [3, 3]
-    assert trainer.cluster.groups[0].ended_by == "kill"
-    assert trainer.controller.history.num_failures == 1
-
-
-def test_a_smaller_cluster_gives_a_smaller_group_and_the_arguments_are_made_anew_for_it() -> None:
-    trainer = started()
-    sizes: list[int] = []
-
-    def args_for(worlds: Sequence[World]) -> list[tuple[float]]:
-        sizes.append(len(worlds))
-        return [(1.0,)] * len(worlds)
-
-    def shrink(replica: CountingReplica, amount: float) -> float:
-        trainer.cluster.num_slots = 2
-        return add(replica, amount)
-
-    trainer.next_calls(Lost((2,)))
-    values = trainer.controller.run(Call(shrink, args_for, changes_state=True), max_retries=1)
-    assert values == [1, 1]
-    assert sizes == [3, 2]
-    assert trainer.controller.num_workers == 2
-    assert trainer.controller.facts == ["rank 0 of 2", "rank 1 of 2"]
-
-
-@pytest.mark.parametrize("max_retries", [0, 1, 3])
-def test_the_budget_is_the_number_of_new_starts_of_one_call(max_retries: int) -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(*[Lost((1,))] * (max_retries + 1))
-    words = r".*\(words for spent retries\)$"
-    with pytest.raises(WorkersLostError, match=f"lost rank 1.*the {max_retries} allowed retries{words}"):
-        trainer.add(1, max_retries)
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_a_loss_too_many_is_told_with_what_is_left(max_retries: int) -> None:
+    trainer = Trainer(**RESTARTS).started()
+    trainer.note(1)
+    deaths = befalls(die, 1, at="note", nth=range(1, 10))
+    told = rf"(?s)^lost rank 1 .*the {max_retries} allowed retries of this call are used up.*too little memory"
+    with pytest.raises(WorkersLostError, match=told + r".*\(words for spent retries\)$"):
+        trainer.note(10, deaths, max_retries=max_retries)
+    assert trainer.num_started == 3 * (1 + max_retries)
     assert trainer.controller.history.num_failures == max_retries
-    assert len(trainer.cluster.groups) == 1 + max_retries
-    assert not trainer.group.is_alive
     last = trainer.controller.history.events[-1]
     assert (last.kind, last.old_size, last.new_size, last.detail) == ("lost", 3, 0, "(what is left)")
     assert last.cause.startswith("lost rank 1")
 
 
-def test_a_failed_call_chains_what_the_worker_said() -> None:
-    trainer = started()
-    trainer.next_calls(Lost((1,)))
-    with pytest.raises(WorkersLostError) as caught:
-        trainer.add(1, max_retries=0)
-    assert str(caught.value.__cause__) == "the process is gone"
-    assert str(caught.value).startswith("lost rank 1")
-
-
-def test_after_a_spent_budget_the_next_call_goes_on_from_the_last_state() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_after_it_the_state_can_be_had_without_workers_and_the_next_call_goes_on_from_there(is_touched: bool) -> None:
+    """Also where an evaluation drew random numbers since: they are lost with the workers, the state is not."""
+    trainer = Trainer(**RESTARTS).started()
+    trainer.note(1)
+    if is_touched:
+        trainer.controller.snapshots.touch()
     with pytest.raises(WorkersLostError):
-        trainer.add(10, max_retries=0)
-    assert trainer.controller.snapshot().shared_state == 1
-    assert len(trainer.cluster.groups) == 1, "the state can be had without workers"
-    assert trainer.add(100, max_retries=0) == [101, 101, 101]
-
-
-def test_the_last_state_can_be_had_without_workers_also_if_something_was_done_to_them_since() -> None:
-    """As by an evaluation, which draws random numbers: they are lost with the workers, the state is not."""
-    trainer = started()
-    trainer.add(1)
-    trainer.controller.snapshots.touch()
-    trainer.cluster.num_slots = 0
-    trainer.next_calls(Lost((0, 1, 2)))
-    with pytest.raises(WorkersLostError, match="Too few workers can be had"):
-        trainer.add(10)
-    waited = len(trainer.clock.sleeps)
-    assert trainer.controller.snapshot().shared_state == 1
-    assert len(trainer.clock.sleeps) == waited, "it looked for no workers"
+        trainer.note(10, in_note(die, 1), max_retries=0)
+    assert trainer.controller.snapshot().shared_state.noted == (1,)
+    assert (trainer.num_started, trainer.controller.num_workers) == (3, 3)
+    assert trainer.note(2, max_retries=0) == [(1, 2)] * 3
+    assert trainer.kinds == ["lost", "restarted"]
 
 
 def test_a_recovery_says_what_was_lost_and_how_the_size_changed(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = started()
-    trainer.next_calls(Lost((2,)))
+    trainer = Trainer(nodes=(2, 1), **RESTARTS).started()
     with caplog.at_level(logging.INFO, logger="raysgd"):
-        trainer.add(1)
-    [line] = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
-    cause = "lost rank 2 (RuntimeError: the process is gone)"
-    resumed = "restarted all workers and resumed with 3 workers after 0.00 s"
-    assert line == f"{cause}; {resumed}; from the last completed call"
+        trainer.note(1, in_note(trainer.lose_node("n1"), 2))
+    [line] = [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()]
+    assert line.startswith("lost rank 2 (")
+    assert "; restarted all workers and resumed with 2 instead of 3 workers after " in line
+    assert line.endswith(" s; from the last completed call")
 
 
 # -------------------------------------------------------------------------------------------- user errors
 
+ENDED = (
+    "The workers were ended, because they are not in the same state any more. The next call starts new ones, from the "
+    "last completed call."
+)
 
-def test_an_exception_of_the_user_is_raised_at_once_as_its_own_class() -> None:
-    trainer = started()
-    trainer.next_calls(Raised(1, ZeroDivisionError("by zero")))
-    with pytest.raises(ZeroDivisionError, match=r"by zero\n  raised at model.py:7.*\n  on rank 1") as caught:
-        trainer.add(1)
+
+@pytest.mark.parametrize(
+    ("call", "ranks", "at", "parted"),
+    [
+        ("note", (0, 1, 2), "noted", None),
+        ("note", (1,), "noted", "elsewhere"),
+        ("walk", (1,), "step", "inside the call"),
+        ("walk", (0, 1, 2), "step", None),
+    ],
+)
+def test_after_an_exception_workers_are_kept_only_if_all_failed_alike(
+    call: str, ranks: tuple[int, ...], at: str, parted: str | None
+) -> None:
+    trainer = Trainer().started()
+    trainer.note(1)
+    group = trainer.group
+    with pytest.raises(ZeroDivisionError, match="by zero") as caught:
+        getattr(trainer, call)(2, befalls(ZeroDivisionError("by zero"), *ranks, at=at, nth=[1]))
     assert isinstance(caught.value, WorkerError)
-    assert trainer.group.functions == ["add"]
+    assert str(caught.value).splitlines()[0] == "ZeroDivisionError: by zero"
+    assert (ENDED in str(caught.value)) == (ENDED in str(pickle.loads(pickle.dumps(caught.value)))) == bool(parted)
+    assert (trainer.controller.group is group) == (parted is None)
+    if parted is not None:
+        cause = f"rank 1 raised ZeroDivisionError while others were {parted}"
+        assert trainer.last_event == ("ended", 3, 0, cause)
+    is_changed = call == "note" and parted is None
+    assert trainer.controller.snapshot().shared_state.noted == ((1, 2) if is_changed else (1,))
     assert trainer.controller.history.num_failures == 0
-
-
-def test_a_group_that_answered_on_every_rank_is_kept_after_an_exception() -> None:
-    trainer = started()
-    trainer.next_calls(Raised(1, ValueError("x")))
-    with pytest.raises(ValueError, match="x"):
-        trainer.add(1)
-    assert trainer.group.is_alive
-    trainer.read(max_retries=0)
-    assert len(trainer.cluster.groups) == 1
-
-
-def test_a_group_with_a_rank_that_is_stuck_is_given_up_and_replaced_from_the_last_state() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Raised(1, ValueError("x"), others_answered=False))
-    with pytest.raises(ValueError, match="x"):
-        trainer.add(10)
-    assert not trainer.group.is_alive
-    assert trainer.last_event == ("ended", 3, 0, "rank 1 raised ValueError while others were inside the call")
-    assert trainer.read(max_retries=0) == [(1, 1)] * 3
-    assert trainer.controller.history.num_failures == 0
-
-
-def test_what_a_failed_call_left_behind_is_the_state_when_the_group_is_kept() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Raised(1, ValueError("early stop")))
-    with pytest.raises(ValueError, match="early stop"):
-        trainer.add(10)
-    assert trainer.controller.snapshot().shared_state == 11  # rank 0 did its part
 
 
 def test_a_failed_call_that_changes_nothing_leaves_the_snapshot_as_it_is() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Raised(1, ValueError("x")))
+    trainer = Trainer().started()
+    trainer.note(1)
+    before = trainer.controller.snapshot()
     with pytest.raises(ValueError, match="x"):
-        trainer.read()
-    trainer.controller.snapshot()
-    assert trainer.group.functions == ["add", "read"]
+        trainer.look(befalls(ValueError("x"), 1, at="look", nth=[1]))
+    trainer.expect()
+    assert trainer.controller.snapshot() == before
+    assert not trainer.seen, "no worker was asked"
 
 
-def test_an_exception_while_new_workers_are_set_up_is_raised_not_retried() -> None:
-    trainer = started()
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.starts.append(Raised(0, KeyError("data")))
+@pytest.mark.parametrize("method", ["setup", "restore"])
+def test_an_exception_while_replicas_are_made_again_is_raised_and_leaves_no_group(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("weight")
+
+    trainer = Trainer(**RESTARTS).started()
+    trainer.note(1)
+    monkeypatch.setattr(SimReplica, method, fail)
     with pytest.raises(KeyError):
-        trainer.add(1)
-    assert len(trainer.cluster.groups) == 2
+        trainer.note(2, in_note(die, 1))
+    monkeypatch.undo()
+    assert (trainer.controller.group, trainer.num_started) == (None, 6)
+    assert trainer.note(3) == [(1, 3)] * 3
 
 
-def test_an_exception_while_the_state_is_restored_is_raised_and_the_group_given_up() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.restores.append(Raised(0, KeyError("weight")))
-    with pytest.raises(KeyError):
-        trainer.add(1)
-    assert not trainer.group.is_alive
-    assert trainer.add(1) == [2, 2, 2]
+def test_an_exception_in_the_first_set_up_is_raised_at_once() -> None:
+    trainer = Trainer()
+    with pytest.raises(FileNotFoundError, match="no data"):
+        trainer.started(befalls(FileNotFoundError("no data"), 2, at="built", nth=[1]))
+    assert trainer.num_started == 3
 
 
 # -------------------------------------------------------------------------------------------- interruptions
 
 
-def test_an_interrupted_group_is_given_up_and_the_next_call_starts_from_the_last_state() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.add(10)
-    assert trainer.cluster.groups[0].ended_by == "kill"
-    assert trainer.last_event == ("ended", 3, 0, "KeyboardInterrupt")
-    assert trainer.add(100) == [101, 101, 101]
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("the terminal is gone")], ids=repr)
+def test_what_is_raised_in_the_driver_gives_the_group_up(error: BaseException) -> None:
+    def on_wait() -> None:
+        raise error
+
+    trainer = Trainer().started()
+    trainer.note(1)
+    with pytest.raises((KeyboardInterrupt, OSError)) as caught:
+        trainer.controller.run(replace(trainer.walking(10), on_wait=on_wait))
+    assert trainer.last_event == ("ended", 3, 0, caught.type.__name__)
+    assert trainer.controller.group is None, "nothing is started before the next call"
+    assert trainer.note(2) == [(1, 2)] * 3
     assert trainer.controller.history.num_failures == 0
 
 
-def interrupt(*args: Any, **kwargs: Any) -> Any:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("asked", "max_retries"), [("ask_beside", 3), ("answering", 0)], ids=["who is stuck", "who is lost"]
-)
-def test_a_group_is_given_up_where_the_driver_is_interrupted_while_it_asks_about_a_loss(
-    asked: str, max_retries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some ranks have completed the call, and some have not."""
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((1,), "disconnected"))
-    monkeypatch.setattr(trainer.group, asked, interrupt)
+def test_ctrl_c_while_a_loss_is_mended_is_told_with_it() -> None:
+    trainer = Trainer(**RESTARTS).started()
+    trainer.note(1)
     with pytest.raises(KeyboardInterrupt):
-        trainer.add(10, max_retries)
-    assert trainer.group.ended_by == "kill"
-    assert trainer.last_event == ("ended", 3, 0, "KeyboardInterrupt")
-    assert trainer.add(100) == [101, 101, 101]
-
-
-def test_a_group_is_given_up_where_the_driver_is_interrupted_while_a_copy_from_it_is_awaited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trainer = Trainer(is_large=True).start()
-    trainer.add(1)
-    trainer.cluster.transfer_s = HOURS
-    trainer.add(10)
-    trainer.next_calls(Lost((1,)))
-    keeper = trainer.controller.snapshots
-    poll = keeper.poll
-    monkeypatch.setattr(keeper, "poll", lambda timeout_s=0.0: (interrupt if timeout_s else poll)())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.add(100)
-    monkeypatch.undo()
-    assert trainer.group.ended_by == "kill"
+        trainer.note(10, in_note(die, 1), befalls(press_ctrl_c, 0, at="built", nth=[1]))
     kind, old_size, new_size, cause = trainer.last_event
     assert (kind, old_size, new_size) == ("ended", 3, 0)
+    assert cause.startswith("lost rank 1")
     assert cause.endswith("; KeyboardInterrupt")
-    assert trainer.add(1000) == [1011, 1011, 1011]
+    assert trainer.note(2) == [(1, 2)] * 3
 
 
-def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
-    def on_wait() -> None:
-        raise OSError("the terminal is gone")
-
-    trainer = started()
-    with pytest.raises(OSError, match="terminal"):
-        trainer.controller.run(Call(read, on_wait=on_wait), max_retries=3)
-    assert not trainer.group.is_alive
-    assert trainer.last_event == ("ended", 3, 0, "OSError")
-
-
-@pytest.mark.parametrize(("error_cls", "kept"), [(ArithmeticError, 3), (RanksDifferError, 1)])
-def test_values_that_do_not_pass_the_check_of_their_call_do_not_count(error_cls: type[Exception], kept: int) -> None:
+@pytest.mark.parametrize(("error_cls", "kept"), [(ArithmeticError, (1, 2)), (RanksDifferError, (1,))])
+def test_values_that_do_not_pass_the_check_of_their_call_do_not_count(
+    error_cls: type[Exception], kept: tuple[int, ...]
+) -> None:
     """Nor do calls since the last snapshot, where ranks may have parted in any of them."""
 
-    def refuse(values: Sequence[float]) -> None:
-        raise error_cls(f"{values}")
+    def refuse(values: Sequence[Any]) -> None:
+        raise error_cls(f"{values[0].noted}")
 
-    trainer = started(snapshot_every_s=3600.0)
-    trainer.add(1)
-    trainer.add(2)
-    call = Call(add, lambda worlds: [(10,)] * len(worlds), changes_state=True, check=refuse)
-    with pytest.raises(error_cls, match="13"):
-        trainer.controller.run(call, max_retries=3)
+    trainer = Trainer(snapshot_every_s=HOURS).started()
+    trainer.note(1)
+    trainer.note(2)
+    with pytest.raises(error_cls, match=r"\(1, 2, 10\)"):
+        trainer.controller.run(replace(trainer.noting(10), check=refuse))
     assert trainer.last_event == ("ended", 3, 0, error_cls.__name__)
-    assert trainer.add(100) == [100 + kept] * 3
+    assert trainer.note(3) == [(*kept, 3)] * 3
 
 
 def test_arguments_that_cannot_be_made_leave_the_group_alone() -> None:
     def args_for(worlds: Sequence[World]) -> Sequence[Sequence[Any]]:
         raise ValueError("no shards")
 
-    trainer = started()
+    trainer = Trainer().started()
+    group = trainer.group
     with pytest.raises(ValueError, match="no shards"):
-        trainer.controller.run(Call(read, args_for), max_retries=3)
-    assert trainer.group.is_alive
+        trainer.controller.run(Call(look, args_for))
+    assert trainer.controller.group is group
 
 
-def test_the_driver_as_the_only_worker_is_kept_as_the_interruption_left_it() -> None:
-    trainer = started(FakeCluster(), use_local=True, max_workers=1, captures=False)
-    trainer.add(1)
-    assert trainer.controller.snapshot().shared_state == 1
-    trainer.group.replicas[0].total = 5  # how far it came
-    trainer.next_calls(Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.add(10)
-    assert trainer.group.is_alive
+def alone() -> Trainer:
+    """The driver as the only worker."""
+    return Trainer(num_workers=1, nodes=(1,), use_local=True, spec={"captures": False}).started()
+
+
+@pytest.mark.parametrize("ends", ["interrupted", "failed"])
+def test_the_driver_as_the_only_worker_is_kept_as_it_was_left(ends: str) -> None:
+    trainer = alone()
+    act = press_ctrl_c if ends == "interrupted" else ZeroDivisionError("by zero")
+    with pytest.raises((KeyboardInterrupt, ZeroDivisionError)) as caught:
+        trainer.walk(5, befalls(act, 0))
+    assert ENDED not in str(caught.value)
     assert trainer.last_event[0] == "started", "nobody was ended"
-    assert trainer.controller.snapshot().shared_state == 5
+    assert trainer.controller.snapshot().shared_state.steps == 2
 
 
-def test_an_interruption_while_the_state_is_restored_leaves_no_group_without_it() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.restores.append(Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.add(10)
-    assert not trainer.group.is_alive
-    kind, old_size, new_size, cause = trainer.last_event
-    assert (kind, old_size, new_size) == ("ended", 3, 0)
-    assert cause.startswith("lost rank 1")
-    assert cause.endswith("; KeyboardInterrupt")
-    assert trainer.add(100) == [101, 101, 101]
-
-
-def test_an_interruption_while_waiting_for_resources_loses_nothing() -> None:
-    trainer = started()
-    trainer.add(1)
-    trainer.next_calls(Lost((0,)))
-    trainer.cluster.num_taken = 3
-    trainer.clock.at_sleep = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        trainer.add(10)
-    assert trainer.last_event[0] == "ended"
-    assert "lost rank 0" in trainer.last_event[3]
-    trainer.clock.at_sleep = lambda seconds: None
-    trainer.cluster.num_taken = 0
-    assert trainer.add(100) == [101, 101, 101]
+def test_a_call_that_the_driver_alone_works_on_ends_by_itself_and_keeps_its_result() -> None:
+    trainer = alone()
+    assert trainer.walk(5, befalls(trainer.stop, 0)) == [5]
+    assert (trainer.controller.is_stopped, trainer.controller.group) == (True, None)
 
 
 # -------------------------------------------------------------------------------------------- starting
 
 
-def test_the_first_start_has_the_full_number_whatever_seems_to_be_free() -> None:
-    trainer = started(FakeCluster(num_slots=0))
-    assert trainer.cluster.sizes == [3]
-
-
-def test_a_worker_that_dies_while_starting_is_tried_again() -> None:
-    cluster = FakeCluster(starts=deque([Lost((0,)), Lost((1, 2))]))
-    trainer = started(cluster)
-    assert len(cluster.groups) == 3
-    assert trainer.add(1) == [1, 1, 1]
-    assert trainer.controller.history.num_failures == 0
-
-
-def test_after_some_deaths_starting_ends_with_a_runtime_error() -> None:
-    cluster = FakeCluster(starts=deque([Lost((0,))] * 10))
-    with pytest.raises(RuntimeError, match="a worker process died, and the 3 allowed retries"):
-        started(cluster)
-    assert len(cluster.groups) == 4
+def test_the_first_start_waits_for_the_full_number_and_no_longer_than_told() -> None:
+    trainer = Trainer(nodes=(2,))
+    began = trainer.kernel.now
+    with pytest.raises(ReservationTimeoutError):
+        trainer.started()
+    assert (trainer.kernel.now - began, trainer.num_started) == (pytest.approx(20, abs=1), 0)
 
 
 @pytest.mark.parametrize("num_restarts", [0, 2])
 def test_a_budget_for_starts_is_what_they_cost(num_restarts: int) -> None:
-    cluster, budget = FakeCluster(starts=deque([Lost((0,))] * 10)), RetryBudget(num_restarts)
-    with pytest.raises(WorkersLostError, match=f"the {num_restarts} allowed retries are used up"):
-        started(cluster, start_budget=budget)
-    assert len(cluster.groups) == 1 + num_restarts
+    budget = RetryBudget(num_restarts)
+    trainer = Trainer(start_budget=budget, **RESTARTS)
+    told = f"start-up failed.*the {num_restarts} allowed retries are used up"
+    with pytest.raises(WorkersLostError, match=told):
+        trainer.started(dies(0, at="built", nth=range(1, 11)))
+    assert trainer.num_started == 3 * (1 + num_restarts)
     assert (budget.num_spent, budget.num_refused) == (num_restarts, 1)
 
 
 def test_a_start_on_what_there_is_room_for_costs_the_same() -> None:
     budget = RetryBudget(1)
-    trainer = Trainer(FakeCluster(2, starts=deque([Lost((0,))])), start_budget=budget)
-    trainer.controller.start(as_fits=True)
-    assert (trainer.cluster.sizes, budget.num_spent) == ([2, 2], 1)
-    assert [event.kind for event in trainer.controller.history.events] == ["started"]
+    trainer = Trainer(nodes=(2,), start_budget=budget, **RESTARTS)
+    trainer.started(dies(0, at="built", nth=[1]), as_fits=True)
+    assert (trainer.num_started, budget.num_spent) == (4, 1)
+    [event] = trainer.controller.history.events
+    assert (event.kind, event.old_size, event.new_size) == ("started", 3, 2)
 
 
 def test_without_an_end_of_the_budget_a_start_is_tried_until_it_works() -> None:
-    cluster, budget = FakeCluster(starts=deque([Lost((0,))] * 10)), RetryBudget(float("inf"))
-    trainer = started(cluster, start_budget=budget)
-    assert (len(cluster.groups), budget.num_spent) == (11, 10)
-    trainer.next_calls(Lost((1,)))
-    cluster.starts = deque([Lost((0,))] * 20)  # more than the attempts to find room, which these are not
-    assert trainer.controller.run(Call(read), budget=budget) == [(0, 0)] * 3
-    assert (len(cluster.groups), budget.num_spent) == (32, 31)
-    first = trainer.controller.history.events[0]
-    assert (first.kind, first.old_size, first.new_size) == ("started", 0, 3)
+    budget = RetryBudget(float("inf"))
+    trainer = Trainer(start_budget=budget, **RESTARTS).started(dies(0, at="built", nth=range(1, 11)))
+    assert (trainer.num_started, budget.num_spent) == (33, 10)
+    # More than the attempts to find room, which these are not.
+    trainer.look(dies(1, at="look", nth=[1]), dies(0, at="built", nth=range(1, 21)), budget=budget)
+    assert (trainer.num_started, budget.num_spent) == (96, 31)
 
 
 def test_deaths_at_the_start_of_new_workers_are_paid_for_out_of_what_the_loss_has_left() -> None:
     budget = RetryBudget(3)
-    trainer = started(start_budget=budget)
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.starts = deque([Lost((0,)), Lost((2,)), Lost((1,)), Lost((0,))])
+    trainer = Trainer(start_budget=budget, **RESTARTS).started()
     with pytest.raises(WorkersLostError, match="start-up failed"):
-        trainer.controller.run(Call(read), budget=budget)
-    assert len(trainer.cluster.groups) == 1 + 3
-    assert (budget.num_spent, budget.num_refused) == (3, 1)
-    budget.renew()
-    trainer.cluster.starts = deque([Denied(), Lost((0,))])
-    assert trainer.controller.run(Call(read), budget=budget) == [(0, 0)] * 3
-    assert budget.num_spent == 1, "it costs nothing that somebody else was faster"
+        trainer.look(dies(1, at="look", nth=[1]), dies(0, at="built", nth=range(1, 5)), budget=budget)
+    assert (trainer.num_started, budget.num_spent, budget.num_refused) == (12, 3, 1)
 
 
-def test_an_exception_in_the_first_set_up_is_raised_at_once() -> None:
-    cluster = FakeCluster(starts=deque([Raised(2, FileNotFoundError("no data"))]))
-    with pytest.raises(FileNotFoundError, match="no data"):
-        started(cluster)
-    assert len(cluster.groups) == 1
-
-
-def test_a_first_reservation_that_is_not_granted_is_an_error() -> None:
-    cluster = FakeCluster(starts=deque([Denied()]))
-    with pytest.raises(TimeoutError):
-        started(cluster)
-    assert len(cluster.groups) == 1
+def test_new_groups_are_tried_only_so_often() -> None:
+    trainer = Trainer(scaling={"num_attempts": 4}, **RESTARTS).started()
+    deaths = dies(0, at="built", nth=range(1, 11))
+    with pytest.raises(WorkersLostError, match=r"No group could be started in 4 attempts after: lost rank 1"):
+        trainer.note(1, in_note(die, 1), deaths)
+    assert trainer.num_started == 3 * 5
 
 
 # -------------------------------------------------------------------------------------------- waiting
 
 
-def starved(trainer: Trainer) -> Trainer:
-    """The last death took all slots with it."""
-    trainer.next_calls(Lost((0, 1, 2)))
-    trainer.cluster.num_slots = 0
-    return trainer
+def lose_all(trainer: Trainer) -> Befall:
+    return in_note(trainer.lose_node("n0"), 0)
 
 
-def test_without_resources_the_waits_double_until_it_gives_up() -> None:
-    trainer = starved(started())
-    with pytest.raises(WorkersLostError):
-        trainer.add(1)
-    assert trainer.clock.sleeps == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-
-
-def test_while_it_waits_it_asks_for_as_many_workers_as_it_needs_and_no_longer() -> None:
-    trainer = starved(started(min_workers=2))
-    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", len(trainer.clock.sleeps))
-    trainer.add(1)
-    assert trainer.waited_for == [(2, 1), (2, 2)]
-    assert trainer.cluster.sizes == [3, 2]
-    assert trainer.group.slots.num_asked == 1, "for the one that is missing still"
-
-
-def test_giving_up_says_what_was_asked_for_and_what_there_is() -> None:
-    trainer = starved(started(num_attempts=2))
+def test_giving_up_says_what_was_requested_and_the_next_call_looks_again() -> None:
+    trainer = Trainer().started()
+    trainer.note(1)
+    began = trainer.kernel.now
     with pytest.raises(WorkersLostError) as caught:
-        trainer.add(1)
+        trainer.note(2, lose_all(trainer))
+    assert trainer.kernel.now - began == pytest.approx(1 + 2 + 4 + 8 + 16 + 32 + 3 * 60, abs=20)
     message = str(caught.value)
-    assert "0 of at least 1 workers fit after 2 attempts" in message
+    assert "0 of at least 1 workers fit after 10 attempts" in message
     assert "requested:  3 x {'CPU': 1.0}" in message
-    assert "node 10.0.0.1:  free {'CPU': 0.0} of {'CPU': 0.0}" in message
     assert message.endswith("\n(words for too few workers)")
+    with pytest.raises(WorkersLostError):
+        trainer.note(2)
+    trainer.add_node(3)
+    assert trainer.note(3) == [(1, 3)] * 3
+    assert (trainer.kinds, trainer.controller.history.num_failures) == (["lost", "lost", "restarted"], 0)
 
 
-def test_after_giving_up_the_state_is_there_and_the_next_call_looks_again() -> None:
-    trainer = started(num_attempts=2)
-    trainer.add(1)
-    starved(trainer)
-    for _ in range(2):
-        with pytest.raises(WorkersLostError):
-            trainer.add(10)
-    assert trainer.controller.snapshot().shared_state == 1
-    trainer.cluster.num_slots = 3
-    assert trainer.add(100) == [101, 101, 101]
-    assert trainer.controller.history.num_failures == 0, "nothing was tried again"
-    assert [event.kind for event in trainer.controller.history.events] == ["started", "lost", "lost", "restarted"]
+def test_while_it_waits_it_requests_as_many_workers_as_it_needs_and_no_longer() -> None:
+    trainer = Trainer(min_workers=2, **RESTARTS).started()
+    trainer.kernel.after(20.0, lambda: trainer.add_node(2))
+    began = trainer.kernel.now
+    assert trainer.note(1, lose_all(trainer)) == [(1,)] * 2
+    assert trainer.kernel.now - began == pytest.approx(21, abs=2)
 
 
-def test_the_view_gets_a_moment_to_catch_up_with_what_was_given_back() -> None:
-    trainer = started()
-    late: list[ClusterView] = []
-    view_now = trainer.cluster.view
+@pytest.mark.parametrize(
+    ("is_settling", "settles_after_s", "size"), [(False, 0.5, 3), (False, HOURS, 1), (True, 4.0, 3), (True, HOURS, 1)]
+)
+def test_what_was_given_back_and_is_not_seen_as_free_yet_is_waited_for_within_reason(
+    is_settling: bool, settles_after_s: float, size: int
+) -> None:
+    trainer = Trainer(**RESTARTS).started()
+    asked: list[float] = []
 
     def view() -> ClusterView:
-        late.append(view_now())
-        trainer.cluster.num_taken = 0 if len(late) >= 3 else 2  # Ray still counts the dead as holders
-        return late[-1]
+        asked.append(trainer.kernel.now)
+        [node] = trainer.cluster.view().nodes
+        if asked[-1] < asked[0] + settles_after_s:
+            node = replace(node, available={"CPU": 1.0}, is_settling=is_settling)
+        return ClusterView((node,))
 
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.view = view  # type: ignore[method-assign]
-    trainer.cluster.num_taken = 2
-    assert trainer.add(1) == [1, 1, 1]
-    assert 0 < sum(trainer.clock.sleeps) <= 1
-
-
-def test_when_others_hold_resources_the_view_is_taken_as_it_is_after_a_second() -> None:
-    trainer = started()
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.num_taken = 1
-    assert trainer.add(1) == [1, 1]
-    assert sum(trainer.clock.sleeps) == pytest.approx(1, abs=0.1)
-
-
-@pytest.mark.parametrize(("settles_after_s", "size"), [(4.0, 3), (HOURS, 1)])
-def test_what_was_given_back_and_is_not_free_yet_is_waited_for_within_reason(settles_after_s: float, size: int) -> None:
-    trainer = started()
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.num_taken, trainer.cluster.is_settling = 2, True
-
-    def settle(seconds: float) -> None:
-        if sum(trainer.clock.sleeps) >= settles_after_s:
-            trainer.cluster.num_taken, trainer.cluster.is_settling = 0, False
-
-    trainer.clock.at_sleep = settle
-    assert trainer.add(1) == [1] * size
-    assert sum(trainer.clock.sleeps) == pytest.approx(min(10, settles_after_s), abs=0.1)
-
-
-@pytest.mark.parametrize("event", [Lost((0,)), Denied()])
-def test_new_groups_are_tried_only_so_often(event: Event) -> None:
-    trainer = started(num_attempts=4)
-    trainer.next_calls(Lost((1,)))
-    trainer.cluster.starts = deque([event] * 10)
-    with pytest.raises(WorkersLostError, match="No group could be started in 4 attempts after: lost rank 1"):
-        trainer.add(1)
-    assert len(trainer.cluster.groups) == 5
+    trainer.controller.view = view
+    assert trainer.note(1, in_note(die, 1)) == [(1,)] * size
+    most_s = 10.0 if is_settling else 1.0
+    assert asked[-1] - asked[0] == pytest.approx(min(most_s, settles_after_s), abs=0.1)
 
 
 # -------------------------------------------------------------------------------------------- growing
 
 
-def shrunk(trainer: Trainer, num_slots: int = 2) -> Trainer:
-    """A trainer that lost a worker together with its place."""
-    trainer.cluster.num_slots = num_slots
-    trainer.next_calls(Lost((2,)))
-    trainer.add(1)
-    trainer.clock.sleeps.clear()
-    return trainer
-
-
-def test_a_shrunk_group_grows_when_there_is_room_and_spends_no_retry() -> None:
-    trainer = shrunk(started())
-    assert trainer.controller.num_workers == 2
-    trainer.cluster.num_slots = 3
-    assert trainer.add(10, max_retries=0) == [11, 11, 11]
-    assert trainer.cluster.sizes == [3, 2, 3]
-    assert trainer.controller.history.num_failures == 1
-
-
-def test_a_group_that_would_gain_nobody_is_left_alone() -> None:
-    trainer = shrunk(started())
-    for _ in range(3):
-        trainer.add(1)
-    assert trainer.cluster.sizes == [3, 2]
-
-
-def test_calls_that_change_nothing_do_not_grow() -> None:
-    trainer = shrunk(started())
-    trainer.cluster.num_slots = 3
-    trainer.read()
-    assert trainer.cluster.sizes == [3, 2]
-
-
-def test_the_driver_alone_grows_back_when_there_is_room_for_two() -> None:
-    trainer = started(use_local=True)
-    trainer.cluster.num_slots = 0
-    trainer.next_calls(Lost((1,)))
-    assert trainer.add(1) == [1]
-    assert trainer.group.is_driver_only
-    trainer.cluster.num_slots = 1
-    trainer.add(1)
-    assert trainer.cluster.sizes == [3, 1]
-    trainer.cluster.num_slots = 2
-    assert trainer.add(1) == [3, 3]
+def test_only_a_call_that_changes_something_grows_and_that_spends_no_retry() -> None:
+    trainer = Trainer(nodes=(2, 1), **RESTARTS).started()
+    assert trainer.note(1, in_note(trainer.lose_node("n1"), 2)) == [(1,)] * 2
+    assert trainer.note(2) == [(1, 2)] * 2
+    assert trainer.num_started == 5, "it would gain nobody"
+    trainer.add_node(1)
+    assert len(trainer.look()) == 2
+    assert trainer.note(3, max_retries=0) == [(1, 2, 3)] * 3
+    assert (trainer.kinds, trainer.num_started) == (["restored", "grown"], 8)
 
 
 # -------------------------------------------------------------------------------------------- snapshots
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-def test_a_snapshot_that_is_current_costs_no_call(is_large: bool) -> None:
-    trainer = started(is_large=is_large)
-    trainer.add(3)
+def test_a_snapshot_that_is_current_is_not_taken_again(is_large: bool) -> None:
+    trainer = Trainer(is_large=is_large).started()
+    trainer.note(3)
     first = trainer.controller.snapshot()
-    assert (first.shared_state, first.rank_states) == (3, (1, 1, 1))
+    assert (first.shared_state.noted, first.rank_states) == ((3,), ((0, 0), (1, 0), (2, 0)))
     assert trainer.controller.snapshot() is first
-    assert trainer.group.functions == ["add"]
-
-
-def test_touching_makes_the_next_snapshot_look_again_once() -> None:
-    trainer = started()
-    trainer.controller.snapshot()
-    for replica in trainer.group.replicas:
-        replica.total = 42
-    assert trainer.controller.snapshot().shared_state == 0
     trainer.controller.snapshots.touch()
-    assert trainer.controller.snapshot().shared_state == 42
-    trainer.controller.snapshot()
-    assert trainer.group.functions == ["nothing"]
+    second = trainer.controller.snapshot()
+    assert (second is first, second == first) == (False, True)
+    assert trainer.controller.snapshot() is second
 
 
-def test_without_captures_a_snapshot_is_taken_when_it_is_asked_for() -> None:
-    trainer = started(captures=False)
-    trainer.add(1)
-    assert trainer.controller.snapshot().shared_state == 1
-    trainer.add(1)
-    assert trainer.controller.snapshot().shared_state == 2
-    assert trainer.group.functions == ["add", "nothing", "add", "nothing"]
-
-
-def test_a_slow_transfer_is_not_overtaken_by_the_next_ones() -> None:
-    trainer = started(is_large=True)
-    trainer.controller.snapshot()
-    trainer.cluster.transfer_s = HOURS
-    for amount in (1, 10, 100):
-        trainer.add(amount)
-    trainer.cluster.transfer_s = 0
-    trainer.read()  # looks whether something arrived
-    assert len(trainer.controller.snapshots.calls_since) == 2
-    assert trainer.controller.snapshot().shared_state == 111
-
-
-def test_a_transfer_that_is_nearly_there_is_waited_for_before_its_group_is_given_up() -> None:
-    trainer = started(is_large=True)
-    trainer.controller.snapshot()
-    trainer.cluster.transfer_s = 0.5
-    trainer.add(1)
-    trainer.next_calls(Lost((1,)))
-    trainer.read()
-    assert trainer.group.functions == ["restore", "read"]
-
-
-def test_a_worker_hears_which_of_its_states_has_landed_and_nothing_of_another_workers() -> None:
-    trainer = started(is_large=True)
-    for _ in range(3):
-        trainer.add(1)
-    assert trainer.group.replicas[0].landed_tokens == [None, 1, 2, 3]
-    trainer.next_calls(Lost((1,)))
-    for _ in range(2):
-        trainer.add(1)
-    assert trainer.group.replicas[0].landed_tokens == [None, None, 2]
+def test_without_captures_a_snapshot_is_taken_when_it_is_requested() -> None:
+    trainer = Trainer(spec={"captures": False}).started()
+    for number in (1, 2):
+        trainer.note(number)
+        assert not trainer.controller.snapshots.is_current
+        assert trainer.controller.snapshot().shared_state.noted[-1] == number
 
 
 # -------------------------------------------------------------------------------------------- stopping
 
-
-def test_stopping_twice_does_nothing_more() -> None:
-    trainer = started()
-    trainer.controller.stop()
-    trainer.group.ended_by = None
-    trainer.controller.stop(force=True)
-    assert trainer.group.ended_by is None
-
-
-def test_stopping_works_before_the_start_and_after_the_group_was_given_up() -> None:
-    Trainer().controller.stop()
-    trainer = started()
-    trainer.next_calls(Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.add(1)
-    trainer.controller.stop()
-    assert len(trainer.cluster.groups) == 1
-
-
-@pytest.mark.parametrize("moment", ["calls", "starts", "restores"])
-def test_a_call_that_another_thread_shuts_down_says_so_and_leaves_no_group(moment: str) -> None:
-    trainer = started()
-    stopper = Stopper(trainer.controller, trainer.cluster)
-    trainer.next_calls(Lost((1,)))
-    getattr(trainer.cluster, moment).append(ShutDown(stopper.stop))
-    with pytest.raises(TrainerShutdownError, match="shut down"):
-        trainer.add(1)
-    stopper.join()
-    assert not any(group.is_alive for group in trainer.cluster.groups)
-    assert [group.was_started for group in trainer.cluster.groups][2:] in ([], [False])
-
-
-def test_nobody_waits_for_room_or_starts_a_group_after_the_trainer_was_shut_down() -> None:
-    def shut_down(seconds: float) -> None:
-        if seconds == 2:
-            stopper.stop()
-
-    trainer = Trainer()
-    trainer.clock.at_sleep = shut_down
-    trainer.start()
-    stopper = Stopper(trainer.controller, trainer.cluster)
-    trainer.cluster.num_slots = 0
-    trainer.next_calls(Lost((0, 1, 2)))
-    with pytest.raises(TrainerShutdownError):
-        trainer.add(1)
-    stopper.join()
-    assert trainer.clock.sleeps[-2:] == [1, 2]
-    assert trainer.cluster.sizes == [3]
-
-
-def test_no_call_of_another_thread_comes_between_those_of_a_turn() -> None:
-    trainer = started()
-    other = Thread(target=lambda: trainer.add(10))
-    with trainer.controller.turns.take_turn():
-        trainer.add(1)
-        other.start()
-        other.join(0.05)
-        trainer.add(2)
-        assert trainer.group.functions == ["add", "add"]
-        assert other.is_alive()
-    other.join(60)
-    assert trainer.group.functions == ["add", "add", "add"]
-
-
-def test_a_call_that_the_driver_alone_works_on_ends_by_itself_and_keeps_its_result() -> None:
-    trainer = started(use_local=True, max_workers=1)
-    thread = Thread(target=trainer.controller.stop)
-
-    def stop() -> None:
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive(), "it waited for a call that nobody can end"
-
-    trainer.next_calls(ShutDown(stop))
-    assert trainer.add(1) == [1]
-    assert trainer.group.ended_by == "kill"
-
-
 USES: list[Callable[[Trainer], Any]] = [
-    lambda trainer: trainer.add(1),
-    lambda trainer: trainer.read(),
+    lambda trainer: trainer.note(1),
+    lambda trainer: trainer.look(),
     lambda trainer: trainer.controller.snapshot(),
     lambda trainer: trainer.controller.ensure_group(),
 ]
@@ -838,94 +414,82 @@ USES: list[Callable[[Trainer], Any]] = [
 
 @pytest.mark.parametrize("use", USES)
 def test_a_stopped_trainer_says_so_when_it_is_used(use: Callable[[Trainer], Any]) -> None:
-    trainer = started()
+    trainer = Trainer().started()
     trainer.controller.stop()
-    with pytest.raises(TrainerShutdownError, match="This trainer was shut down") as caught:
+    trainer.controller.stop(force=True)
+    with pytest.raises(TrainerShutdownError) as caught:
         use(trainer)
     assert isinstance(caught.value, RuntimeError)
-    assert str(caught.value).endswith("was shut down. (words for a trainer that was shut down)")
-    assert len(trainer.cluster.groups) == 1
+    assert str(caught.value) == "This trainer was shut down. (words for a trainer that was shut down)"
+    assert trainer.num_started == 3
 
 
-def test_a_group_that_was_killed_is_replaced_for_whoever_needs_one_and_not_by_a_look() -> None:
-    trainer = started()
-    assert cast(Any, trainer.controller.group) is trainer.group
-    trainer.next_calls(Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.add(1)
+def test_a_call_that_another_thread_shuts_down_says_so() -> None:
+    trainer = Trainer().started()
+    with pytest.raises(TrainerShutdownError, match=r"(?s)shut down while.*\(words for an interrupted call\)$"):
+        trainer.walk(5, befalls(trainer.stop, 0))
     assert trainer.controller.group is None
-    assert len(trainer.cluster.groups) == 1
-    assert cast(Any, trainer.controller.ensure_group()) is trainer.cluster.groups[1]
-    assert cast(Any, trainer.controller.group) is trainer.cluster.groups[1]
-
-
-def test_while_there_is_no_group_the_number_of_workers_is_the_one_asked_for() -> None:
-    trainer = Trainer()
-    assert trainer.controller.num_workers == 3
-    shrunk(trainer.start())
-    assert trainer.controller.num_workers == 2
 
 
 def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:
-    trainer = started()
+    trainer = Trainer().started()
     trainer.controller._session = "one that has ended"
-    functions = list(trainer.group.functions)
-    for use in (trainer.add, lambda _: trainer.controller.ensure_group(), lambda _: trainer.controller.snapshot()):
+    for use in USES:
         with pytest.raises(TrainerShutdownError, match="The Ray session of this trainer has ended"):
-            use(1.0)
+            use(trainer)
     assert "workers:    its Ray session has ended\n" in str(trainer.controller.status(None))
     trainer.controller.stop()
-    assert (trainer.group.functions, trainer.group.ended_by) == (functions, "kill")  # not asked to close
     with pytest.raises(TrainerShutdownError, match="was shut down"):
         trainer.controller.status(None)
 
 
+# -------------------------------------------------------------------------------------------- two trainers
+
+
+def beside(first: Trainer, num_workers: int) -> ElasticController:
+    """Another trainer of the program, in the same cluster."""
+    other = Trainer(num_workers=num_workers, spec={"make_replica": lambda world: None}, **RESTARTS)
+    for name in ("kernel", "network", "cluster", "platform"):
+        setattr(other, name, getattr(first, name))
+    other._options = {"view": first.controller.view}
+    return other._controller()
+
+
 def test_an_idle_trainer_of_the_program_gives_way_and_goes_on_from_its_snapshot() -> None:
-    first = started(max_workers=2)
-    first.add(5.0)
-    second = beside(first, max_workers=2).start()
-    assert (first.controller.group, first.cluster.num_free) == (None, 1)
-    assert "needs the room; the next call starts its workers again" in first.controller.history.events[-1].cause
-    second.add(1.0)
-    assert first.add(2.0) == [7.0, 7.0]
-    assert second.controller.group is None
-    assert second.read() == [(1.0, 1), (1.0, 1)]
-    assert beside(second).start().controller.group is not None
+    first = Trainer(num_workers=2, **RESTARTS).started()
+    first.note(5)
+    second = beside(first, 2)
+    second.start()
+    assert first.controller.group is None
+    assert "needs the room; the next call starts its workers again" in first.last_event[3]
+    assert first.note(2) == [(5, 2)] * 2
+    assert second.group is None
+    second.stop()
 
 
-@pytest.mark.parametrize("options", [{"use_local": True}, {"captures": False}])
+@pytest.mark.parametrize("options", [{"use_local": True}, {"spec": {"captures": False}}])
 def test_a_trainer_that_cannot_give_way_is_named_where_the_room_is_not_granted(options: dict[str, Any]) -> None:
-    first = started(max_workers=3, **options)
-    first.cluster.starts.append(Denied())
+    first = Trainer(**RESTARTS, **options).started()
     with pytest.raises(ReservationTimeoutError, match=r"itself: call `shutdown\(\)` of a trainer first"):
-        beside(first, max_workers=2).start()
+        beside(first, 2).start()
     assert first.controller.group is not None
 
 
 def test_a_trainer_that_is_in_a_call_does_not_give_way() -> None:
-    first, failed = started(max_workers=3), list[str]()
+    first, failed = Trainer(**RESTARTS).started(), list[str]()
 
-    def start_another(on_wait: Callable[[], None]) -> None:
-        first.cluster.starts.append(Denied())
-        with pytest.raises(ReservationTimeoutError) as caught:
-            beside(first, max_workers=2).start()
-        failed.append(str(caught.value))
+    def start_another() -> None:
+        if not failed:
+            with pytest.raises(ReservationTimeoutError) as caught:
+                beside(first, 2).start()
+            failed.append(str(caught.value))
 
-    first.cluster.while_waiting = start_another
-    assert first.add(1.0) == [1.0] * 3
+    first.controller.run(replace(first.walking(10), on_wait=start_another))
     assert "holds the room itself" in failed[0]
 
 
-def test_no_trainer_gives_way_in_vain() -> None:
-    first = started(max_workers=2)
-    first.cluster.starts.append(Denied())
+def test_no_trainer_gives_way_for_nothing() -> None:
+    first = Trainer(num_workers=2, **RESTARTS).started()
     with pytest.raises(ReservationTimeoutError, match=r"^not granted$"):
-        beside(first, max_workers=50).start()
+        beside(first, 50).start()
     assert first.controller.group is not None
-
-
-def beside(first: Trainer, max_workers: int = 3) -> Trainer:
-    """Another trainer of the program, in the same cluster."""
-    trainer = Trainer(first.cluster, max_workers=max_workers)
-    trainer.controller.view = first.controller.view
-    return trainer

@@ -1,42 +1,25 @@
-"""A worker group without processes: its stand-ins, its driver, its survivors, and the hooks around it."""
+"""A worker group without processes: its driver, its survivors, and the hooks around it."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from raysgd.engine.controller import ElasticController
 from raysgd.engine.gathering import roll_call
 from raysgd.engine.group import GroupHooks, WorkerGroup
-from raysgd.engine.placement import Reservation, Slots
+from raysgd.engine.placement import Reservation
 from raysgd.engine.platform import Platform
-from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
-from raysgd.engine.startup import StandbyWorkers
 from raysgd.engine.transfers import SharedValue
 from raysgd.engine.worker import LocalWorker
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
-from tests.helpers.fakes import (
-    CountingReplica,
-    FakeClock,
-    FakeCluster,
-    FakeGroup,
-    FakeSlots,
-    FakeStandbyWorkers,
-    Lost,
-    NullConnection,
-    ShutDown,
-    Stopper,
-    failure,
-    read,
-)
+from tests.engine.trainer import RESTARTS, Trainer, befalls, dies
+from tests.helpers.fakes import CountingReplica, FakeClock, NullConnection, failure
 
 
 class Listens(NullConnection):
@@ -94,25 +77,6 @@ class AnsweringPlatform(Platform):
 
     def store(self, value: Any) -> SharedValue:
         return SharedValue(value, f"reference to {value}")
-
-
-@pytest.mark.parametrize(
-    ("fake", "real", "not_needed"),
-    [
-        (
-            FakeGroup,
-            WorkerGroup,
-            {"give_ranks", "is_on_one_node", "store", "submit", "take_over", "to_keep"},
-        ),
-        (FakeStandbyWorkers, StandbyWorkers, {"cancel", "lend"}),
-        (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take_over", "take_slot", "take_usable"}),
-    ],
-)
-def test_each_public_method_has_a_stand_in_but_for_those_that_the_controller_does_not_use(
-    fake: type, real: type, not_needed: set[str]
-) -> None:
-    public = {name for name in vars(real) if not name.startswith("_")}
-    assert public - set(vars(fake)) == not_needed
 
 
 @pytest.mark.parametrize("listens_alone", [True, False])
@@ -346,98 +310,61 @@ LOST = GroupReport((Outcome(0, failure=Failure("died", FAULT)),))
 
 
 class NotingHooks(GroupHooks):
-    """Notes what it is told of which group, and answers the next start as it is to."""
+    """Notes what it is told of which group, by the process of its rank 0, and answers the first start as it is to."""
 
-    def __init__(self, cluster: FakeCluster) -> None:
-        self.cluster = cluster
-        self.told: list[tuple[str, int, str | None]] = []
-        self.killed_before: list[bool] = []
-        self.answers: deque[GroupReport | Exception | None] = deque()
-
-    def note(self, what: str, group: Any) -> None:
-        self.told.append((what, self.cluster.groups.index(group), group.ended_by))
+    def __init__(self, answer: GroupReport | Exception | None = None) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.answer = answer
 
     def on_start(self, group: Any) -> GroupReport | None:
-        self.note("start", group)
-        answer = self.answers.popleft() if self.answers else None
+        self.told.append(("start", group.infos[0].pid))
+        answer, self.answer = self.answer, None
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def on_stop(self, group: Any) -> None:
-        self.note("stop", group)
+        self.told.append(("stop", group.infos[0].pid))
 
     def on_end(self, group: Any) -> None:
-        self.killed_before.append(group.is_killed_beside)
-        self.note("end", group)
+        if not any(process.is_killed for process in group.processes):  # else what it was to see off was gone already
+            self.told.append(("end", group.infos[0].pid))
 
 
-class Trainer:
-    """A controller over a fake cluster, with hooks."""
-
-    def __init__(self) -> None:
-        self.cluster = FakeCluster()
-        self.hooks = NotingHooks(self.cluster)
-        self.controller = ElasticController(
-            GroupSpec(NullConnection(), CountingReplica),
-            ScalingPolicy(2),
-            make_group=self.cluster.make_group,
-            view=self.cluster.view,
-            clock=FakeClock().as_clock(),
-            hooks=self.hooks,
-        )
-
-
-@pytest.mark.parametrize(("force", "goodbye", "ended_by"), [(False, [("stop", 0, None)], "stop"), (True, [], "kill")])
+@pytest.mark.parametrize(("force", "goodbye"), [(False, [("stop", 100)]), (True, [])])
 def test_hooks_come_after_the_start_and_before_the_end_and_a_forced_end_has_no_goodbye(
-    force: bool, goodbye: list[Any], ended_by: str
+    force: bool, goodbye: list[Any]
 ) -> None:
-    trainer = Trainer()
-    trainer.controller.start()
-    trainer.controller.stop(force)
-    assert trainer.hooks.told == [("start", 0, None), ("end", 0, None), *goodbye]
-    assert trainer.cluster.groups[0].ended_by == ended_by
+    hooks = NotingHooks()
+    Trainer(hooks=hooks).started().controller.stop(force)
+    assert hooks.told == [("start", 100), ("end", 100), *goodbye]
 
 
-def test_every_group_is_seen() -> None:
-    trainer = Trainer()
-    trainer.controller.start()
-    trainer.cluster.calls = deque([Lost((1,))])
-    trainer.controller.run(Call(read))
-    assert trainer.hooks.told == [("start", 0, None), ("end", 0, None), ("start", 1, None)]
-
-
-def test_a_group_that_failed_to_start_is_not_seen() -> None:
-    trainer = Trainer()
-    trainer.cluster.starts = deque([Lost((0,))])
-    trainer.controller.start()
-    assert trainer.hooks.told == [("start", 1, None)]
-
-
-def test_a_loss_in_the_hook_is_a_failed_start_and_tried_again() -> None:
-    trainer = Trainer()
-    trainer.hooks.answers.append(LOST)
-    trainer.controller.start()
-    assert trainer.hooks.told == [("start", 0, None), ("end", 0, None), ("start", 1, None)]
-    assert trainer.cluster.groups[0].ended_by == "kill"
+@pytest.mark.parametrize(
+    ("answer", "at_start", "told"),
+    [
+        (None, {}, [("start", 100), ("end", 100), ("start", 103)]),
+        (None, dies(0, at="built", nth=[1]), [("start", 103), ("end", 103), ("start", 106)]),  # a failed start
+        (LOST, {}, [("start", 100), ("end", 100), ("start", 103), ("end", 103), ("start", 106)]),  # another one
+    ],
+)
+def test_every_group_is_seen_that_has_started(answer: Any, at_start: Any, told: list[Any]) -> None:
+    hooks = NotingHooks(answer)
+    Trainer(hooks=hooks, **RESTARTS).started(at_start).look(dies(1, at="look", nth=[1]))
+    assert hooks.told == told
 
 
 def test_an_exception_in_the_hook_is_raised_and_leaves_nothing() -> None:
-    trainer = Trainer()
-    trainer.hooks.answers.append(KeyError("a mistake"))
+    trainer = Trainer(hooks=NotingHooks(KeyError("a mistake")))
     with pytest.raises(KeyError):
-        trainer.controller.start()
-    assert trainer.cluster.groups[0].ended_by == "kill"
+        trainer.started()
+    trainer.kernel.sleep(5.0)
+    assert trainer.cluster.live == []
 
 
 def test_a_group_that_is_killed_from_another_thread_is_told_of_too() -> None:
-    trainer = Trainer()
-    trainer.controller.start()
-    stopper = Stopper(trainer.controller, trainer.cluster)
-    trainer.cluster.calls = deque([ShutDown(stopper.stop)])
+    hooks = NotingHooks()
+    trainer = Trainer(hooks=hooks).started()
     with pytest.raises(TrainerShutdownError):
-        trainer.controller.run(Call(read))
-    stopper.join()
-    assert trainer.hooks.told[1] == ("end", 0, None)
-    assert not trainer.hooks.killed_before[0], "what it was to see off was gone already"
-    assert trainer.cluster.groups[0].is_killed_beside
+        trainer.walk(5, befalls(trainer.stop, 0))
+    assert hooks.told[1] == ("end", 100)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.engine.liveness import OwnTime, max_silence_s, quiet_s
+from raysgd.engine.liveness import LivenessCheck, OwnTime, max_silence_s, quiet_s
+from raysgd.engine.shared.types import Outcome
 from tests.helpers.fakes import FakeClock
 
 
@@ -40,6 +41,17 @@ def test_work_of_its_own_counts_whole(clock: FakeClock) -> None:
     clock.sleep(60.0)
     own_time.catch_up()
     assert own_time.look() == pytest.approx(60.0)
+
+
+def test_time_in_which_the_driver_stood_still_is_held_against_no_one(clock: FakeClock) -> None:
+    """As after Ctrl-Z: what they answered meanwhile is polled a moment later."""
+    liveness: LivenessCheck[int] = LivenessCheck(5.0, lambda rank, call: Outcome(rank, answered=False), clock.monotonic)
+    liveness.ask([0], lambda rank: None)
+    for seconds in (1.0, 600.0, 1.0, 1.0, 1.0):
+        clock.sleep(seconds)
+        assert liveness.poll() == ([], [])
+    clock.sleep(1.0)
+    assert liveness.poll() == ([], [(0, pytest.approx(6.0))])
 
 
 @pytest.mark.parametrize(("heartbeat_s", "expected"), [(0.5, 2.0), (10.0, 2.0), (30.0, 6.0), (60.0, 12.0)])

@@ -1,114 +1,83 @@
-"""Replicas made anew in the processes that they have, in a scripted group."""
+"""Replicas made anew in the processes that they have."""
 
 from __future__ import annotations
 
-from collections import deque
+from typing import Any
 
 import pytest
 
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.exceptions import WorkerError
-from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, Raised, add, read
+from tests.engine.trainer import RESTARTS, Befall, Trainer, befalls, die, in_note
+from tests.simulator.replica import SimReplica, State
 
 
-def begin_at(replica: CountingReplica, total: float) -> str:
+def begin_at(replica: SimReplica, number: int) -> str:
     """Stands for a set-up with other settings."""
-    replica.total, replica.num_own_calls = total, 0
+    replica.restore(State(noted=(number,)), None)
     return f"new rank {replica.world.rank}"
 
 
-class Trainer:
+class Renewed(Trainer):
     """A trainer whose workers begin with a number, which it can change."""
 
-    def __init__(self, *, is_large: bool = False) -> None:
-        self.begins_at = 0.0
-        self.is_large = is_large
-        self.cluster = FakeCluster()
-        self.controller = ElasticController(
-            GroupSpec(NullConnection(), self._make_replica),
-            ScalingPolicy(max_workers=3),
-            make_group=self.cluster.make_group,
-            view=self.cluster.view,
-            clock=FakeClock().as_clock(),
-        )
-        self.controller.start()
+    begins_at: tuple[int, ...] = ()
 
-    def _make_replica(self, world: object) -> CountingReplica:
-        replica = CountingReplica(world, self.is_large)  # type: ignore[arg-type]
-        replica.total = self.begins_at
+    def make_replica(self, *args: Any) -> SimReplica:
+        replica = super().make_replica(*args)
+        replica.state = State(noted=self.begins_at)
         return replica
 
-    def add(self, amount: float) -> list[float]:
-        return self.controller.run(Call(add, lambda worlds: [(amount,)] * len(worlds), changes_state=True))
-
-    def totals(self) -> list[float]:
-        return [total for total, _ in self.controller.run(Call(read))]
-
-    def renew(self, begins_at: float) -> None:
-        self.begins_at = begins_at
-        self.controller.renew(begin_at, begins_at)
-
-
-def test_all_begin_again_in_the_same_processes() -> None:
-    trainer = Trainer()
-    trainer.add(5)
-    trainer.renew(100)
-    assert trainer.totals() == [100] * 3
-    assert trainer.cluster.sizes == [3]
-    assert trainer.controller.facts == ["new rank 0", "new rank 1", "new rank 2"]
-    assert trainer.add(1) == [101] * 3
+    def renew(self, number: int, befall: Befall | None = None) -> None:
+        self.begins_at = (number,)
+        self.expect(befall or {})
+        self.controller.renew(begin_at, number)
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-def test_what_was_trained_before_never_comes_back(is_large: bool) -> None:
-    trainer = Trainer(is_large=is_large)
-    trainer.add(5)
+def test_all_begin_again_in_the_same_processes_and_nothing_of_before_comes_back(is_large: bool) -> None:
+    trainer = Renewed(is_large=is_large, **RESTARTS).started()
+    trainer.note(5)
     trainer.renew(100)
-    trainer.cluster.calls = deque([Lost((1,))])
-    assert trainer.add(1) == [101] * 3
-    assert trainer.cluster.sizes == [3, 3]
+    assert trainer.look() == [(100,)] * 3
+    assert trainer.num_started == 3
+    assert trainer.controller.facts == ["new rank 0", "new rank 1", "new rank 2"]
+    assert trainer.note(1, in_note(die, 1)) == [(100, 1)] * 3
+    assert trainer.num_started == 6
 
 
 def test_a_worker_that_is_lost_meanwhile_is_replaced_by_one_that_is_as_new() -> None:
-    trainer = Trainer()
-    trainer.add(5)
-    trainer.cluster.calls = deque([Lost((2,))])
-    trainer.renew(100)
-    assert trainer.totals() == [100] * 3
-    assert trainer.cluster.sizes == [3, 3]
+    trainer = Renewed(**RESTARTS).started()
+    trainer.note(5)
+    trainer.renew(100, befalls(die, 2, at="called", nth=[1]))
+    assert trainer.look() == [(100,)] * 3
+    assert trainer.num_started == 6
 
 
 def test_no_copy_is_taken_until_there_is_something_to_keep() -> None:
-    trainer = Trainer()
+    trainer = Renewed(**RESTARTS).started()
     trainer.renew(100)
     assert not trainer.controller.snapshots.has_any
     assert trainer.controller.landed_snapshot() is None
-    assert trainer.controller.snapshot().shared_state == 100
-    trainer.add(1)
-    landed = trainer.controller.landed_snapshot()
-    assert landed.shared_state == 101
+    assert trainer.controller.snapshot().shared_state.noted == (100,)
+    trainer.note(1)
+    assert trainer.controller.landed_snapshot().shared_state.noted == (100, 1)
 
 
 def test_where_it_fails_nothing_half_new_is_left() -> None:
-    trainer = Trainer()
-    trainer.add(5)
-    trainer.cluster.calls = deque([Raised(1, ValueError("no such layer"))])
+    trainer = Renewed(**RESTARTS).started()
+    trainer.note(5)
     with pytest.raises(WorkerError, match="no such layer"):
-        trainer.renew(100)
+        trainer.renew(100, befalls(ValueError("no such layer"), 1, at="called", nth=[1]))
     assert trainer.controller.group is None
-    assert trainer.totals() == [100] * 3, "by the settings of the last attempt"
+    assert trainer.look() == [(100,)] * 3, "by the settings of the last attempt"
     trainer.controller.kill_group()
     trainer.renew(200)
-    assert trainer.totals() == [200] * 3
+    assert trainer.look() == [(200,)] * 3
 
 
 def test_other_replicas_need_other_processes() -> None:
-    trainer = Trainer()
-    trainer.add(5)
-    trainer.begins_at = 100
+    trainer = Renewed(**RESTARTS).started()
+    trainer.note(5)
+    trainer.begins_at = (100,)
     trainer.controller.restart()
-    assert trainer.totals() == [100] * 3
-    assert trainer.cluster.sizes == [3, 3]
+    assert (trainer.look(), trainer.num_started) == ([(100,)] * 3, 6)

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from dataclasses import dataclass, field, replace
-from functools import partial
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture
-from raysgd.engine.snapshots import Snapshot, SnapshotPace, Snapshots, is_due
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot, SnapshotPace, Snapshots, is_due
 from raysgd.exceptions import WorkersLostError
-from tests.helpers.fakes import (
-    WORDS,
-    CountingReplica,
-    FakeClock,
-    FakeCluster,
-    FakeGroup,
-    Lost,
-    NullConnection,
-    Raised,
-    add,
-    no_snapshots,
-    read,
-)
+from tests.engine.trainer import RESTARTS, Trainer, befalls, dies
+from tests.helpers.fakes import FakeClock, no_snapshots
+from tests.simulator.replica import SimReplica
 
 ON_ITS_WAY = TimeoutError("on its way")
 
@@ -378,173 +363,73 @@ def test_a_heartbeat_shorter_than_a_copy_is_warned_about_once(caplog: pytest.Log
     assert "`heartbeat_s=8`" in caplog.text
 
 
-ALL = Lost((0, 1, 2))
+# -------------------------------------------------------------------------------------------- of a trainer
 
 
-class Costly(CountingReplica):
-    """Its state takes a tenth of a second to copy, on the slowest rank."""
+def test_copies_take_two_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, capture = list[int](), SimReplica.capture
 
-    num_copies = 0
+    def counted(replica: SimReplica, landed_token: int | None) -> Capture:
+        taken.append(replica.world.rank)
+        return capture(replica, landed_token)
 
-    def capture(self, landed_token: int | None) -> Capture:
-        self.num_copies += 1
-        return replace(super().capture(landed_token), seconds=0.1 if self.world.rank == 1 else 0.02)
-
-
-class Trainer:
-    """A controller over a fake cluster, whose calls take a second."""
-
-    def __init__(
-        self, every_s: Any = "auto", *, is_large: bool = False, transfer_s: float = 0.0, heartbeat_s: float = 30.0
-    ) -> None:
-        self.clock, self.call_s = FakeClock(), 1.0
-        self.cluster = FakeCluster(while_waiting=lambda on_wait: self._pass())
-        spec = GroupSpec(
-            NullConnection(),
-            partial(Costly, is_large=is_large),
-            snapshot_every_s=every_s,
-            heartbeat_s=heartbeat_s,
-            words=WORDS,
-        )
-        self.controller = ElasticController(
-            spec,
-            ScalingPolicy(3),
-            make_group=self.cluster.make_group,
-            view=self.cluster.view,
-            clock=self.clock.as_clock(),
-        )
-        self.controller.start()
-        self.controller.snapshots.poll()
-        self.cluster.transfer_s = transfer_s
-
-    def _pass(self) -> None:
-        self.clock.now_s += self.call_s
-
-    def add(self, amount: float, **options: Any) -> float:
-        call = Call(add, lambda worlds: [(amount,)] * len(worlds), changes_state=True, **options)
-        return float(self.controller.run(call)[0])
-
-    def lose(self) -> None:
-        """Loses all workers in a call that changes nothing."""
-        self.cluster.calls = deque([ALL])
-        self.controller.run(Call(read))
-
-    @property
-    def group(self) -> FakeGroup:
-        return self.cluster.groups[-1]
-
-    @property
-    def num_copies(self) -> int:
-        return int(self.group.replicas[0].num_copies)
-
-
-def test_copies_take_two_percent_of_the_time() -> None:
-    trainer = Trainer()
-    for _ in range(21):
-        trainer.add(1)
+    monkeypatch.setattr(SimReplica, "capture", counted)
+    trainer = Trainer(snapshot_every_s="auto", copy_s=0.1).started()
+    began = trainer.kernel.now
+    for _ in range(20):
+        trainer.walk(7)
+    every_s = (trainer.kernel.now - began) / taken.count(0)
     # One of the start, one behind the first call, whose length is not known, and then one for every 5 s.
-    assert trainer.num_copies == 2 + 20 // 5
-    assert trainer.group.functions == ["add"] * 21
+    assert 3.0 < every_s < 6.0
 
 
 def test_the_calls_that_no_snapshot_covers_are_run_again_and_the_history_says_so() -> None:
-    trainer = Trainer()
-    for amount in (1, 10, 100):
-        trainer.add(amount)
-    trainer.lose()
-    assert trainer.group.functions == ["restore", "add", "add", "read"]
-    assert trainer.group.replicas[1].total == 111
+    trainer = Trainer(snapshot_every_s="auto", copy_s=0.1).started()
+    for number in (1, 10, 100):
+        trainer.note(number)
+    status = " ".join(str(trainer.controller.glance({}, None)).split())
+    assert re.search(r"2 calls \(0\.\d s\) since; every 5 s, because a copy takes 0\.1 s", status)
+    trainer.look(dies(0, 1, 2, at="look", nth=[1]))
+    assert trainer.look() == [(1, 10, 100)] * 3
     event = trainer.controller.history.events[-1]
     assert event.detail == "from the last snapshot, with 2 completed calls since run again"
-    status = trainer.controller.glance({}, None)
-    assert status.failures == (event.detail,)
-    assert "2 calls (2.0 s) since; every 5 s, because a copy takes 0.1 s" in " ".join(str(status).split())
-
-
-def test_what_was_run_again_is_run_again_after_the_next_loss_too() -> None:
-    trainer = Trainer()
-    for amount in (1, 10):
-        trainer.add(amount)
-    for _ in range(2):
-        trainer.lose()
-    assert trainer.group.replicas[0].total == 11
-
-
-def test_a_call_that_cannot_be_repeated_forces_a_snapshot() -> None:
-    trainer = Trainer()
-    trainer.add(1)
-    trainer.add(10)
-    trainer.add(100, is_repeatable=False)
-    assert trainer.controller.snapshots.calls_since == ()
-    trainer.lose()
-    assert trainer.group.functions == ["restore", "read"]
-    assert trainer.group.replicas[0].total == 111
-
-
-def test_a_snapshot_that_could_not_be_taken_behind_such_a_call_follows_behind_the_next_one() -> None:
-    trainer = Trainer(is_large=True, transfer_s=1e9)
-    trainer.add(1)  # its copy is on its way
-    trainer.add(10, is_repeatable=False)
-    assert trainer.num_copies == 2
-    trainer.cluster.transfer_s = 0
-    trainer.add(100)
-    assert trainer.num_copies == 3
-    assert trainer.controller.snapshot().shared_state == 111
-    assert trainer.controller.snapshots.calls_since == ()
+    assert trainer.controller.glance({}, None).failures == (event.detail,)
 
 
 def test_a_call_that_took_much_longer_than_expected_is_followed_by_a_snapshot() -> None:
-    trainer = Trainer()
-    trainer.add(1)
-    trainer.call_s = 3600.0
-    trainer.add(10)
+    trainer = Trainer(snapshot_every_s="auto", copy_s=0.1).started()
+    trainer.walk(2)
+    trainer.walk(300)
     assert trainer.controller.snapshots.calls_since == ()
-    assert trainer.group.functions == ["add", "add", "nothing"]
 
 
-def test_a_loss_behind_such_a_call_is_recovered() -> None:
-    trainer = Trainer()
-    trainer.add(1)
-    trainer.call_s = 3600.0
-    trainer.cluster.restores = deque([ALL])
-    assert trainer.add(10) == 11
-    assert trainer.group.replicas[0].total == 11
-    assert trainer.controller.snapshot().shared_state == 11
-
-
-def test_a_snapshot_that_is_asked_for_covers_everything() -> None:
-    trainer = Trainer()
-    for amount in (1, 10):
-        trainer.add(amount)
-    assert trainer.controller.snapshot().shared_state == 11
-    assert trainer.controller.snapshots.calls_since == ()
+def slow_to_send(trainer: Trainer) -> NewestSnapshot:
+    """The newest snapshot, which takes some seconds to arrive."""
+    trainer.controller.snapshot()
+    trainer.note(1, befalls(trainer.load_for(6.0), 0, at="send", nth=[1]))
+    return trainer.controller.newest_snapshot()
 
 
 def test_a_state_on_its_way_is_had_as_soon_as_it_is_copied() -> None:
-    trainer = Trainer(is_large=True, transfer_s=2.0)
-    trainer.add(1, is_repeatable=False)
-    newest = trainer.controller.newest_snapshot()
+    trainer = Trainer(is_large=True).started()
+    newest = slow_to_send(trainer)
     assert newest.landed is None
-    assert trainer.group.functions == ["add"]
-    trainer.add(10)
     with pytest.raises(TimeoutError):
         newest.result(0.1)
+    assert newest.result().shared_state.noted == (1,)
 
 
 def test_workers_are_not_ended_while_a_file_waits_for_their_state() -> None:
-    trainer = Trainer(is_large=True, transfer_s=9.0)
-    trainer.add(1)
-    newest = trainer.controller.newest_snapshot()
-    trainer.cluster.calls = deque([Lost((1,))])
-    trainer.controller.run(Call(read))
-    assert trainer.controller.snapshots.landed.shared_state == 1
-    assert newest.landed is None, "it is what it was; its transfer has arrived"
+    trainer = Trainer(is_large=True, **RESTARTS).started()
+    newest = slow_to_send(trainer)
+    trainer.look(dies(1, at="look", nth=[1]))
+    assert trainer.controller.snapshots.landed.shared_state.noted == (1,)
+    assert newest.result(0.0).shared_state.noted == (1,)
 
 
 def test_a_state_that_was_lost_on_its_way_is_told() -> None:
-    trainer = Trainer(is_large=True, transfer_s=1e9)
-    trainer.add(1)
-    newest = trainer.controller.newest_snapshot()
+    trainer = Trainer(is_large=True).started()
+    newest = slow_to_send(trainer)
     trainer.controller.kill_group()
     with pytest.raises(WorkersLostError, match="lost with its worker"):
         newest.result()
@@ -554,37 +439,30 @@ def test_a_state_that_was_lost_on_its_way_is_told() -> None:
 
 
 def test_without_snapshots_a_loss_raises_and_names_the_last_file() -> None:
-    trainer = Trainer(None)
-    trainer.add(1)
-    assert trainer.num_copies == 0
+    trainer = Trainer(snapshot_every_s=None, **RESTARTS).started()
+    trainer.note(1)
+    death = dies(1, at="look", nth=[1])
     with pytest.raises(WorkersLostError, match=r"`snapshot_every_s=None` switches.*No file was saved"):
-        trainer.lose()
+        trainer.look(death)
     trainer.controller.snapshots.last_file = "last.pt"
     with pytest.raises(WorkersLostError, match=r"The last file is last\.pt: `load` it into a new trainer"):
-        trainer.controller.run(Call(read))
-    assert trainer.cluster.sizes == [3], "no worker that would begin from the start, unnoticed"
+        trainer.look()
+    assert trainer.num_started == 3, "no worker that would begin from the start, unnoticed"
 
 
-def test_without_snapshots_workers_that_have_nothing_to_lose_are_replaced() -> None:
-    trainer = Trainer(None)
-    trainer.lose()
-    assert trainer.cluster.sizes == [3, 3]
-
-
-def test_without_snapshots_one_that_was_asked_for_counts_until_the_next_call() -> None:
-    trainer = Trainer(None)
-    trainer.add(1)
-    assert trainer.controller.snapshot().shared_state == 1
-    trainer.lose()
-    assert trainer.group.replicas[0].total == 1
-    trainer.add(10)
+def test_without_snapshots_what_was_requested_or_never_trained_can_be_restored_until_the_next_call() -> None:
+    trainer, death = Trainer(snapshot_every_s=None, **RESTARTS).started(), dies(1, at="look", nth=[1])
+    assert trainer.look(death) == [()] * 3
+    trainer.note(1)
+    assert trainer.controller.snapshot().shared_state.noted == (1,)
+    assert trainer.look(death) == [(1,)] * 3
+    trainer.note(10)
     with pytest.raises(WorkersLostError, match="switches snapshots off"):
-        trainer.lose()
+        trainer.look(death)
 
 
 def test_without_snapshots_the_end_of_workers_that_are_apart_is_told() -> None:
-    trainer = Trainer(None)
-    trainer.add(1)
-    trainer.cluster.calls = deque([Raised(1, ValueError("mine"), others_answered=False)])
+    trainer = Trainer(snapshot_every_s=None).started()
+    trainer.note(1)
     with pytest.raises(ValueError, match=r"their state is lost: `snapshot_every_s=None`"):
-        trainer.add(10)
+        trainer.note(10, befalls(ValueError("mine"), 1, at="noted", nth=[1]))

@@ -138,20 +138,6 @@ def test_whoever_is_ready_is_not_looked_after_any_more() -> None:
     assert scene.ended == []
 
 
-def test_time_in_which_nobody_looked_is_held_against_nobody() -> None:
-    process = Process(1)
-    scene = StartupScene(process)
-    scene.pass_time(1)
-    process.is_stopped = True
-    scene.pass_time(3)
-    scene.clock.sleep(600)
-    scene.startup.poll()
-    assert scene.ended == []
-    process.is_stopped = False
-    scene.pass_time(140)
-    assert scene.ended == []
-
-
 class Spare:
     """A machine with one spare on it, ready at once; what it answers later comes late."""
 
@@ -284,40 +270,6 @@ def test_a_worker_counts_once_when_two_threads_look_at_the_same_time() -> None:
     standby.start_more(2, world_size=2)
     assert (standby.num_ready, max(machine.counts)) == (2, 1)
     assert len(standby.take_ready(3)) == 2
-
-
-def test_after_a_shutdown_no_worker_is_replaced() -> None:
-    machine: Any = DyingStarts(1)
-    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
-    standby = StandbyWorkers(spec, machine, machine)
-    standby.replacements.num_left = 1
-    standby.start_more(1, world_size=1)
-    standby.cancel()
-    assert standby.num_coming == standby.num_ready == 0
-    assert machine.num_started == 1
-
-
-class Leaving(DyingStarts):
-    """A machine whose node goes away; what starts on it dies when it is ended."""
-
-    def node_of(self, slot: Any) -> str:
-        return "node"
-
-    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
-        if not self.ended:
-            return Outcome(rank, answered=False)
-        return Outcome(rank, failure=Failure("died", fault()))
-
-
-def test_a_worker_that_is_ended_while_it_starts_gives_its_place_back_once() -> None:
-    machine: Any = Leaving(0)
-    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
-    standby = StandbyWorkers(spec, machine, machine)
-    standby.start_more(1, world_size=1)
-    standby.kill_on(frozenset({"another node"}))
-    assert (standby.num_coming, machine.num_free) == (1, 0)
-    standby.kill_on(frozenset({"node"}))
-    assert (standby.num_coming, machine.num_free) == (0, 1)
 
 
 SPEC = GroupSpec(NoConnection(), lambda world: None, heartbeat_s=3.0)  # type: ignore[arg-type,return-value]

@@ -6,11 +6,10 @@ import ast
 import datetime
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from tests.house.claims import ROOT, Claim, claims, outcome_of
+from tests.house.claims import ROOT, Claim, claims
 
 README = ROOT / "README.md"
 ROWS = claims()
@@ -91,31 +90,6 @@ def test_the_seconds_after_a_loss_are_those_of_the_chart() -> None:
 )
 def test_other_pages_say_what_a_claim_says(page: str, text: str) -> None:
     assert flat(text) in flat((ROOT / page).read_text(encoding="utf-8"))
-
-
-def report(**endings: str) -> list[ElementTree.Element]:
-    cases = []
-    for name, ending in endings.items():
-        case = ElementTree.Element("testcase", {"classname": "tests.docs.test_docs", "name": name})
-        if ending:
-            ElementTree.SubElement(case, ending)
-        cases.append(case)
-    return cases
-
-
-@pytest.mark.parametrize(
-    ("endings", "outcome"),
-    [
-        ({"test_a[1]": "", "test_a[2]": ""}, "holds"),
-        ({"test_a[1]": "", "test_a[2]": "failure"}, "does not"),
-        ({"test_a": "error"}, "does not"),
-        ({"test_a[1]": "skipped", "test_a[2]": ""}, "holds"),
-        ({"test_a": "skipped"}, "not here"),
-        ({"test_ab": ""}, "does not"),
-    ],
-)
-def test_a_claim_holds_if_all_that_ran_of_its_test_passed(endings: dict[str, str], outcome: str) -> None:
-    assert outcome_of("tests/docs/test_docs.py::test_a", report(**endings)) == outcome
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:

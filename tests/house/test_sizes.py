@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.house.sizes import Size, agreed, grown, measured, size_of
+from tests.house.sizes import Size, agreed, grown, measured
 
 
 def test_no_room_grows_unnoticed() -> None:
@@ -17,15 +17,3 @@ def test_no_room_grows_unnoticed() -> None:
 )
 def test_a_twentieth_and_one_class_are_no_growth(tokens: int, classes: int, is_grown: bool) -> None:
     assert bool(grown({"room": Size(1, tokens, classes)}, {"room": Size(1, 100, 10)})) == is_grown
-
-
-@pytest.mark.parametrize(
-    ("source", "size"),
-    [
-        ('"""Only words."""\n# more words\n\n', Size(1, 0, 0)),
-        ('def shown():\n    """Says why."""\n    return 1\n', Size(1, 7, 0)),
-        ("class Shown:\n    def method(self): ...\n", Size(1, 10, 1)),
-    ],
-)
-def test_only_code_counts(source: str, size: Size) -> None:
-    assert size_of(source) == size

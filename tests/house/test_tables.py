@@ -56,19 +56,6 @@ def test_the_tables_of_goodput_and_of_the_record_show_what_was_measured() -> Non
     assert made["with_measured"](page) == page, "run `python docs/make_tables.py`"
 
 
-def test_the_table_of_goodput_shows_the_longest_run_that_nothing_disturbed() -> None:
-    made = runpy.run_path(str(DOCS / "make_tables.py"))
-    row = {"contender": "ray_train", "every_s": 15.0, "goodput": 0.5, "kills": 9, "wall_s": 140.0, "samples_lost": 32.0}
-    row |= {"seconds": 60.0, "samples_twice": 16.0, "again": 4.5, "load": 0.4, "cpu": made["CPU"]}
-    shorter, disturbed = {**row, "seconds": 5.0, "goodput": 0.1}, {**row, "seconds": 90.0, "load": 7.1}
-    elsewhere = {**row, "seconds": 90.0, "cpu": "another"}
-    _, _, first, second = made["goodput_of"](
-        [{**row, "every_s": 60.0}, row, shorter, disturbed, elsewhere]
-    ).splitlines()
-    assert first == "| Ray Train, 15 s | 0.500 | 9 in 140 | 32, 16 | 4.50 % |"
-    assert "| Ray Train, 60 s |" in second
-
-
 @pytest.mark.parametrize(
     ("name", "label"),
     [
@@ -85,16 +72,6 @@ def test_the_charts_show_the_figures_of_the_benchmarks(name: str, label: str) ->
     assert made["CHARTS"][name]() == picture, "run `python docs/images/make_charts.py`"
     assert f">{label}</text>" in picture
     ElementTree.fromstring(picture)
-
-
-def test_a_chart_says_which_cell_it_cannot_read() -> None:
-    made = runpy.run_path(str(DOCS / "images" / "make_charts.py"))
-    assert made["Reading"].of("1.10 [1.08..1.12] s").most == 1.12
-    assert made["Reading"].of("-0.5").least == -0.5
-    with pytest.raises(ValueError, match="'yes' where a chart needs a number"):
-        made["Reading"].of("yes")
-    with pytest.raises(ValueError, match="no table whose first line begins with"):
-        made["table"]("| no such column |")
 
 
 @pytest.mark.parametrize("name", ["parts.svg", "loss.svg", "pass.svg"])

@@ -183,12 +183,6 @@ def test_words_are_found_across_lines_and_by_their_line() -> None:
     assert str(found[1]) == "raysgd/module.py:6: 'anew'; write: again"
 
 
-def test_code_of_a_page_is_not_looked_at(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# Title\n\n```text\nnobody\n```\n\n`anew` and likewise.\n", encoding="utf-8")
-    assert [(each.line, each.word) for each in words_of_page(page)] == [(7, "likewise")]
-
-
 def test_decisions_that_the_code_names_exist() -> None:
     decisions = {int(path.name[:4]) for path in DECISIONS}
     named = {

@@ -30,6 +30,10 @@ from raysgd.exceptions import InvalidCountError
         ({"snapshot_every_s": -1}, ValueError, "`snapshot_every_s=-1`: need a number of seconds"),
         *[({"undo": value}, ValueError, f"`undo={value!r}`: allowed are") for value in ("auto", 1, 0.5)],
         ({"snapshot_every_s": "atuo"}, ValueError, "`snapshot_every_s='atuo'`.* Did you mean `auto`"),
+        ({"resize_interval_s": 0}, ValueError, "`resize_interval_s=0`"),
+        ({"resize_interval_s": "auto"}, ValueError, "`resize_interval_s='auto'`"),
+        ({"in_place": None}, ValueError, "`in_place=None`: allowed are True and False"),
+        ({"wait_for_workers": "atuo"}, ValueError, "`wait_for_workers='atuo'`: allowed are \"auto\", True and False"),
     ],
 )
 def test_a_value_is_refused_by_the_name_of_the_option(options: dict[str, Any], kind: type, message: str) -> None:

@@ -35,21 +35,6 @@ def test_a_value_is_refused_when_the_settings_are_made(changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"resize_interval_s": 0}, "`resize_interval_s=0`"),
-        ({"resize_interval_s": "auto"}, "`resize_interval_s='auto'`"),
-        ({"in_place": None}, "`in_place=None`: allowed are True and False"),
-        ({"wait_for_workers": "atuo"}, "`wait_for_workers='atuo'`: allowed are \"auto\", True and False"),
-        ({"undo": "auto"}, "`undo='auto'`: allowed are None, True and False"),
-    ],
-)
-def test_a_rule_of_recovery_is_refused_when_it_is_made(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Recovery(**options)
-
-
-@pytest.mark.parametrize(
     ("config", "options", "expected"),
     [
         ({}, BatchOptions(), False),

@@ -52,10 +52,18 @@ def _waiting(option: Any) -> tuple[Any, float | None]:
 
 
 class Simulation:
-    """One run."""
+    """One run.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Args:
+        schedule: What happens.
+        spec: More of the `GroupSpec`.
+        scaling: More of the `ScalingPolicy`.
+        options: More of the `ElasticController`.
+    """
+
+    def __init__(self, schedule: Schedule, *, spec: Any = None, scaling: Any = None, **options: Any) -> None:
         self.schedule = schedule
+        self._spec, self._scaling, self._options = spec or {}, scaling or {}, options
         self.rng = random.Random(schedule.seed * 7919 + 1)
         self.kernel = self._make_kernel()
         self.network = Network(self.kernel, self.rng, schedule.tells)
@@ -74,27 +82,33 @@ class Simulation:
 
     def _controller(self) -> ElasticController:
         schedule, kernel = self.schedule, self.kernel
-        spec = GroupSpec(
-            SimConnection(self.network),
-            _not_called,
-            use_local=schedule.use_local,
-            snapshot_every_s=schedule.snapshot_every_s,
-            regroups=schedule.regroups,
-            renews=schedule.renews,
-            num_spares=schedule.num_spares,
-            heartbeat_s=schedule.heartbeat_s,
-            settle_timeout_s=8.0,
-            reservation_timeout_s=20.0,
-        )
+        spec = {
+            "connection": SimConnection(self.network),
+            "make_replica": _not_called,
+            "use_local": schedule.use_local,
+            "snapshot_every_s": schedule.snapshot_every_s,
+            "regroups": schedule.regroups,
+            "renews": schedule.renews,
+            "num_spares": schedule.num_spares,
+            "heartbeat_s": schedule.heartbeat_s,
+            "settle_timeout_s": 8.0,
+            "reservation_timeout_s": 20.0,
+            **self._spec,
+        }
+        num_local = int(schedule.use_local)
+        options = {
+            "view": self.cluster.view,
+            "rules": ElasticRules(*_waiting(schedule.resize_interval_s), self._leaving, lambda: True),
+            "hooks": self.invariants.hooks,
+            **self._options,
+        }
         return ElasticController(
-            spec,
-            ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=int(schedule.use_local)),
+            GroupSpec(**spec),
+            ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=num_local, **self._scaling),
             FailurePolicy(schedule.continues),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
-            view=self.cluster.view,
             clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel), lambda: Condition(kernel)),
-            rules=ElasticRules(*_waiting(schedule.resize_interval_s), self._leaving, keeps_global_batch=lambda: True),
-            hooks=self.invariants.hooks,
+            **options,
         )
 
     def _sleep(self, seconds: float) -> None:

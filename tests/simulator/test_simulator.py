@@ -57,17 +57,6 @@ def test_a_schedule_goes_the_same_way_in_another_process() -> None:
     assert json.loads(done.stdout) == [list(run(drawn(seed)).log) for seed in seeds]
 
 
-def test_a_schedule_survives_being_written_down() -> None:
-    schedule = drawn(17)
-    assert Schedule.from_json(schedule.to_json()) == schedule
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"ops": [], "faults": [], "nodes": [4]}'])
-def test_what_is_no_schedule_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no schedule"):
-        Schedule.from_json(text)
-
-
 def test_a_broken_schedule_is_made_small() -> None:
     schedule = replace(drawn(5), faults=(*drawn(5).faults, Fault("die", "step", 2), Fault("die", "leave", 1)))
     smallest = shrunk(schedule, lambda each: any(fault.point == "leave" for fault in each.faults))

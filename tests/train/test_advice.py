@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.shared.call import Call
 from raysgd.exceptions import TrainerShutdownError, UnpicklableError, WorkersLostError
 from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
-from raysgd.train.executor import BackendExecutor
-from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
+from raysgd.train.executor import WORDS
+from tests.engine import trainer as simulated
 
 
-def controller(cluster: FakeCluster) -> ElasticController:
-    """The controller of a function trainer, over a fake cluster."""
-    executor = BackendExecutor(BackendConfig(), 2)
-    spec = replace(executor._spec, connection=NullConnection(), make_replica=CountingReplica)
-    made = ElasticController(
-        spec, executor._scaling, make_group=cluster.make_group, view=cluster.view, clock=FakeClock().as_clock()
-    )
-    made.start()
-    return made
+def started() -> simulated.Trainer:
+    """What is below a function trainer, over simulated workers."""
+    return simulated.Trainer(spec={"words": WORDS}).started()
 
 
 def test_a_loss_too_many_names_the_checkpoint() -> None:
-    cluster = FakeCluster(calls=deque([Lost((1,))]))
     with pytest.raises(WorkersLostError) as caught:
-        controller(cluster).run(Call(read), max_retries=0)
+        started().walk(5, simulated.dies(1), max_retries=0)
     assert "to continue, pass `latest_checkpoint` to the next run as `checkpoint`" in str(caught.value)
     assert "shutdown(force=True)" not in str(caught.value)
 
 
 def test_a_shutdown_while_a_function_runs_says_what_is_kept() -> None:
-    cluster = FakeCluster()
-    made = controller(cluster)
-    stopper = Stopper(made, cluster)
-    cluster.calls = deque([ShutDown(stopper.stop)])
+    made = started()
     with pytest.raises(TrainerShutdownError, match=r"Checkpoints that the functions saved are kept\."):
-        made.run(Call(read))
-    stopper.join()
+        made.walk(5, simulated.befalls(made.stop, 0))
 
 
 def test_a_function_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
