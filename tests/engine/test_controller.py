@@ -249,7 +249,10 @@ def test_the_driver_as_the_only_worker_is_kept_as_it_was_left(ends: str) -> None
 
 def test_a_call_that_the_driver_alone_works_on_ends_by_itself_and_keeps_its_result() -> None:
     trainer = alone()
-    assert trainer.walk(5, befalls(trainer.stop, 0)) == [5]
+    has_returned: list[bool] = []
+    look = befalls(lambda process: has_returned.append(trainer.kernel.threads[-1].is_over), 0, nth=[5])
+    assert trainer.walk(5, befalls(trainer.stop, 0), look) == [5]
+    assert has_returned == [True], "`stop` does not wait for a call that nobody can end"
     assert (trainer.controller.is_stopped, trainer.controller.group) == (True, None)
 
 
@@ -439,6 +442,7 @@ def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_sessi
             use(trainer)
     assert "workers:    its Ray session has ended\n" in str(trainer.controller.status(None))
     trainer.controller.stop()
+    assert all(process.is_killed for process in trainer.cluster.processes), "not asked to close"
     with pytest.raises(TrainerShutdownError, match="was shut down"):
         trainer.controller.status(None)
 
