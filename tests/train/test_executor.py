@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import NoConnection
-from raysgd.exceptions import UnpicklableError
+from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 from raysgd.messages.placement import Placement
 from raysgd.train.backend import BackendConfig, PlacedConnection
 from raysgd.train.checkpoint import write_checkpoint
 from raysgd.train.executor import WORDS, BackendExecutor, RunPlan, check_elastic, preemption_of
 from raysgd.train.torch import TorchConfig
+from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
 
 
 def executor(config: BackendConfig | None = None, **options: Any) -> BackendExecutor:
@@ -65,18 +69,10 @@ def test_workers_see_the_gpus_of_others_if_they_are_to(
     assert of_torch.shares_gpus is (shares == "1")
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"num_workers": 0}, "num_workers"),
-        ({"num_cpus_per_worker": -1}, "num_cpus_per_worker"),
-        ({"num_gpus_per_worker": -1}, "num_gpus_per_worker"),
-        ({"heartbeat_s": 0}, "heartbeat_s"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}="):
-        executor(**options)
+@pytest.mark.parametrize("name", ["num_cpus_per_worker", "num_gpus_per_worker"])
+def test_a_number_that_cannot_be_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}=-1"):
+        executor(**{name: -1})
 
 
 @pytest.mark.parametrize(
@@ -110,19 +106,6 @@ def test_a_checkpoint_is_read_from_its_file_once(tmp_path: Path) -> None:
     assert plan.checkpoint == {"epoch": 3}
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dataset": [1]}, TypeError, "`dataset` is, or holds, a list"),
-        ({"checkpoint_strategy": {"num_to_keep": 1}}, TypeError, r"`checkpoint_strategy=.*need a `CheckpointStrategy`"),
-        ({"config": threading.Lock()}, UnpicklableError, "`config` cannot be sent to the workers"),
-    ],
-)
-def test_what_is_wrong_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        RunPlan.checked(**{"train_func": nothing, **options})
-
-
 def test_a_preemption_names_the_ranks_and_the_first_deadline() -> None:
     assert preemption_of(["a", "b"], {}) is None
     assert preemption_of(["a", "b"], {"c": 5}) is None
@@ -132,3 +115,35 @@ def test_a_preemption_names_the_ranks_and_the_first_deadline() -> None:
     without_time = preemption_of(["a"], {"a": 0})
     assert without_time is not None
     assert without_time.deadline_ms is None
+
+
+# ------------------------------------------------------------- what users of functions read when something goes wrong
+
+
+def controller(cluster: FakeCluster) -> ElasticController:
+    """The controller of a function trainer, over a fake cluster."""
+    ours = executor()
+    spec = replace(ours._spec, connection=NullConnection(), make_replica=CountingReplica)
+    made = ElasticController(
+        spec, ours._scaling, make_group=cluster.make_group, view=cluster.view, clock=FakeClock().as_clock()
+    )
+    made.start()
+    return made
+
+
+def test_a_loss_too_many_names_the_checkpoint() -> None:
+    cluster = FakeCluster(calls=deque([Lost((1,))]))
+    with pytest.raises(WorkersLostError) as caught:
+        controller(cluster).run(Call(read), max_retries=0)
+    assert "to continue, pass `latest_checkpoint` to the next run as `checkpoint`" in str(caught.value)
+    assert "shutdown(force=True)" not in str(caught.value)
+
+
+def test_a_shutdown_while_a_function_runs_says_what_is_kept() -> None:
+    cluster = FakeCluster()
+    made = controller(cluster)
+    stopper = Stopper(made, cluster)
+    cluster.calls = deque([ShutDown(stopper.stop)])
+    with pytest.raises(TrainerShutdownError, match=r"Checkpoints that the functions saved are kept\."):
+        made.run(Call(read))
+    stopper.join()
