@@ -49,11 +49,6 @@ def test_a_report_has_what_ray_tune_adds() -> None:
     }
 
 
-def test_a_report_with_a_checkpoint_names_it() -> None:
-    filled = make_filler().fill({}, "checkpoint_000002")
-    assert (filled["checkpoint_dir_name"], filled["should_checkpoint"]) == ("checkpoint_000002", True)
-
-
 def test_an_attempt_counts_on_from_its_checkpoint() -> None:
     filler = make_filler()
     filler.fill({}, None)

@@ -1,13 +1,14 @@
-"""Calls of callbacks: by name, in their order, and what follows where one fails."""
+"""What callbacks are shown of a run; their calls, by name and in their order, and what follows where one fails."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysgd._numbers.results import CallProgress
-from raysgd.callbacks import Callback, Run, WorkerCallback
+from raysgd.callbacks import Callback, Run, WorkerCallback, callback
 from raysgd.callbacks.calling import CallbackCalls, Dispatcher, checked
 from raysgd.exceptions import CallbackError
 
@@ -53,11 +54,6 @@ def test_one_that_fails_is_named_with_the_advice_and_those_after_it_are_not_call
     assert last.calls == []
 
 
-def test_without_advice_errors_come_as_they_are() -> None:
-    with pytest.raises(KeyError, match="lr"):
-        Dispatcher([Hooks(KeyError("lr"))], advice=None).on("on_start", "here")
-
-
 @pytest.mark.parametrize("advice", ["Mend it.", None])
 def test_the_end_is_for_all_and_raises_the_first_failure(advice: str | None, caplog: pytest.LogCaptureFixture) -> None:
     callbacks = [Hooks(OSError("first")), Hooks(OSError("second")), Hooks()]
@@ -67,12 +63,6 @@ def test_the_end_is_for_all_and_raises_the_first_failure(advice: str | None, cap
     [message] = caplog.messages
     assert message.startswith("the callback `Hooks` failed at the end: ")
     assert "second" in message
-
-
-def test_the_end_of_a_run_that_has_failed_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    Dispatcher([Hooks(OSError("disk full"))]).finish(["on_end"], has_failed=True)
-    assert "the callback `Hooks` failed at the end" in caplog.text
-    assert "disk full" in caplog.text
 
 
 class Noting(Callback):
@@ -128,21 +118,6 @@ class TestTheEnd:
         calls.end_run(error)
         assert noted == [("a", "begin"), ("b", "begin"), ("a", "end", error), ("b", "end", error)]
 
-    def test_raises_the_first_failure_after_all_were_called(self, caplog: pytest.LogCaptureFixture) -> None:
-        noted: list[tuple[Any, ...]] = []
-        calls = calls_of(Noting(noted, "a", "end"), Noting(noted, "b", "end"))
-        calls.begin_run()
-        with pytest.raises(CallbackError, match="on_run_end"):
-            calls.end_run(None)
-        assert [call[:2] for call in noted[2:]] == [("a", "end"), ("b", "end")]
-        assert "`Noting` failed in `on_run_end`" in caplog.text
-
-    def test_hides_no_error_of_the_run(self, caplog: pytest.LogCaptureFixture) -> None:
-        calls = calls_of(Noting([], fails_in="end"))
-        calls.begin_run()
-        calls.end_run(RuntimeError("the run"))
-        assert "`Noting` failed in `on_run_end`" in caplog.text
-
 
 class TestProgress:
     NEWS = CallProgress(1, 2, 0, None, None)
@@ -172,8 +147,8 @@ class TestStates:
 
 class TestWhatIsGiven:
     def test_may_be_any_iterable(self) -> None:
-        callback, in_worker = Callback(), WorkerCallback()
-        assert checked(iter([in_worker, callback])) == ([callback], [in_worker])
+        own, in_worker = Callback(), WorkerCallback()
+        assert checked(iter([in_worker, own])) == ([own], [in_worker])
         assert checked(None) == ([], [])
 
     @pytest.mark.parametrize("given", [Callback(), "EarlyStopping", 3])
@@ -191,6 +166,61 @@ class TestWhatIsGiven:
         with pytest.raises(TypeError, match=r"Did you mean `Noting\(\)`\?"):
             checked([Noting])
 
-    def test_other_objects_are_refused(self) -> None:
-        with pytest.raises(TypeError, match=r"`callbacks` has 7: need objects of subclasses of `raysgd\.callbacks"):
-            checked([7])
+
+class TestTheFolderOfARun:
+    def test_is_made_when_it_is_first_read(self, tmp_path: Path) -> None:
+        run = Run(name="line", folder=tmp_path / "a" / "b")
+        assert not (tmp_path / "a").exists()
+        assert run.folder == tmp_path / "a" / "b"
+        assert run.folder.is_dir()
+
+    def test_is_a_new_one_for_each_run_without_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(callback, "RESULTS_FOLDER", tmp_path)
+        runs = [Run(name="line"), Run(name="line")]
+        for run in runs:
+            run.started_at = 0.0
+        monkeypatch.setattr(Path, "exists", lambda path: False)  # as if others looked at the same time
+        folders = {run.folder for run in runs}
+        assert len(folders) == 2
+        assert all(folder.parent == tmp_path and folder.name.startswith("line_19") for folder in folders)
+
+
+class TestStopping:
+    def test_keeps_the_first_reason(self) -> None:
+        run = Run(name="line")
+        assert not run.is_stopping
+        run.stop("enough")
+        run.stop("too late")
+        assert run.is_stopping
+        assert run.history.stop_reason == "enough"
+
+    def test_says_so_where_nothing_can_stop_the_run(self) -> None:
+        run = Run(name="line", obstacle_to_stop="the function decides")
+        with pytest.raises(NotImplementedError, match="the function decides"):
+            run.stop("enough")
+        assert not run.is_stopping
+
+
+def test_only_class_based_trainers_can_be_saved() -> None:
+    with pytest.raises(NotImplementedError, match="a training function saves its own checkpoints"):
+        Run(name="line").save("last.pt")
+
+
+@pytest.mark.parametrize(("base", "name"), [(Callback, "on_epoch_end"), (WorkerCallback, "on_result")])
+def test_an_event_that_there_is_not_is_warned_of(base: type[Any], name: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = type("Mine", (base,), {name: lambda self: None, "on_epoch_begin": lambda self, run: None, "once": 1})
+    [record] = caplog.records
+    assert f"`Mine.{name}` is never called: `{base.__name__}` has the events on_" in record.getMessage()
+    type("Derived", (made,), {name: lambda self: None})
+    assert len(caplog.records) == 1, "one warning for each name"
+
+
+def test_methods_of_another_base_class_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Other:
+        def on_disk(self) -> None: ...
+
+    class Both(Callback, Other):
+        def on_disk(self) -> None: ...
+
+    assert Both
+    assert caplog.records == []

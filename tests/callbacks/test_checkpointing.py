@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -80,10 +80,6 @@ class TestWhatIsKept:
         expected = (None, None) if epoch is None else (str(tmp_path / f"epoch_{epoch:04d}.ckpt"), scores[epoch - 1])
         assert (saving.best, saving.best_score) == expected
 
-    def test_without_a_folder_it_saves_in_that_of_the_run(self, make_local: Make, tmp_path: Path) -> None:
-        make_local().fit(1, callbacks=[Checkpointing()], folder=tmp_path)
-        assert checkpoints_in(tmp_path / "checkpoints") == [1]
-
     def test_the_best_one_can_be_loaded_at_the_end(self, make_local: Make, tmp_path: Path) -> None:
         saving = Checkpointing(tmp_path, metric="val_score", restore_best_at_end=True)
         trainer = make_local()
@@ -91,16 +87,6 @@ class TestWhatIsKept:
         other = make_local()
         other.fit(2)
         assert torch.equal(trainer.get_model().weight, other.get_model().weight)
-
-    def test_callbacks_hear_of_each_checkpoint(self, make_local: Make, tmp_path: Path) -> None:
-        class Listening(Callback):
-            heard: ClassVar[list[str]] = []
-
-            def on_checkpoint(self, run: Run, checkpoint: str) -> None:
-                self.heard.append(Path(checkpoint).name)
-
-        make_local().fit(2, callbacks=[Checkpointing(tmp_path), Listening()])
-        assert Listening.heard == ["epoch_0001.ckpt", "epoch_0002.ckpt"]
 
 
 class TestResuming:

@@ -207,10 +207,6 @@ class TestEpochs:
 
     def test_wait_until_the_first_one_is_wanted(self, make_local: Make) -> None:
         trainer = make_local()
-        with pytest.raises(InvalidCountError, match="`epochs=-1`"):
-            trainer.epochs(-1)
-        with pytest.raises(TypeError, match="need a list of callbacks"):
-            trainer.epochs(1, callbacks="all")
         rows = trainer.epochs(2)
         assert len(trainer.history) == 0
         assert next(rows)["epoch"] == 1
@@ -227,12 +223,7 @@ class TestEpochs:
         assert trainer.history["epoch"] == [1, 2, 3]
 
     @pytest.mark.parametrize(("freq", "validated"), [(0, []), (1, [1, 2, 3, 4]), (3, [3])])
-    def test_are_validated_as_often_as_requested(
-        self,
-        freq: int,
-        validated: list[int],
-        make_local: Make,
-    ) -> None:
+    def test_are_validated_as_often_as_requested(self, freq: int, validated: list[int], make_local: Make) -> None:
         history = make_local().fit(4, validation_freq=freq)
         assert [row["epoch"] for row in history if "val_loss" in row] == validated
 
@@ -266,17 +257,18 @@ class TestEpochs:
         assert {each.kind for each in seen} == {"train", "validation"}
         assert {each.num_epochs for each in seen if each.kind == "train"} == {2}
 
+    @pytest.fixture
+    def in_empty_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
     @pytest.mark.parametrize(
         ("options", "error", "words"),
         [
             ({"epochs": -1}, InvalidCountError, "`epochs=-1`: need a number of epochs"),
             ({"epochs": "3"}, InvalidCountError, "`epochs='3'`"),
             ({"epochs": 1, "validation_freq": 0.5}, InvalidCountError, r"need 0 \(never\), 1 \(after each epoch\)"),
-            (
-                {"epochs": 1, "log_every_n_steps": -1},
-                InvalidCountError,
-                "`log_every_n_steps=-1`: need a number",
-            ),
+            ({"epochs": 1, "log_every_n_steps": -1}, InvalidCountError, "`log_every_n_steps=-1`: need a number"),
             ({"epochs": 1, "resume_from": 7}, TypeError, "`resume_from=7`: need a path"),
             ({"epochs": 1, "resume_from": ""}, ValueError, "`resume_from=''`: need a path"),
             ({"epochs": 1, "resume_from": "auto"}, ValueError, r"no callback finds checkpoints.*\[Checkpointing"),
@@ -285,11 +277,6 @@ class TestEpochs:
             ({"epochs": 1, "folder": "s3://bucket/x"}, ValueError, r"not a URI\. Callbacks .*`Checkpointing"),
             ({"epochs": 1, "folder": "/proc/x"}, ValueError, "`folder='/proc/x'`: the folder cannot be made"),
             ({"epochs": 1, "folder": __file__}, ValueError, r"cannot be made \(File exists\)"),
-            (
-                {"epochs": 1, "validation_freq": 0, "callbacks": [EarlyStopping("val_loss")]},
-                ValueError,
-                r"`EarlyStopping\(metric='val_loss'\)` with `validation_freq=0`",
-            ),
             (
                 {"epochs": 1, "validation_freq": 0, "callbacks": [Checkpointing("x", metric="val_loss")]},
                 ValueError,
@@ -316,22 +303,15 @@ class TestEpochs:
         ],
     )
     def test_bad_arguments_train_nothing(
-        self,
-        options: Any,
-        error: type[Exception],
-        words: str,
-        make_local: Make,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, options: Any, error: type[Exception], words: str, make_local: Make, in_empty_folder: Path
     ) -> None:
-        monkeypatch.chdir(tmp_path)
         trainer = make_local()
         with pytest.raises(error, match=words):
             trainer.fit(**options)
         with pytest.raises(error, match=words):
             trainer.epochs(**options)
         assert len(trainer.history) == 0
-        assert not list(tmp_path.iterdir())
+        assert not list(in_empty_folder.iterdir())
 
 
 class TestCallbacks:

@@ -6,7 +6,7 @@ Covers `FunctionCalls` and `RunCallbacks` of `raysgd.callbacks.calling`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from raysgd.callbacks import Callback, GradientNorms, Run
 from raysgd.callbacks.calling import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import CallbackError
+from raysgd.storage import open_folder
 from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.trainer import TrainerCallbacks
 from tests.train.fit.notes import CONFIG, Noting, make_folder
@@ -130,13 +131,6 @@ class TestInRunConfig:
         callbacks.end_run(info.value)
         assert first.calls[-1] == last.calls[-1] == ("end", info.value)
 
-    def test_one_of_ray_train_says_how_tune_sees_a_run(self, trial: FitTrialView) -> None:
-        class OfRayTrain:
-            def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None: ...
-
-        with pytest.raises(TypeError, match=r"pass the trainer to `raysgd\.tune\.Tuner`, or call `ray\.tune\.report"):
-            RunCallbacks([OfRayTrain()], trial)
-
     def test_their_state_is_kept_beside_checkpoints(self, trial: FitTrialView) -> None:
         before, after = Notes(), Notes()
         callbacks = RunCallbacks([before], trial)
@@ -153,72 +147,35 @@ def test_functions_take_their_steps_themselves(trial: FitTrialView) -> None:
             make([GradientNorms()])
 
 
-def filled(**metrics: Any) -> dict[str, Any]:
-    return {**metrics, "training_iteration": 1, "timestamp": 2, "time_this_iter_s": 0.5, "config": CONFIG}
+class OfRayTrain:
+    """Has the hooks of callbacks of Ray Train."""
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None: ...
 
 
-class TestWhatIsACallback:
-    @pytest.mark.parametrize("callback", [7, "x", object(), print, Noting, TrainingCallback])
-    def test_other_objects_are_refused(self, callback: Any, trial: FitTrialView) -> None:
-        with pytest.raises(TypeError, match=r"need objects of subclasses of `ray\.tune\.Callback`"):
-            RunCallbacks([callback], trial)
-
-    def test_one_of_ray_train_1_belongs_elsewhere(self, trial: FitTrialView) -> None:
-        with pytest.raises(TypeError, match=r"A `TrainingCallback` is for `raysgd\.train\.Trainer\.run"):
-            RunCallbacks([TrainingCallback()], trial)
-
-    def test_a_class_is_told_how_to_make_an_object(self, trial: FitTrialView) -> None:
-        with pytest.raises(TypeError, match=r"did you mean `Noting\(\)`"):
-            RunCallbacks([Noting], trial)
-
-    def test_an_object_may_have_some_hooks_only(self, trial: FitTrialView) -> None:
-        class OnlyResults:
-            seen: ClassVar[list[float]] = []
-
-            def on_trial_result(self, result: dict[str, Any]) -> None:
-                self.seen.append(result["loss"])
-
-        callbacks = RunCallbacks([OnlyResults()], trial)
-        callbacks.setup(None)
-        callbacks.start(after_failure=False, restores=False)
-        callbacks.report(filled(loss=1.5))
-        callbacks.end_run(None)
-        assert OnlyResults.seen == [1.5]
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (object(), ""),
+        (print, ""),
+        (Noting, r"did you mean `Noting\(\)`"),
+        (TrainingCallback(), r"A `TrainingCallback` is for `raysgd\.train\.Trainer\.run"),
+        (OfRayTrain(), r"pass the trainer to `raysgd\.tune\.Tuner`, or call `ray\.tune\.report"),
+    ],
+)
+def test_other_objects_are_refused(callback: Any, words: str, trial: FitTrialView) -> None:
+    with pytest.raises(TypeError, match=rf"need objects of subclasses of `ray\.tune\.Callback`.*{words}"):
+        RunCallbacks([callback], trial)
 
 
-def test_a_callback_cannot_change_what_is_kept(trial: FitTrialView) -> None:
+def test_an_object_with_some_hooks_is_a_callback_and_cannot_change_what_is_kept(trial: FitTrialView) -> None:
     class Changing:
         def on_trial_result(self, result: dict[str, Any]) -> None:
             result["loss"] = "changed"
 
-    result = filled(loss=1.5)
+    result = {"loss": 1.5, "training_iteration": 1}
     RunCallbacks([Changing()], trial).report(result)
     assert result["loss"] == 1.5
-
-
-class TestFailures:
-    @pytest.mark.parametrize("hook", ["on_trial_start", "on_trial_result", "on_step_begin"])
-    def test_name_the_callback_and_the_hook(self, hook: str, trial: FitTrialView) -> None:
-        callbacks = RunCallbacks([Noting(fails_in=hook)], trial)
-
-        def play() -> None:
-            callbacks.start(after_failure=False, restores=False)
-            callbacks.report(filled(loss=1))
-
-        with pytest.raises(CallbackError, match=rf"`Noting` failed in `{hook}`: ZeroDivisionError: by mistake") as info:
-            play()
-        assert isinstance(info.value.__cause__, ZeroDivisionError)
-
-    @pytest.mark.parametrize("hook", ["on_trial_complete", "on_experiment_end"])
-    def test_at_the_end_come_after_all_were_called(self, hook: str, trial: FitTrialView) -> None:
-        last = Noting()
-        with pytest.raises(CallbackError, match=hook):
-            RunCallbacks([Noting(fails_in=hook), last], trial).end_run(None)
-        assert [call.split()[0] for call in last.calls] == ["on_trial_complete", "on_experiment_end"]
-
-    def test_at_the_end_of_a_failed_run_are_logged(self, trial: FitTrialView, caplog: pytest.LogCaptureFixture) -> None:
-        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end_run(OSError())
-        assert "`Noting` failed in `on_trial_error`" in caplog.text
 
 
 class TestRayTune:
@@ -257,3 +214,90 @@ class TestRayTune:
         later = [Noting(), Counting(1), Counting(2)]
         RunCallbacks(later, trial).restore_states(states)
         assert [callback.number for callback in later[1:] if isinstance(callback, Counting)] == [7, 2]
+
+
+# ------------------------------------------------------------------------------- callbacks of `Trainer.run` alone
+
+
+class OfTrainer(TrainingCallback):
+    """Notes its calls, and raises in one of them if it is to."""
+
+    def __init__(self, calls: list[tuple[Any, ...]], name: str, fails_in: str = "", error: Any = None) -> None:
+        self.calls, self.name, self.fails_in, self.error = calls, name, fails_in, error
+
+    def _note(self, what: str, *call: Any) -> None:
+        self.calls.append((self.name, what, *call))
+        if what == self.fails_in:
+            raise self.error
+
+    def start_training(self, logdir: str, config: Any, **info: Any) -> None:
+        self._note("start", logdir, config)
+
+    def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
+        self._note("results", results)
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        self._note("finish", error)
+
+
+def test_callbacks_of_trainers_are_called_in_their_order_hear_of_a_failed_run_and_do_not_hide_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    first, second = (
+        OfTrainer(calls, "a", "finish", OSError("disk full")),
+        OfTrainer(calls, "b", "results", KeyError("bad")),
+    )
+    callbacks = TrainerCallbacks([first, second])
+    with pytest.raises(KeyError), callbacks.around(Path("run"), None):
+        callbacks.process([{"loss": 1}])
+    assert calls == [
+        ("a", "start", "run", {}),
+        ("b", "start", "run", {}),
+        ("a", "results", [{"loss": 1}]),
+        ("b", "results", [{"loss": 1}]),
+        ("a", "finish", True),
+        ("b", "finish", True),
+    ]
+    assert "the callback `OfTrainer` failed at the end: disk full" in caplog.text
+
+
+class Reading(TrainingCallback):
+    """Writes a file at the start, and notes the checkpoints at the end."""
+
+    def __init__(self, reads_checkpoints: bool) -> None:
+        self.reads_checkpoints = reads_checkpoints
+        self.found: list[str] | None = None
+
+    def start_training(self, logdir: str, **info: Any) -> None:
+        self.logdir = Path(logdir)
+        (self.logdir / "log").write_text("started")
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        self.found = sorted(str(path.relative_to(self.logdir)) for path in self.logdir.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("reads_checkpoints", [True, False])
+def test_with_a_store_callbacks_have_a_folder_of_this_machine(
+    reads_checkpoints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
+    run_dir = open_folder(f"memory://run-callbacks/{reads_checkpoints}")
+    callback = Reading(reads_checkpoints)
+    with TrainerCallbacks([callback]).around(run_dir, None):
+        (run_dir / "checkpoints").write("checkpoint_000001", b"1")
+    assert callback.found == ["checkpoints/checkpoint_000001", "log"][not reads_checkpoints :]
+    assert run_dir.read("log") == b"started"
+    assert run_dir.names() == ["checkpoints", "log"]
+
+
+def test_only_callbacks_of_the_library_wait_for_checkpoints() -> None:
+    assert not TrainerCallbacks([OfTrainer([], "a")]).are_told_of_checkpoints
+    assert TrainerCallbacks([OfTrainer([], "a"), Callback()]).are_told_of_checkpoints
+
+
+def test_without_callbacks_no_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
+    with TrainerCallbacks(None).around(open_folder("memory://run-callbacks/none"), None):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -1,3 +1,8 @@
+"""Callbacks that write metrics, into files and for services.
+
+Covers `raysgd.writers.services`.
+"""
+
 from __future__ import annotations
 
 import csv
@@ -21,6 +26,7 @@ from raysgd.callbacks import (
     WandbLogger,
 )
 from raysgd.torch import TorchTrainer
+from raysgd.utils import BATCH_SIZE
 from tests.helpers.processes import wait_until
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
@@ -81,7 +87,7 @@ class TestFiles:
         assert steps == [(1, 2), (1, 4), (2, 10), (3, 15)]
         assert [int(row["epoch"]) for row in read(tmp_path / "log.x")] == [1, 2, 3]
         make_local().fit(1, callbacks=[logger(tmp_path / "log.x")], log_every_n_steps=0)
-        assert not read(tmp_path / "log.steps.x")
+        assert (len(read(tmp_path / "log.x")), len(read(tmp_path / "log.steps.x"))) == (1, 0)
 
     @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
     def test_with_a_name_alone_are_in_the_current_folder_and_go_on_there_behind_the_checkpoint(
@@ -111,12 +117,6 @@ class TestFiles:
         assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
             f"{logger.__name__}: could not write"
         ]
-
-    @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
-    def test_of_a_new_run_begin_again(self, tmp_path: Path, logger: Any, read: Callable[[Path], Any]) -> None:
-        for value in (1, 2):
-            play(logger(tmp_path / "log"), tmp_path, {"a": value})
-        assert [str(row["a"]) for row in read(tmp_path / "log")] == ["2"]
 
     def test_are_files_of_this_machine(self) -> None:
         with pytest.raises(ValueError, match="need a path on a local or mounted disk"):
@@ -193,6 +193,13 @@ class TestMLflow:
         found = self.client(tmp_path).get_run(active.info.run_id).data
         assert (found.params, found.metrics) == ({"lr": "0.5", "width": "4"}, {"loss": 1.0})
         assert caplog.text.count("MLflow does not take all parameters") == 1
+
+    def test_names_that_mlflow_does_not_allow_become_others(self, tmp_path: Path) -> None:
+        logger = MLflowLogger()
+        play(logger, tmp_path, {"top@5": 0.5, "loss": {"a": 0.25}}, config={BATCH_SIZE: 64, "lr": 0.1})
+        found = self.client(tmp_path).get_run(logger.run_id).data
+        assert found.params == {"_batch_size": "64", "lr": "0.1"}
+        assert found.metrics == {"top_5": 0.5, "loss/a": 0.25}
 
     def test_a_store_that_refuses_costs_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("")

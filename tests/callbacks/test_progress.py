@@ -13,6 +13,7 @@ import struct
 import sys
 import termios
 import textwrap
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -42,6 +43,10 @@ def make_run(epochs: int | None = 10, trainer: Any = object) -> Run:
     run = Run(name="run", trainer=trainer, epochs=epochs)
     run.epoch = 3
     return run
+
+
+def bar_on(stream: io.StringIO) -> tuple[ProgressBar, io.StringIO, Run]:
+    return ProgressBar(stream=stream), stream, make_run()
 
 
 def news(done: int, kind: Any = "train", **metrics: float) -> CallProgress:
@@ -91,8 +96,7 @@ def screen(text: str) -> list[str]:
 
 
 def test_a_terminal_shows_a_bar_while_a_call_runs_and_a_line_of_results_after_it() -> None:
-    stream, run = Terminal(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(Terminal())
     bar.on_run_begin(run)
     bar.on_progress(run, news(4))
     [drawn] = screen(stream.getvalue())
@@ -111,8 +115,7 @@ def test_a_terminal_shows_a_bar_while_a_call_runs_and_a_line_of_results_after_it
 
 
 def test_a_call_that_is_done_takes_its_bar_away() -> None:
-    stream, run = Terminal(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(Terminal())
     bar.on_progress(run, news(4))
     bar.on_progress(run, CallProgress(10, 10, 2, 10, None, is_done=True))
     assert screen(stream.getvalue()) == []
@@ -170,8 +173,7 @@ def test_output_that_goes_to_a_file_stays_there(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_log_file_gets_lines_in_columns_and_nothing_else() -> None:
-    stream, run = io.StringIO(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(io.StringIO())
     bar.on_run_begin(run)
     for loss in (12.5, 0.125):
         for done in range(10):
@@ -187,8 +189,7 @@ def test_a_log_file_gets_lines_in_columns_and_nothing_else() -> None:
 def test_a_long_call_is_not_silent_in_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
-    stream, run = io.StringIO(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(io.StringIO())
     for second in range(0, 200, 5):
         now[0] = float(second)
         bar.on_progress(run, news(second // 20))
@@ -197,28 +198,20 @@ def test_a_long_call_is_not_silent_in_a_log_file(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    assert type(make_bar(Terminal())) is LineBar
-
-
-def test_a_terminal_gets_a_bar_if_tqdm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_if_it_can_move_its_cursor_and_tqdm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(make_bar(Terminal())) is TqdmBar
+    with monkeypatch.context() as dumb:
+        dumb.setenv("TERM", "dumb")
+        assert type(make_bar(Terminal())) is LineBar
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     assert type(make_bar(Terminal())) is LineBar
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"metrics": "val_loss"}, TypeError, "metrics='val_loss'.*list"),
-        ({"metrics": [1]}, TypeError, r"metrics=\[1\]"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        ProgressBar(**arguments)
+@pytest.mark.parametrize(("metrics", "words"), [("val_loss", "metrics='val_loss'.*list"), ([1], r"metrics=\[1\]")])
+def test_wrong_arguments_are_refused(metrics: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        ProgressBar(metrics=metrics)
 
 
 def test_chosen_metrics_are_shown_in_their_order_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,8 +226,7 @@ def test_chosen_metrics_are_shown_in_their_order_and_others_are_not(caplog: pyte
 
 
 def test_a_row_tells_of_another_number_of_workers() -> None:
-    stream, run = io.StringIO(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(io.StringIO())
     bar.on_result(run, dict(ROW))
     bar.on_event(run, GroupEvent("continued", 4, 3, 0.5, "rank 1 was lost"))
     bar.on_result(run, {**ROW, "num_workers": 3})
@@ -254,8 +246,7 @@ def test_a_function_has_reports_instead_of_epochs() -> None:
 
 
 def test_a_closed_terminal_does_not_end_the_training() -> None:
-    stream, run = Terminal(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(Terminal())
     bar.on_progress(run, news(1))
     stream.close()
     bar.on_progress(run, news(2))
@@ -263,56 +254,48 @@ def test_a_closed_terminal_does_not_end_the_training() -> None:
     bar.on_run_end(run, None)
 
 
-class TestAroundCalls:
-    """What a trainer tells its listeners; a real one is watched in the last story."""
+@pytest.fixture
+def listeners() -> ProgressListeners:
+    """Those of a trainer; a real one is watched in the last story."""
+    return ProgressListeners(cast("Any", None))
 
-    class Trainer:
-        """Tells what it is told to."""
 
-        def __init__(self) -> None:
-            self._listeners = ProgressListeners(cast("Any", None))
+def test_each_call_by_hand_leaves_a_line(listeners: ProgressListeners) -> None:
+    stream = Terminal()
+    with ProgressBar(stream=stream).around(SimpleNamespace(_listeners=listeners)):
+        listeners.tell(CallProgress(3, 9, 1, 4, 0.5, "train", {"train_loss": 0.5}))
+        listeners.tell(CallProgress(9, 9, 1, 4, 0.5, "train", {"train_loss": 0.25}, is_done=True))
+        listeners.tell(CallProgress(500, 1000, 0, None, None, "predict"))
+        listeners.tell(CallProgress(1000, 1000, 0, None, None, "predict", is_done=True))
+    listeners.tell(CallProgress(3, 9, 1, 4, 0.5, "train"))
+    train, predict = screen(stream.getvalue())
+    assert train.startswith("epoch 2/4 train  9 batches  train_loss 0.2500  ")
+    assert predict.startswith("predict  1000 batches  ")
 
-        def tell(self, *news: CallProgress) -> None:
-            for each in news:
-                self._listeners.tell(each)
 
-    def test_each_call_leaves_a_line(self) -> None:
-        trainer, stream = self.Trainer(), Terminal()
-        with ProgressBar(stream=stream).around(trainer):
-            trainer.tell(CallProgress(3, 9, 1, 4, 0.5, "train", {"train_loss": 0.5}))
-            trainer.tell(CallProgress(9, 9, 1, 4, 0.5, "train", {"train_loss": 0.25}, is_done=True))
-            trainer.tell(CallProgress(500, 1000, 0, None, None, "predict"))
-            trainer.tell(CallProgress(1000, 1000, 0, None, None, "predict", is_done=True))
-        trainer.tell(CallProgress(3, 9, 1, 4, 0.5, "train"))
-        train, predict = screen(stream.getvalue())
-        assert train.startswith("epoch 2/4 train  9 batches  train_loss 0.2500  ")
-        assert predict.startswith("predict  1000 batches  ")
+def test_a_call_by_hand_that_raises_leaves_nothing(listeners: ProgressListeners) -> None:
+    stream = Terminal()
 
-    def test_a_call_that_raises_leaves_nothing(self) -> None:
-        trainer, stream = self.Trainer(), Terminal()
+    def fail() -> None:
+        with ProgressBar(stream=stream).around(SimpleNamespace(_listeners=listeners)):
+            listeners.tell(CallProgress(3, 9, 1, 4, 0.5))
+            assert "3/9" in screen(stream.getvalue())[0]
+            raise KeyError("user code")
 
-        def fail() -> None:
-            with ProgressBar(stream=stream).around(trainer):
-                trainer.tell(CallProgress(3, 9, 1, 4, 0.5))
-                assert "3/9" in screen(stream.getvalue())[0]
-                raise KeyError("user code")
-
-        with pytest.raises(KeyError, match="user code"):
-            fail()
-        assert screen(stream.getvalue()) == []
+    with pytest.raises(KeyError, match="user code"):
+        fail()
+    assert screen(stream.getvalue()) == []
 
 
 def test_hostile_names_are_text() -> None:
-    stream, run = Terminal(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(Terminal())
     bar.on_progress(run, news(1, **{"[bold]x[/nothing]": 0.5}))
     bar.on_result(run, {"[/red]{task}\x1b[2J\n": 1.5})
     assert screen(stream.getvalue()) == ["epoch  3/10  [/red]{task}?[2J? 1.500"]
 
 
 def test_the_rate_of_tqdm_does_not_count_what_was_done_before_it_was_drawn() -> None:
-    stream, run = Terminal(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(Terminal())
     bar.on_progress(run, CallProgress(600_000, 1_000_000, 2, 10, None))
     [drawn] = screen(stream.getvalue())
     assert "600000/1000000" in drawn
@@ -321,8 +304,7 @@ def test_the_rate_of_tqdm_does_not_count_what_was_done_before_it_was_drawn() -> 
 
 
 def test_a_bar_of_unknown_length_does_not_say_when_it_ends() -> None:
-    stream, run = Terminal(), make_run()
-    bar = ProgressBar(stream=stream)
+    bar, stream, run = bar_on(Terminal())
     bar.on_progress(run, CallProgress(6, None, 2, 10, None, "train", {"train_loss": 0.5}))
     [drawn] = screen(stream.getvalue())
     bar.on_run_end(run, None)

@@ -118,7 +118,7 @@ def test_no_chart_is_empty_and_none_is_drawn_twice(tmp_path: Path) -> None:
     history = History()
     for epoch in range(1, 4):
         history.add_row({"loss": 1 / epoch, "train_loss": 1 / epoch, "val_accuracy": math.nan, "note": "x"})
-    assert written(make_run(tmp_path, history=history)).charts == [["loss"]]
+    assert written(make_run(tmp_path, history=history, epochs=None)).charts == [["loss"]]
     first = History()
     first.add_row({"loss": 1.0})
     page = written(make_run(tmp_path, history=first))
@@ -162,9 +162,6 @@ def test_the_ledger_tells_of_the_time_in_training_calls(tmp_path: Path) -> None:
     assert [each["style"] for each in page.all("i")][1:] == ["width:9.97%", "width:9.97%", "width:0.30%"]
     assert "Goodput 89.9%" in page.text
     assert "Outside of training calls: start-up 2.5 s, driver (between calls) 1 min 24 s." in page.text
-
-
-def test_a_run_without_a_ledger_says_so(tmp_path: Path) -> None:
     assert "There is no account of it." in written(make_run(tmp_path)).text
 
 
@@ -287,13 +284,6 @@ def test_a_browser_draws_every_chart_whatever_its_metric_is_called(tmp_path: Pat
     assert len(page.all("canvas")) == len(page.charts) + 1, "and the throughput over time"
     assert page.charts == [[HOSTILE], ["__proto__"], ["wide"], ["gap"]]
     assert page.all("img") == []
-
-
-def test_a_function_without_calls_has_a_report_too(tmp_path: Path) -> None:
-    history = History()
-    for number in range(3):
-        history.add_row({"loss": 1.0 / (number + 1)})
-    assert written(make_run(tmp_path, history=history, epochs=None)).charts == [["loss"]]
 
 
 def test_the_page_refreshes_itself_as_long_as_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,19 +21,6 @@ def written(checkpoint: Path) -> Sidecar:
     return sidecar
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    before = written(tmp_path / "last.pt")
-    after = Sidecars().read(str(tmp_path / "last.pt"))
-    assert (after.epoch, after.callbacks) == (1, before.callbacks)
-    assert after.history[0]["train_loss"] == 0.5
-    assert math.isnan(after.history[0]["other"])
-    assert after.history.records[0].num_workers == 4
-
-
-def test_a_file_without_one_has_none(tmp_path: Path) -> None:
-    assert Sidecars().read(str(tmp_path / "last.pt")) is None
-
-
 @pytest.mark.parametrize("damage", [lambda text: text[:40], lambda text: "[" * 100_000], ids=["cut", "deep"])
 def test_a_damaged_one_is_named_with_what_to_do(tmp_path: Path, damage: Callable[[str], str]) -> None:
     written(tmp_path / "last.pt")

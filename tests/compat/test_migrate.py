@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib
 import os
 import random
 import re
@@ -31,9 +30,8 @@ def migrated(text: str, ray_train: bool = False) -> str:
     return found.text.decode()
 
 
-def failed(text: str) -> MigratedProgram:
-    before = dedent(text).encode()
-    found = migrate(before)
+def failed(text: str | bytes) -> MigratedProgram:
+    found = migrate(text if isinstance(text, bytes) else dedent(text).encode())
     assert found.has_failed
     return found
 
@@ -49,10 +47,6 @@ def failed(text: str) -> MigratedProgram:
             "from raysgd.torch.examples.dcgan import GANOperator as G",
         ),
         ("from ray.util.sgd.pytorch import TrainingOperator", "from raysgd.torch import TrainingOperator"),
-        (
-            "from ray.util.sgd.pytorch.utils import SCHEDULER_STEP_EPOCH",
-            "from raysgd.torch.constants import SCHEDULER_STEP_EPOCH",
-        ),
         ("from ray.util.sgd.utils import *", "from raysgd.utils import *"),
         ("import ray.util.sgd.torch as sgd", "import raysgd.torch as sgd"),
         ("import ray.util.sgd", "import raysgd"),
@@ -101,6 +95,11 @@ def test_formatting_and_comments_are_kept() -> None:
     assert migrated(old) == dedent(old).replace("ray.util.sgd.torch", "raysgd.torch")
 
 
+def test_a_call_of_a_name_in_parentheses_keeps_its_lines() -> None:
+    old = "import ray\n\nx = (ray.tune).Tuner(\n    t,  # mine\n).fit()\n"
+    assert migrated(old, ray_train=True).endswith("\nx = raysgd.tune.Tuner(\n    t,  # mine\n).fit()\n")
+
+
 def test_names_of_several_modules_become_several_lines() -> None:
     new = migrated("from ray.util import sgd, placement_group  # both\n")
     assert new.splitlines() == ["import raysgd as sgd  # both", "from ray.util import placement_group"]
@@ -119,23 +118,6 @@ def test_dotted_names_follow_and_ray_stays_imported_where_it_is_used() -> None:
     assert "import raysgd.torch" in new.splitlines()
     assert "import ray" in new.splitlines()
     assert "ray.init()" in new
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("ray.train.get_context().get_world_size()", "raysgd.train.get_context().get_world_size()"),
-        ("ray.tune.Tuner.restore('x').fit()", "raysgd.tune.Tuner.restore('x').fit()"),
-        ("(ray.tune).Tuner(\n    t,  # mine\n).fit()", "raysgd.tune.Tuner(\n    t,  # mine\n).fit()"),
-        ("v2.backends.torch.TorchConfig(1)", "raysgd.train.torch.TorchConfig(1)"),
-    ],
-)
-def test_a_chain_of_calls_keeps_its_arguments(old: str, new: str) -> None:
-    found = migrated(f"import ray\nimport ray.util.sgd\nfrom ray.util.sgd import v2\n\nx = {old}\n", ray_train=True)
-    assert found.endswith(f"\nx = {new}\n")
-    for line in found.splitlines():
-        if line.startswith("import "):
-            importlib.import_module(line.split()[1])
 
 
 class Value:
@@ -342,10 +324,11 @@ def test_what_a_person_has_to_decide_is_named_with_its_line() -> None:
         ("import ray.util.sgd\n\nray.util.sgd.Nothing()\n", 3, "`ray.util.sgd.Nothing` has no successor"),
         ("# -*- coding: nonsense -*-\n", 1, "no valid Python"),
         ("x = 1\0\n", 1, ""),
+        (b"x = '\xff\xfe'\n", 1, "no valid Python"),
         ("x = " + "(" * 3000 + ")" * 3000 + "\n", 1, ""),
     ],
 )
-def test_what_is_in_the_way_is_named_and_nothing_is_changed(text: str, line: int, words: str) -> None:
+def test_what_is_in_the_way_is_named_and_nothing_is_changed(text: str | bytes, line: int, words: str) -> None:
     [finding] = failed(text).findings
     assert finding.line == line
     assert words in finding.text
@@ -354,17 +337,6 @@ def test_what_is_in_the_way_is_named_and_nothing_is_changed(text: str, line: int
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (
-            """\
-            from ray.util.sgd.torch import TorchTrainer
-            from ray.util.sgd.torch.torch_runner import TorchRunner  # theirs
-            """,
-            """\
-            from raysgd.torch import TorchTrainer
-            # raysgd: `ray.util.sgd.torch.torch_runner.TorchRunner` has no successor: INTERNAL
-            from ray.util.sgd.torch.torch_runner import TorchRunner  # theirs
-            """,
-        ),
         (
             """\
             from ray.util.sgd.torch.torch_dataset import TorchMLDataset, convert_to_tensor
@@ -396,18 +368,8 @@ def test_what_is_in_the_way_is_named_and_nothing_is_changed(text: str, line: int
                         return raysgd.torch.TorchTrainer()
             """,
         ),
-        (
-            """\
-            from ray.util.sgd.torch.examples.segmentation.coco_utils import get_coco
-            """,
-            """\
-            # raysgd: `ray.util.sgd.torch.examples.segmentation.coco_utils.get_coco` has no successor: \
-`examples/segmentation.py` trains in its place, with a `SegmentationOperator`
-            from ray.util.sgd.torch.examples.segmentation.coco_utils import get_coco
-            """,
-        ),
     ],
-    ids=["import", "part of an import", "name", "helper of an example"],
+    ids=["part of an import", "name"],
 )
 def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(old: str, new: str) -> None:
     found = migrate(dedent(old).encode())
@@ -552,12 +514,6 @@ def test_functions_in_configs_need_no_wrapping() -> None:
     )
 
 
-def test_bytes_that_are_no_text_are_refused() -> None:
-    found = migrate(b"x = '\xff\xfe'\n")
-    assert found.has_failed
-    assert "no valid Python" in found.findings[0].text
-
-
 # ------------------------------------------------------------------------------------------------ files
 
 
@@ -612,22 +568,16 @@ def test_files_are_replaced_with_their_line_ends_and_permissions(folder: Path) -
 def test_a_file_that_cannot_be_migrated_does_not_stop_the_others(folder: Path) -> None:
     (folder / "broken.py").write_text("def f(:\n")
     (folder / "gone.py").write_text("from ray.util.sgd import TorchTrainer\nimport ray.util.sgd.torch.torch_runner\n")
-    found = run(folder, "--write")
-    assert found.exit_code == 1
-    assert "broken.py:1: error: this is no valid Python" in found.output
-    assert "gone.py:2: error: `ray.util.sgd.torch.torch_runner` has no successor" in found.output
-    assert "1 could not be migrated" in found.output
-    assert "1 lines are left for you, below `# raysgd:`" in found.output
-    assert (folder / "gone.py").read_text().startswith("from raysgd import TorchTrainer\n# raysgd: `ray.util.sgd.torch")
-    assert "raysgd" in (folder / "a.py").read_text()
-
-
-def test_a_program_with_endless_expressions_does_not_stop_the_others(folder: Path) -> None:
     joined = " + ".join(f"'{number}'" for number in range(600))
     (folder / "long.py").write_text(f"from ray.util.sgd import TorchTrainer\nx = {joined}\n")
     found = run(folder, "--write")
     assert found.exit_code == 1
     assert "long.py:1: error: its code is nested too deeply" in found.output
+    assert "broken.py:1: error: this is no valid Python" in found.output
+    assert "gone.py:2: error: `ray.util.sgd.torch.torch_runner` has no successor" in found.output
+    assert "2 could not be migrated" in found.output
+    assert "1 lines are left for you, below `# raysgd:`" in found.output
+    assert (folder / "gone.py").read_text().startswith("from raysgd import TorchTrainer\n# raysgd: `ray.util.sgd.torch")
     assert "raysgd" in (folder / "a.py").read_text()
 
 

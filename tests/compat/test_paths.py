@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from raysgd.compat.names import MOVED
 from raysgd.compat.paths import RAY_TRAIN, Paths, gone, renamed, table
 from tests.helpers.run_if import RunIf
 
@@ -62,12 +63,18 @@ def test_a_name_is_listed_once() -> None:
         ("ray.util.sgd.torch.TorchTrainer.as_trainable", "raysgd.torch.TorchTrainer.as_trainable"),
         ("ray.util.sgd.PyTorchTrainer", "raysgd.TorchTrainer"),
         ("ray.util.sgd.v2.backends.torch.TorchConfig", "raysgd.train.torch.TorchConfig"),
+        ("ray.train.Trainer", "raysgd.train.Trainer"),
+        ("ray.air.session.report", "raysgd.air.session.report"),
+        ("ray.train.torch.config.TorchConfig.backend_cls", "raysgd.train.torch.TorchConfig.backend_cls"),
+        ("ray.train._checkpoint.Checkpoint", "raysgd.train.Checkpoint"),
+        ("ray.train.tensorflow.TensorflowCheckpoint.from_h5", "raysgd.train.tensorflow.TensorflowCheckpoint.from_h5"),
     ],
 )
 def test_a_dotted_name_leads_to_a_dotted_name(old: str, new: str) -> None:
-    place = Paths().find(old)
+    place = Paths(ray_train=True).find(old)
     assert place is not None
     assert (place.old, place.new, place.reason) == (old, new, "")
+    assert new == place.module or new.startswith(f"{place.module}.")
 
 
 @pytest.mark.parametrize(
@@ -77,10 +84,11 @@ def test_a_dotted_name_leads_to_a_dotted_name(old: str, new: str) -> None:
         ("ray.util.sgd.torch.worker_group", "internal"),
         ("ray.util.sgd.torch.Nothing", "`raysgd.torch` has no such name"),
         ("ray.util.iter.from_actors", "from_iterators"),
+        ("ray.train.tensorflow.TensorflowCheckpoint.from_saved_model", "`from_h5`"),
     ],
 )
 def test_a_name_that_is_gone_has_a_reason(old: str, reason: str) -> None:
-    place = Paths().find(old)
+    place = Paths(ray_train=True).find(old)
     assert place is not None
     assert place.new is None
     assert reason in place.reason
@@ -91,21 +99,6 @@ def test_a_name_that_is_gone_has_a_reason(old: str, reason: str) -> None:
 )
 def test_the_names_of_others_are_not_in_the_table(name: str) -> None:
     assert Paths().find(name) is None
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("ray.train.Trainer", "raysgd.train.Trainer"),
-        ("ray.air.session.report", "raysgd.air.session.report"),
-        ("ray.train.torch.config.TorchConfig.backend_cls", "raysgd.train.torch.TorchConfig.backend_cls"),
-        ("ray.train._checkpoint.Checkpoint", "raysgd.train.Checkpoint"),
-    ],
-)
-def test_todays_names_of_ray_are_in_it_if_the_user_means_the_old_ones(old: str, new: str) -> None:
-    place = Paths(ray_train=True).find(old)
-    assert place is not None
-    assert (place.new, new.startswith(f"{place.module}.")) == (new, True)
 
 
 def public_names_of_ray_train() -> Iterator[str]:
@@ -142,17 +135,9 @@ def test_every_public_name_of_todays_ray_train_is_here_or_says_what_to_use(monke
         warnings.warn(f"Ray {ray.__version__} has names of `ray.train` that no table has: {missing}", stacklevel=1)
 
 
-def test_checkpoints_of_keras_keep_the_methods_that_keras_can_load() -> None:
-    name = "ray.train.tensorflow.TensorflowCheckpoint"
-    kept, lost = (Paths(ray_train=True).find(f"{name}.{method}") for method in ("from_h5", "from_saved_model"))
-    assert kept is not None
-    assert kept.new == "raysgd.train.tensorflow.TensorflowCheckpoint.from_h5"
-    assert lost is not None
-    assert (lost.new, "`from_h5`" in lost.reason) == (None, True)
-
-
-def test_iterators_mean_ours_beside_other_old_names_only() -> None:
-    assert Paths(beside_sgd=False).find("ray.util.iter.from_items") is None
-    place = Paths(beside_sgd=True).find("ray.util.iter.from_items")
-    assert place is not None
-    assert place.new == "raysgd.util.iter.from_items"
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in MOVED.items() for name in names])
+def test_a_name_that_moved_is_found_where_it_was(module: str, name: str) -> None:
+    place, _, name_there = MOVED[module][name].partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert found is vars(importlib.import_module(place))[name_there or name]
+    assert name in dir(importlib.import_module(module))

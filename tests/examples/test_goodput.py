@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,35 +12,24 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
-MODULES = ("_common", "_kills", "_counted", "_torchft", "_contenders", "goodput")
+from tests.examples.conftest import FOLDER
+
 TRAINS = "import sys, time, _kills; _kills.Trail(sys.argv[1]).begin(16); time.sleep(600)"
 
 
-@pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, Any]]:
-    """The benchmark and its parts, which are in no package."""
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    yield {name: importlib.import_module(name) for name in MODULES}
-    sys.path[:] = before
-    for name in MODULES:
-        del sys.modules[name]
+@pytest.fixture
+def kills(benchmark: Any) -> Any:
+    return benchmark("_kills")
 
 
 @pytest.fixture
-def kills(modules: dict[str, Any]) -> Any:
-    return modules["_kills"]
+def counted(benchmark: Any) -> Any:
+    return benchmark("_counted")
 
 
 @pytest.fixture
-def counted(modules: dict[str, Any]) -> Any:
-    return modules["_counted"]
-
-
-@pytest.fixture
-def goodput(modules: dict[str, Any]) -> Any:
-    return modules["goodput"]
+def goodput(benchmark: Any) -> Any:
+    return benchmark("goodput")
 
 
 # ------------------------------------------------------------------------------------------------------ kills

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
-MODULES = ("_common", "_workloads", "_torchft", "recovery")
 KILLED_AT = 100.0
 
 
-@pytest.fixture(scope="module")
-def recovery() -> Iterator[Any]:
-    """The benchmark, which is in no package."""
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module("recovery")
-    sys.path[:] = before
-    for name in MODULES:
-        del sys.modules[name]
+@pytest.fixture
+def recovery(benchmark: Any) -> Any:
+    return benchmark("recovery")
 
 
 def figures(recovery: Any, folder: Path, *steps: list[float]) -> dict[str, float]:

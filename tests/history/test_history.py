@@ -135,14 +135,6 @@ class TestALongHistory:
     def long(self, epochs: int) -> History:
         return history_of(*(record(kind, n, a=n) for n in range(epochs) for kind in get_args(Kind)[:2]))
 
-    def test_has_parts_from_one_moment_to_another(self) -> None:
-        history = self.long(3)
-        before = history.extent
-        history.add(record("train", 3, a=3))
-        history.events.append(GroupEvent("continued", 4, 4, 0.5, "rank 2 died"))
-        part = history.part(before, history.extent)
-        assert (part["a"], len(part.records), len(part.events)) == ([3], 1, 1)
-
     def test_forgets_the_oldest_epochs_now_and_then(self) -> None:
         history = self.long(100)
         history.forget_old(80)
@@ -158,7 +150,9 @@ class TestALongHistory:
         for each in (history, whole):
             before = each.extent
             each.add(record("train", 100, a=100))
-            assert each.part(before, each.extent)["a"] == [100]
+            each.events.append(GroupEvent("continued", 4, 4, 0.5, "rank 2 died"))
+            part = each.part(before, each.extent)
+            assert (part["a"], len(part.records), len(part.events)) == ([100], 1, 1)
 
     def test_can_be_thinned(self) -> None:
         thin = self.long(100).thinned(10)
@@ -201,11 +195,6 @@ def test_the_text_is_a_table_with_what_happened() -> None:
     assert str(History()) == "no epochs"
 
 
-def test_a_stored_history_has_the_same_text() -> None:
-    history = make_history()
-    assert str(History.from_json(history.to_json())) == str(history)
-
-
 def test_a_long_history_shows_its_end() -> None:
     lines = str(make_history(50)).splitlines()
     assert lines[1] == "(30 more)"
@@ -223,10 +212,6 @@ def test_the_card_escapes_what_comes_from_outside() -> None:
     assert card.count("&lt;script&gt;") == 3
 
 
-def test_an_empty_history_has_a_card() -> None:
-    assert "0 epochs" in History()._repr_html_()
-
-
 def test_any_values_have_a_card() -> None:
     nan, inf = math.nan, math.inf
     odd = [(nan, nan), (inf, -inf), (0, 0.0), (1e300, -1e300), (10**400, 2), (True, None), (np.float32(1), 2)]
@@ -235,6 +220,7 @@ def test_any_values_have_a_card() -> None:
         row = {f"val_{number}": values[epoch - 1] for number, values in enumerate(odd)}
         history.add(CallRecord("train", epoch, row, 100.0 + epoch, 0.0, 1))
     assert "-1.000e+300" in history._repr_html_()
+    assert "0 epochs" in History()._repr_html_()
 
 
 @pytest.mark.parametrize(("columns", "names"), [(120, 4), (60, 4), (45, 3)])

@@ -17,8 +17,6 @@ from transformers import (
     BertForPreTraining,
     BertForSequenceClassification,
     BertForTokenClassification,
-    ConvNextConfig,
-    ConvNextForImageClassification,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
@@ -56,7 +54,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def samples(labels: str) -> list[dict[str, Any]]:
-    """Texts of 2 to 12 words, or images, with the labels of one kind of task."""
+    """Texts of 2 to 12 words, or pixels, with the labels of one kind of task."""
     rng = torch.Generator().manual_seed(3)
     made: list[dict[str, Any]] = []
     for _ in range(NUM_SAMPLES):
@@ -70,8 +68,6 @@ def samples(labels: str) -> list[dict[str, Any]]:
             sample["labels"] = [word % 3 if word % 4 else -100 for word in words]
         if labels == "other text":
             sample["labels"] = words[::-1][: 1 + len(words) // 2]
-        if labels == "image":
-            sample = {"pixel_values": torch.randn(3, 16, 16, generator=rng), "labels": words[0] % 3}
         if labels == "pixels":
             left_out = torch.rand(16, 16, generator=rng) * 12 < len(words)
             pixels = torch.randint(0, 3, (16, 16), generator=rng).clamp(max=1).masked_fill(left_out, 255)
@@ -110,11 +106,6 @@ def gpt2() -> GPT2Config:
 def with_adapter() -> Any:
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
     return get_peft_model(LlamaForCausalLM(llama()), adapter)
-
-
-def convnext() -> Any:
-    sizes = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_stages": 2, "layer_scale_init_value": 0.5}
-    return ConvNextForImageClassification(ConvNextConfig(num_labels=3, **sizes))
 
 
 def segformer() -> Any:
@@ -161,7 +152,6 @@ TASKS: dict[str, tuple[Any, str, Any]] = {
         lambda words: DataCollatorForLanguageModeling(words, mlm_probability=0.5, seed=7),
     ),
     "adapter": (with_adapter, "none", lambda words: DataCollatorForLanguageModeling(words, mlm=False)),
-    "classify images": (convnext, "image", lambda words: default_data_collator),
     "label pixels": (segformer, "pixels", lambda words: default_data_collator),
     "masked words and a label": (
         lambda: BertForPreTraining(bert()),

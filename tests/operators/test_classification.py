@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from raysgd import TorchTrainer
-from raysgd.exceptions import NotRegisteredError
 from raysgd.operators import ClassificationOperator
 from raysgd.operators.supervised import SupervisedOperator
 from raysgd.utils import BATCH_SIZE
@@ -63,16 +62,6 @@ class TestTraining:
         second = operator_of(Bands).model.weight.clone()
         assert not torch.equal(first, second)
 
-    def test_validation_data_may_be_absent(self) -> None:
-        class TrainOnly(Bands):
-            def build_data(self, config: dict[str, Any]) -> Any:
-                return two_bands()
-
-        with local_trainer(TrainOnly, {}) as trainer:
-            assert trainer.train()["num_samples"] == 90
-            with pytest.raises(NotRegisteredError, match="validation_loader"):
-                trainer.validate()
-
 
 class TestParts:
     @pytest.mark.parametrize(
@@ -89,14 +78,6 @@ class TestParts:
         optimizer = operator_of(Bands, optimizer=named, lr=0.25, weight_decay=0.125).optimizer
         assert type(optimizer) is expected
         assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.125)
-
-    def test_loaders_of_the_user_are_used_as_they_are(self) -> None:
-        class WithLoader(Bands):
-            def build_data(self, config: dict[str, Any]) -> Any:
-                return DataLoader(two_bands(), batch_size=45, drop_last=True), None
-
-        with local_trainer(WithLoader, {"batch_size": 3}) as trainer:
-            assert trainer.train()["batch_count"] == 2
 
     def test_a_scheduler_is_stepped_by_the_library(self) -> None:
         class Halving(Bands):
@@ -168,11 +149,3 @@ class TestRefusals:
 
         with pytest.raises(TypeError, match="`build_model` returned a `list`"):
             local_trainer(Listed, {})
-
-    def test_data_that_is_none(self) -> None:
-        class Forgetful(Bands):
-            def build_data(self, config: dict[str, Any]) -> Any:
-                two_bands()
-
-        with pytest.raises(TypeError, match="`build_data` returned None"):
-            local_trainer(Forgetful, {})

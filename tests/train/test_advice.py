@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
-
 import pytest
 
-from raysgd.exceptions import TrainerShutdownError, UnpicklableError, WorkersLostError
-from raysgd.train import Trainer
-from raysgd.train.backend import BackendConfig
+from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 from raysgd.train.executor import WORDS
 from tests.engine import trainer as simulated
 
@@ -30,9 +25,3 @@ def test_a_shutdown_while_a_function_runs_says_what_is_kept() -> None:
     made = started()
     with pytest.raises(TrainerShutdownError, match=r"Checkpoints that the functions saved are kept\."):
         made.walk(5, simulated.befalls(made.stop, 0))
-
-
-def test_a_function_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
-    lock = threading.Lock()
-    with pytest.raises(UnpicklableError, match=r"`train_func` cannot be sent to the workers.*make it there"):
-        Trainer(BackendConfig(), logdir=tmp_path).run(lambda: lock.locked())

@@ -6,7 +6,6 @@ Covers `raysgd.train.callbacks.logging`: what holds for all callbacks is tested 
 from __future__ import annotations
 
 import json
-import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY, TRAINING_ITERATION
 from tests.helpers.run_if import RunIf
+from tests.train.fit.notes import events
 
 Results = list[dict[str, Any]]
 
@@ -52,10 +52,6 @@ class TestTheBaseClass:
         def handle_result(self, results: Results, **info: Any) -> None:
             self.seen.append(results)
 
-    def test_does_nothing_by_itself(self, tmp_path: Path) -> None:
-        play(TrainingCallback(), tmp_path, [result()])
-        assert list(tmp_path.iterdir()) == []
-
     def test_preprocesses_and_hides_what_belongs_to_others(self) -> None:
         recorder = self.Recorder()
         recorder.results_preprocessor = IndexedResultsPreprocessor([1])
@@ -73,22 +69,8 @@ class TestTheBaseClass:
         recorder.process_results([{PYTORCH_PROFILER_KEY: 1}])
         assert recorder.seen == [[{PYTORCH_PROFILER_KEY: 1}]]
 
-    def test_an_override_of_an_earlier_version_gets_what_it_knows(self) -> None:
-        class Old(TrainingCallback):
-            def start_training(self, logdir: str) -> None:  # type: ignore[override]
-                self.logdir = logdir
-
-        old = Old()
-        call_with_known(old.start_training, logdir="here", config={})
-        assert old.logdir == "here"
-
 
 class TestTheFolder:
-    def test_is_that_of_the_run_unless_another_was_given(self, tmp_path: Path) -> None:
-        assert LogdirManager().setup_logdir(tmp_path / "run") == tmp_path / "run"
-        assert LogdirManager(str(tmp_path / "own")).setup_logdir(tmp_path / "run") == tmp_path / "own"
-        assert (tmp_path / "own").is_dir()
-
     def test_is_not_known_beforehand(self) -> None:
         with pytest.raises(RuntimeError, match="before `start_training`"):
             _ = LogdirManager().logdir_path
@@ -103,39 +85,18 @@ class TestTheFolder:
             LogdirManager(tmp_path / "none", create_logdir=False).setup_logdir(tmp_path)
 
 
-class TestJson:
-    def read(self, callback: JsonLoggerCallback) -> Any:
-        return json.loads(callback.log_path.read_text())
-
-    def test_the_file_is_a_list_of_steps_at_any_time(self, tmp_path: Path) -> None:
-        callback = JsonLoggerCallback(workers_to_log=None)
-        callback.start_training(str(tmp_path), {})
-        assert callback.log_path == tmp_path / "results.json"
-        assert self.read(callback) == []
-        for step in range(3):
-            callback.process_results([{"a": step}, {"a": -step}])
-            assert self.read(callback)[-1] == [{"a": step}, {"a": -step}]
-        assert len(self.read(callback)) == 3
-
-    @pytest.mark.parametrize(("workers", "expected"), [(0, [0]), ([2, 0], [2, 0]), (None, [0, 1, 2])])
-    def test_the_workers_can_be_chosen(self, tmp_path: Path, workers: Any, expected: list[int]) -> None:
-        callback = JsonLoggerCallback(filename="chosen.json", workers_to_log=workers)
-        play(callback, tmp_path, [{"rank": rank} for rank in range(3)])
-        assert [found["rank"] for found in self.read(callback)[0]] == expected
-
-    def test_a_second_run_begins_a_new_file(self, tmp_path: Path) -> None:
-        callback = JsonLoggerCallback(str(tmp_path))
-        for _ in range(2):
-            play(callback, tmp_path / "run", [{"a": 1}])
-            assert self.read(callback) == [[{"a": 1}]]
-
-    def test_values_that_json_does_not_know_are_written_as_what_comes_closest(self, tmp_path: Path) -> None:
-        callback = JsonLoggerCallback()
-        values = {"array": np.arange(2), "number": np.float32(0.5), "flag": np.bool_(True), "path": Path("a/ü")}
-        play(callback, tmp_path, [values], [{"b": float("nan")}])
-        first, second = self.read(callback)
-        assert first == [{"array": [0, 1], "number": 0.5, "flag": True, "path": "a/ü"}]
-        assert second == [{"b": None}]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, [0]), ({"workers_to_log": [2, 0]}, [2, 0]), ({"workers_to_log": None, "filename": "own.json"}, [0, 1, 2])],
+)
+def test_json_is_written_of_the_workers_that_are_chosen(
+    tmp_path: Path, options: dict[str, Any], expected: list[int]
+) -> None:
+    callback = JsonLoggerCallback(**options)
+    play(callback, tmp_path, [{"rank": rank} for rank in range(3)])
+    assert callback.log_path == tmp_path / options.get("filename", "results.json")
+    [found] = json.loads(callback.log_path.read_text())
+    assert [each["rank"] for each in found] == expected
 
 
 def test_print_prints_all_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,24 +106,10 @@ def test_print_prints_all_workers(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @RunIf(modules=["tensorboardX"])
 class TestTensorBoard:
-    def events(self, folder: Path) -> Iterator[tuple[str, int, Any]]:
-        """Name, step and value of what is in the files of a folder."""
-        from tensorboardX.proto import event_pb2
-
-        for path in folder.glob("events.out.tfevents.*"):
-            content = path.read_bytes()
-            while content:
-                (length,) = struct.unpack("<Q", content[:8])
-                event = event_pb2.Event.FromString(content[12 : 12 + length])
-                content = content[length + 16 :]
-                for value in event.summary.value:
-                    yield value.tag, event.step, value
-
     def test_scalars_of_one_worker_are_written_with_their_step(self, tmp_path: Path) -> None:
         steps = [[result(step, loss=step / 2, nested={"a": step}), result(step, loss=9)] for step in (1, 2)]
         play(TBXLoggerCallback(), tmp_path, *steps)
-        found = [(name, step, value.simple_value) for name, step, value in self.events(tmp_path)]
-        assert found == [
+        assert list(events(tmp_path)) == [
             ("ray/train/loss", 1, 0.5),
             ("ray/train/nested/a", 1, 1.0),
             ("ray/train/loss", 2, 1.0),
@@ -171,9 +118,7 @@ class TestTensorBoard:
 
     def test_lists_are_histograms_and_nan_is_left_out(self, tmp_path: Path) -> None:
         play(TBXLoggerCallback(worker_to_log=1), tmp_path, [result(), result(w=[1.0, 2.0], loss=float("nan"))])
-        [(name, _, value)] = self.events(tmp_path)
-        assert name == "ray/train/w"
-        assert value.HasField("histo")
+        assert list(events(tmp_path)) == [("ray/train/w", 1, "histo")]
 
     def test_what_cannot_be_shown_is_named_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         play(TBXLoggerCallback(), tmp_path, [result(1, note="text", names=["a"])], [result(2, note="text")])

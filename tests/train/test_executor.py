@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from raysgd.engine.shared.connection import NoConnection
-from raysgd.exceptions import UnpicklableError
 from raysgd.messages.placement import Placement
 from raysgd.train.backend import BackendConfig, PlacedConnection
 from raysgd.train.checkpoint import write_checkpoint
@@ -65,18 +63,10 @@ def test_workers_see_the_gpus_of_others_if_they_are_to(
     assert of_torch.shares_gpus is (shares == "1")
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"num_workers": 0}, "num_workers"),
-        ({"num_cpus_per_worker": -1}, "num_cpus_per_worker"),
-        ({"num_gpus_per_worker": -1}, "num_gpus_per_worker"),
-        ({"heartbeat_s": 0}, "heartbeat_s"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}="):
-        executor(**options)
+@pytest.mark.parametrize("name", ["num_cpus_per_worker", "num_gpus_per_worker"])
+def test_a_number_that_cannot_be_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}=-1"):
+        executor(**{name: -1})
 
 
 @pytest.mark.parametrize(
@@ -108,19 +98,6 @@ def test_a_checkpoint_is_read_from_its_file_once(tmp_path: Path) -> None:
     plan = RunPlan.checked(nothing, checkpoint=path)
     path.unlink()
     assert plan.checkpoint == {"epoch": 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dataset": [1]}, TypeError, "`dataset` is, or holds, a list"),
-        ({"checkpoint_strategy": {"num_to_keep": 1}}, TypeError, r"`checkpoint_strategy=.*need a `CheckpointStrategy`"),
-        ({"config": threading.Lock()}, UnpicklableError, "`config` cannot be sent to the workers"),
-    ],
-)
-def test_what_is_wrong_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        RunPlan.checked(**{"train_func": nothing, **options})
 
 
 def test_a_preemption_names_the_ranks_and_the_first_deadline() -> None:

@@ -6,12 +6,13 @@ starts.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -26,18 +27,40 @@ from tests.train import lab
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 
+Start = Callable[..., BackendExecutor]
+
+
 @pytest.fixture
-def executor() -> Iterator[BackendExecutor]:
-    made = BackendExecutor(BackendConfig(), num_workers=2)
+def start() -> Iterator[Start]:
+    """Starts executors, and ends their workers behind the test."""
+    executors: list[BackendExecutor] = []
+
+    def start(config: BackendConfig | None = None, **options: Any) -> BackendExecutor:
+        executors.append(BackendExecutor(config or BackendConfig(), **{"num_workers": 2, **options}))
+        executors[-1].start()
+        return executors[-1]
+
+    yield start
+    for executor in executors:
+        executor.shutdown()
+
+
+@pytest.fixture
+def bundles() -> Iterator[Any]:
+    """A placement group of the user's own."""
+    from ray.util import placement_group, remove_placement_group
+
+    made = placement_group([{"CPU": 0.5}, {"CPU": 0.5}])
     yield made
-    made.shutdown()
+    remove_placement_group(made)
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_nothing_works_before_the_start(executor: BackendExecutor) -> None:
+def test_nothing_works_before_the_start() -> None:
+    executor = BackendExecutor(BackendConfig())
     assert not executor.is_started
     assert not executor.is_started()
     with pytest.raises(InactiveWorkerGroupError):
@@ -49,8 +72,8 @@ def test_nothing_works_before_the_start(executor: BackendExecutor) -> None:
             call()
 
 
-def test_a_training_is_driven_by_hand(executor: BackendExecutor, tmp_path: Path) -> None:
-    executor.start()
+def test_a_training_is_driven_by_hand(start: Start, tmp_path: Path) -> None:
+    executor = start()
     assert executor.is_started()
     assert len(executor.worker_group) == 2
     for call in (executor.fetch_next_result, executor.get_next_results, executor.pause_reporting):
@@ -86,30 +109,6 @@ def test_a_training_is_driven_by_hand(executor: BackendExecutor, tmp_path: Path)
         executor.run(divmod, 1, 0)
 
 
-class PoliteBackend(Backend):
-    """Says goodbye, in the driver."""
-
-    goodbyes: ClassVar[list[int]] = []
-
-    def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        self.goodbyes.append(len(worker_group))
-
-
-class PoliteConfig(BackendConfig):
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return PoliteBackend
-
-
-def test_workers_are_ended_at_once_without_patience() -> None:
-    PoliteBackend.goodbyes.clear()
-    executor = BackendExecutor(PoliteConfig())
-    for patience_s, expected in ((0, []), (5, [1])):
-        executor.start()
-        executor.shutdown(patience_s)
-        assert PoliteBackend.goodbyes == expected
-
-
 def has_process_group() -> bool:
     import torch.distributed as dist
 
@@ -117,19 +116,15 @@ def has_process_group() -> bool:
 
 
 def test_workers_of_pytorch_leave_their_group_at_a_word_and_are_ended_as_others(
-    caplog: pytest.LogCaptureFixture,
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     from raysgd.train.torch import TorchBackend, TorchConfig
 
-    config = TorchConfig()
-    executor = BackendExecutor(config, num_workers=2)
-    executor.start()
-    try:
-        assert executor.run(has_process_group) == [True, True]
-        TorchBackend().on_shutdown(executor.get_worker_group(), config)
-        assert executor.run(has_process_group) == [False, False]
-    finally:
-        executor.shutdown()
+    executor = start(TorchConfig())
+    assert executor.run(has_process_group) == [True, True]
+    TorchBackend().on_shutdown(executor.get_worker_group(), TorchConfig())
+    assert executor.run(has_process_group) == [False, False]
+    executor.shutdown()
     assert [record for record in caplog.records if "on_shutdown" in record.getMessage()] == []
 
 
@@ -179,23 +174,25 @@ def _notes() -> str:
     return os.environ["RAYSGD_TEST_NOTES"]
 
 
-def test_a_backend_of_the_users_own_is_told_of_everything_and_survives_a_death(tmp_path: Path) -> None:
-    executor = BackendExecutor(ChattyConfig(tmp_path / "flag"), num_workers=2)
-    executor.start()
+def test_a_backend_of_the_users_own_is_told_of_everything_and_survives_a_death(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = start(ChattyConfig(tmp_path / "flag"))
     assert executor._get_num_failures() == 1, "a worker died in `on_start`"
-    try:
-        executor.start_training(_notes)
-        results = executor.fetch_next_result()
-        assert results is not None
-        assert [result["decoded"] for result in results] == [True, True]
-        assert executor.finish_training() == [
-            "hello of 2; you are the first; training starts; ",
-            "hello of 2; training starts; ",
-        ]
-        assert executor.latest_checkpoint["decoded"]
-    finally:
-        executor.shutdown()
-    assert (tmp_path / "flag").exists()
+    executor.start_training(_notes)
+    results = executor.fetch_next_result()
+    assert results is not None
+    assert [result["decoded"] for result in results] == [True, True]
+    assert executor.finish_training() == [
+        "hello of 2; you are the first; training starts; ",
+        "hello of 2; training starts; ",
+    ]
+    assert executor.latest_checkpoint["decoded"]
+    executor.shutdown()
+    assert caplog.text.count("logged, no more") == 1
+    executor.start()
+    executor.shutdown(patience_s=0)
+    assert caplog.text.count("logged, no more") == 1, "without patience it is not told"
 
 
 @pytest.mark.parametrize(
@@ -246,37 +243,30 @@ def test_a_group_of_workers_grows_shrinks_and_starts_again() -> None:
         group.shutdown(patience_s=0)
 
 
-def test_workers_go_into_a_placement_group_of_the_users_own_and_leave_it_alone() -> None:
-    from ray.util import placement_group, placement_group_table, remove_placement_group
+def test_workers_go_into_a_placement_group_of_the_users_own_and_leave_it_alone(bundles: Any) -> None:
+    from ray.util import placement_group_table
 
-    mine = placement_group([{"CPU": 0.5}, {"CPU": 0.5}], name="mine")
+    group = WorkerGroup(num_workers=2, num_cpus_per_worker=0.5, placement_group=bundles)
     try:
-        group = WorkerGroup(num_workers=2, num_cpus_per_worker=0.5, placement_group=mine)
-        try:
-            assert set(group.execute(placement_group_of)) == {mine.id.hex()}
-            with pytest.raises(ValueError, match="room for 2 workers"):
-                group.add_workers(1)
-            assert len(group) == 2
-        finally:
-            group.shutdown()
-        assert placement_group_table(mine)["state"] == "CREATED"
+        assert set(group.execute(placement_group_of)) == {bundles.id.hex()}
+        with pytest.raises(ValueError, match="room for 2 workers"):
+            group.add_workers(1)
+        assert len(group) == 2
     finally:
-        remove_placement_group(mine)
+        group.shutdown()
+    assert placement_group_table(bundles)["state"] == "CREATED"
 
 
 @pytest.mark.parametrize(("option", "is_outside"), [("default", False), (None, True)])
-def test_workers_may_leave_the_placement_group_of_the_one_who_starts_them(option: str | None, is_outside: bool) -> None:
+def test_workers_may_leave_the_placement_group_of_the_one_who_starts_them(
+    bundles: Any, option: str | None, is_outside: bool
+) -> None:
     import ray
-    from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    around = placement_group([{"CPU": 0.5}, {"CPU": 0.5}], name="around")
-    try:
-        strategy = PlacementGroupSchedulingStrategy(around, placement_group_capture_child_tasks=True)
-        starter = ray.remote(num_cpus=0.5, scheduling_strategy=strategy)(start_one_inside)
-        assert (ray.get(starter.remote(option)) != around.id.hex()) is is_outside
-    finally:
-        remove_placement_group(around)
+    strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_capture_child_tasks=True)
+    starter = ray.remote(num_cpus=0.5, scheduling_strategy=strategy)(start_one_inside)
+    assert (ray.get(starter.remote(option)) != bundles.id.hex()) is is_outside
 
 
 def start_one_inside(option: str | None) -> str:
@@ -301,85 +291,37 @@ def gather_death(group: WorkerGroup) -> None:
     gather([group.execute_single_async(0, os.getpid), group.execute_single_async(1, die)])
 
 
-class WorkerObject:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def greet(self) -> str:
-        return f"I am {self.name}"
-
-
-def test_workers_that_replace_lost_ones_have_objects_of_the_class_too() -> None:
-    import ray
-
-    executor = BackendExecutor(BackendConfig(), num_workers=1)
-    executor.start(train_cls=WorkerObject, train_cls_kwargs={"name": "Ada"})
-    try:
-        with pytest.raises(TrainingWorkerError, match="new workers have started"):
-            executor.run(die)
-        [worker] = executor.worker_group.workers
-        assert ray.get(worker.actor.greet.remote()) == "I am Ada"
-    finally:
-        executor.shutdown()
-
-
-def test_losses_are_counted_anew_for_each_piece_of_work(tmp_path: Path) -> None:
-    executor = BackendExecutor(BackendConfig(), max_retries=2)
+def test_losses_are_counted_anew_for_each_piece_of_work(start: Start, tmp_path: Path) -> None:
+    executor = start(num_workers=1, max_retries=2)
+    config = {"num_steps": 2, "deaths": [(0, 1, tmp_path / "death")]}
+    executor.start_training(partial(lab.count_up, config))
+    assert len(executor.finish_training()) == 1
+    assert executor._get_num_failures() == 1
+    with pytest.raises(TrainingWorkerError, match="new workers have started"):
+        executor.run(die)
+    assert executor._get_num_failures() == 1
+    with pytest.raises(WorkersLostError, match=r"died while .*`max_retries` allows no more failures"):
+        executor.get_with_failure_handling(executor.worker_group.execute_async(die))
+    assert executor.run(sum, [1, 2]) == [3], "there are new workers all the same"
+    executor.shutdown()
     executor.start()
-    try:
-        config = {"num_steps": 2, "deaths": [(0, 1, tmp_path / "death")]}
-        executor.start_training(partial(lab.count_up, config))
-        assert len(executor.finish_training()) == 1
-        assert executor._get_num_failures() == 1
-        with pytest.raises(TrainingWorkerError, match="new workers have started"):
-            executor.run(die)
-        assert executor._get_num_failures() == 1
-        with pytest.raises(WorkersLostError, match=r"died while .*`max_retries` allows no more failures"):
-            executor.get_with_failure_handling(executor.worker_group.execute_async(die))
-        assert executor.run(sum, [1, 2]) == [3], "there are new workers all the same"
-        executor.shutdown()
-        executor.start()
-        assert executor._get_num_failures() == 0
-    finally:
-        executor.shutdown()
+    assert executor._get_num_failures() == 0
 
 
-class TensorflowLike(BackendConfig):
-    """The backend for TensorFlow, which needs none in the driver."""
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        from raysgd.train.tensorflow import TensorflowBackend
-
-        return TensorflowBackend
+def tf_config() -> Any:
+    return json.loads(os.environ["TF_CONFIG"]), os.environ["TF_USE_LEGACY_KERAS"]
 
 
-def test_workers_of_tensorflow_know_each_other_also_after_a_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_workers_of_tensorflow_know_each_other_and_the_keras_of_the_driver(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from raysgd.train.tensorflow import TensorflowConfig
+
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
-    flag = tmp_path / "flag"
-
-    def function() -> dict[str, Any]:
-        import json
-
-        train.report(number=1)
-        if train.world_rank() == 1 and lab.claim(flag):
-            die()
-        found: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])
-        return {**found, "keras": os.environ["TF_USE_LEGACY_KERAS"]}
-
-    executor = BackendExecutor(TensorflowLike(), num_workers=2)
-    executor.start()
-    try:
-        executor.start_training(function)
-        first, second = executor.finish_training()
-    finally:
-        executor.shutdown()
-    assert flag.exists()
-    assert first["keras"] == second["keras"] == "1"
-    assert first["cluster"] == second["cluster"]
-    addresses = first["cluster"]["worker"]
+    found, keras = zip(*start(TensorflowConfig()).run(tf_config), strict=True)
+    assert keras == ("1", "1")
+    addresses = found[0]["cluster"]["worker"]
+    assert addresses == found[1]["cluster"]["worker"]
     assert len(set(addresses)) == 2
     assert all(int(address.rpartition(":")[2]) > 0 for address in addresses)
-    assert [found["task"] for found in (first, second)] == [{"type": "worker", "index": rank} for rank in range(2)]
+    assert [each["task"] for each in found] == [{"type": "worker", "index": rank} for rank in range(2)]

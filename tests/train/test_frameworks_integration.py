@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysgd import train
 from raysgd.train import Trainer, TrainingCallback
+from tests.helpers.run_if import RunIf
 from tests.train import learners
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -95,3 +97,43 @@ def test_keras_3_under_a_strategy_of_several_workers_is_refused_with_advice(tmp_
             trainer.run(fit_keras_3)
     finally:
         trainer.shutdown()
+
+
+@pytest.fixture(scope="module")
+def with_horovod(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer("horovod", num_workers=2, logdir=tmp_path_factory.mktemp("horovod"))
+    trainer.start()
+    yield trainer
+    trainer.shutdown()
+
+
+def sum_of_ranks() -> float:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()  # harmless where it is done already
+    return float(hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum))
+
+
+@RunIf(modules=["horovod"])
+def test_horovod_is_there_with_the_ranks_of_the_trainer(with_horovod: Trainer) -> None:
+    def function() -> Any:
+        import horovod.torch as hvd
+
+        assert hvd.is_initialized()
+        assert (hvd.local_rank(), hvd.local_size()) == (train.local_rank(), train.world_size())
+        return hvd.rank() == train.world_rank(), sum_of_ranks()
+
+    assert with_horovod.run(function) == [(True, 3.0)] * 2
+
+
+@RunIf(modules=["horovod"])
+def test_a_function_may_start_and_end_horovod_itself(with_horovod: Trainer) -> None:
+    def function() -> float:
+        import horovod.torch as hvd
+
+        total = sum_of_ranks()
+        hvd.shutdown()
+        return total
+
+    assert [with_horovod.run(function) for _ in range(2)] == [[3.0, 3.0]] * 2

@@ -162,3 +162,29 @@ class TestBatchPredictor:
             predictor.predict([1, 2])
         with pytest.raises(NotImplementedError, match="Call `predict`"):
             predictor.predict_pipelined(None)
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_dataset_is_predicted_behind_the_preprocessor_of_the_checkpoint() -> None:
+    import ray.data
+    from ray.data.preprocessors import Chain, Concatenator, StandardScaler
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    dataset = ray.data.from_items([{"x": float(number), "label": number} for number in range(8)])
+    preprocessor = Chain(StandardScaler(columns=["x"]), Concatenator(columns=["x"], output_column_name="features"))
+    preprocessor.fit(dataset)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 10.0)
+    predictor = BatchPredictor.from_checkpoint(
+        TorchCheckpoint.from_model(model, preprocessor=preprocessor), TorchPredictor
+    )
+    found = predictor.predict(dataset, feature_columns=["features"], keep_columns=["label"], batch_size=3).to_pandas()
+    found = found.sort_values("label")
+    values = torch.arange(8, dtype=torch.float64)
+    wanted = 10 * (values - values.mean()) / values.std(correction=0)
+    assert found["label"].tolist() == list(range(8))
+    assert [float(each[0]) for each in found["predictions"]] == pytest.approx(wanted.tolist(), rel=1e-5)
+
+    summed = BatchPredictor.from_pandas_udf(lambda frame: frame[["x"]] + 1).predict(dataset)
+    assert sorted(row["x"] for row in summed.take_all()) == [float(number) for number in range(1, 9)]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd._state.state_codec import decode
+from raysgd._state.state_codec import EncodedState, decode
 from raysgd._text.log_lines import Once
 from raysgd.air import _running
 from raysgd.engine.shared.types import World
@@ -33,13 +33,6 @@ from raysgd.train.constants import (
 from tests.train.replicas import begin, user_keys
 
 REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
-
-
-@pytest.fixture
-def replica() -> Iterator[FunctionReplica]:
-    made = FunctionReplica(World(rank=0, size=2))
-    yield made
-    made.end_function()
 
 
 class TestReports:
@@ -69,17 +62,15 @@ class TestReports:
         begin(replica, lambda: session.report(metrics))
         assert user_keys(replica.next()) == {"loss": 1} == metrics
 
-    def test_take_a_keyword_called_checkpoint_for_a_metric(self, replica: FunctionReplica) -> None:
-        begin(replica, lambda: session.report(loss=1, checkpoint=5))
+    @pytest.mark.parametrize(
+        "keywords", [{"loss": 1, "checkpoint": 5}, {"metrics": {"loss": 1}, "checkpoint": {"w": 2}}]
+    )
+    def test_take_any_keyword_for_a_metric(self, replica: FunctionReplica, keywords: dict[str, Any]) -> None:
+        begin(replica, lambda: session.report(**keywords))
         message = replica.next()
-        assert user_keys(message) == {"loss": 1, "checkpoint": 5}
+        data = decode(message.data, copy=True) if isinstance(message.data, EncodedState) else message.data
+        assert {name: data[name] for name in keywords} == keywords
         assert message.checkpoint_ref is None
-
-    def test_take_a_keyword_called_metrics_for_a_metric(self, replica: FunctionReplica) -> None:
-        begin(replica, lambda: session.report(metrics={"loss": 1}, checkpoint={"weight": 2}), encode=dict)
-        message = replica.next()
-        metrics = decode(message.data, copy=True)
-        assert (metrics["metrics"], metrics["checkpoint"]) == ({"loss": 1}, {"weight": 2})
 
     def test_may_bring_a_checkpoint_with_their_dict(self, replica: FunctionReplica) -> None:
         def function() -> Any:
@@ -201,11 +192,6 @@ class TestCheckpoints:
         replica.next()
         assert replica.next() == FunctionEnded(True)
 
-    def test_without_a_score_say_so(self, replica: FunctionReplica) -> None:
-        begin(replica, lambda: session.save_checkpoint(epoch=1), score_attribute="loss")
-        message = replica.next()
-        assert message.checkpoint_ref.score is None
-
 
 class TestCheckpointsThatSeveralRanksReport:
     """Only one of them is kept: that of the lowest rank."""
@@ -270,21 +256,18 @@ class TestShards:
         begin(replica, lambda: session.get_dataset_shard(*args), shard=shard)
         return replica.next()
 
-    def test_a_single_one_is_returned_whatever_it_is_called(self, replica: FunctionReplica) -> None:
+    def test_are_found_by_their_names_and_a_single_one_by_any(self, replica: FunctionReplica) -> None:
         assert self.shard(replica, [1, 2], "any") == FunctionEnded([1, 2])
-
-    def test_one_of_several_is_found_by_its_name(self, replica: FunctionReplica) -> None:
         assert self.shard(replica, {"train": [1], "val": [2]}, "val") == FunctionEnded([2])
 
-    def test_one_of_several_needs_a_name(self, replica: FunctionReplica) -> None:
-        with pytest.raises(RuntimeError, match=r"choose one of \['train'\]"):
-            self.shard(replica, {"train": [1]})
+    @pytest.mark.parametrize(("args", "error"), [((), RuntimeError), (("val",), KeyError)])
+    def test_are_named_where_the_name_is_missing_or_wrong(
+        self, replica: FunctionReplica, args: tuple[str, ...], error: type[Exception]
+    ) -> None:
+        with pytest.raises(error, match=r"\['train'\]"):
+            self.shard(replica, {"train": [1]}, *args)
 
-    def test_an_unknown_name_is_an_error(self, replica: FunctionReplica) -> None:
-        with pytest.raises(KeyError, match="there are"):
-            self.shard(replica, {"train": [1]}, "val")
-
-    def test_no_data_is_none_with_a_warning(self, replica: FunctionReplica) -> None:
+    def test_are_none_with_a_warning_without_data(self, replica: FunctionReplica) -> None:
         with pytest.warns(UserWarning, match="No dataset"):
             assert self.shard(replica, None) == FunctionEnded(None)
 

@@ -33,7 +33,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
-from raysgd.train._torch.loaders import divided, over_global_batches
+from raysgd.train._torch.loaders import DeviceLoader, divided, over_global_batches
 from raysgd.train._torch.prepared import Accelerator, ForwardInContext
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import FunctionSpec
@@ -94,19 +94,6 @@ class TestAccelerate:
 
         with pytest.raises(RuntimeError, match="before all other helpers"):
             inside(function)
-
-    def test_works_on_a_cpu(self) -> None:
-        def function() -> float:
-            helpers.accelerate(amp=True)
-            model = helpers.prepare_model(torch.nn.Linear(1, 1, bias=False))
-            optimizer = helpers.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-            with torch.no_grad():
-                model.weight.fill_(1.0)
-            helpers.backward(model(torch.ones(1, 1)).sum())
-            optimizer.step()
-            return float(model.weight.detach())
-
-        assert inside(function) == 0.0
 
 
 def test_a_worker_without_gpus_computes_on_the_cpu() -> None:
@@ -173,11 +160,6 @@ class TestForwardInAContext:
         model.forward = ForwardInContext(model, context)  # type: ignore[method-assign]
         return model, log
 
-    def test_runs_there(self) -> None:
-        model, log = self.model()
-        assert model(torch.zeros(1, 2)).shape == (1, 1)
-        assert log == ["in", "out"]
-
     @pytest.mark.parametrize("through", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
     def test_is_not_taken_along(self, through: Callable[[Any], Any]) -> None:
         model, log = self.model()
@@ -189,17 +171,6 @@ class TestForwardInAContext:
         with torch.no_grad():
             model.weight += 1  # type: ignore[operator]
         assert not torch.equal(other(given), model(given))
-
-
-class Scaling(Precision):
-    """A precision that notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.stepped: list[Any] = []
-        self.scaler = object()
-
-    def step(self, optimizer: Any) -> None:
-        self.stepped.append(optimizer)
 
 
 class TestOptimizers:
@@ -246,15 +217,13 @@ class TestOptimizers:
         made: torch.optim.Optimizer = inside(function)
         return made
 
-    def test_are_stepped_by_way_of_the_scaler(self) -> None:
-        optimizer, precision = torch.optim.SGD([torch.ones(1)], lr=0.5), Scaling()
-        prepared = self.prepared(optimizer, precision)
-        prepared.step()
-        assert precision.stepped == [optimizer]
+    def test_take_no_closure_where_gradients_are_scaled(self) -> None:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        prepared = self.prepared(optimizer, NativeAmp(torch.float16, torch.device("cpu")))
         with pytest.raises(ValueError, match="`closure`"):
             prepared.step(lambda: 1.0)
 
-    @pytest.mark.parametrize("attached", ["before", "after", "to the original", "never"])
+    @pytest.mark.parametrize("attached", ["before", "after", "to the original", "never", "never, and prepared twice"])
     def test_step_by_their_true_gradients_whenever_a_scheduler_was_attached(self, attached: str) -> None:
         weight = torch.nn.Parameter(torch.ones(1))
         precision = NativeAmp(torch.float16, torch.device("cpu"))
@@ -262,6 +231,8 @@ class TestOptimizers:
         if attached == "before":
             torch.optim.lr_scheduler.StepLR(original, 1, gamma=0.5)
         prepared = self.prepared(original, precision)
+        if attached == "never, and prepared twice":
+            prepared = self.prepared(prepared, precision)
         if attached in ("after", "to the original"):
             torch.optim.lr_scheduler.StepLR(prepared if attached == "after" else original, 1, gamma=0.5)
         for expected in (0.8, 0.6):
@@ -269,14 +240,6 @@ class TestOptimizers:
             (original if attached == "to the original" else prepared).step()
             prepared.zero_grad()
             assert float(weight.detach()) == pytest.approx(expected)
-
-    def test_that_are_prepared_twice_are_scaled_once(self) -> None:
-        weight = torch.nn.Parameter(torch.ones(1))
-        precision = NativeAmp(torch.float16, torch.device("cpu"))
-        optimizer = self.prepared(self.prepared(torch.optim.SGD([weight], lr=0.2), precision), precision)
-        precision.backward(weight.sum(), None)
-        optimizer.step()
-        assert float(weight.detach()) == pytest.approx(0.8)
 
     def test_leave_out_a_step_whose_gradients_have_overflowed(self) -> None:
         weight = torch.nn.Parameter(torch.ones(1))
@@ -296,33 +259,6 @@ class TestLoaders:
         loader = DataLoader(numbers(), batch_size=2)
         parts = [seen(self.prepared(loader, rank)) for rank in range(2)]
         assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-    def test_shuffle_if_the_original_did_and_anew_for_every_epoch(self) -> None:
-        loaders = [self.prepared(DataLoader(numbers(64), batch_size=4, shuffle=True), rank) for rank in range(2)]
-        passes = []
-        for epoch in range(2):
-            for loader in loaders:
-                loader.sampler.set_epoch(epoch)
-            passes.append([seen(loader) for loader in loaders])
-        assert passes[0] != passes[1]
-        for parts in passes:
-            assert sorted(parts[0] + parts[1]) == list(range(64))
-            assert parts[0] != sorted(parts[0])
-
-    def test_keep_their_options(self) -> None:
-        def collate(samples: list[Any]) -> Any:
-            return samples
-
-        given = DataLoader(numbers(9), batch_size=2, drop_last=True, collate_fn=collate, timeout=0)
-        loader = self.prepared(given)
-        assert (loader.batch_size, loader.drop_last, loader.collate_fn) == (2, True, collate)
-        assert loader.dataset is given.dataset
-        assert len(loader) == 2
-        assert isinstance(loader, DataLoader)
-
-    @pytest.mark.parametrize(("options", "size"), [({"add_dist_sampler": False}, 2), ({}, 1)])
-    def test_are_left_whole_where_they_should_be(self, options: dict[str, Any], size: int) -> None:
-        assert seen(self.prepared(DataLoader(numbers()), size=size, **options)) == list(range(8))
 
     def test_over_a_batch_sampler_hand_out_batches_of_the_part(self) -> None:
         data = numbers(9)
@@ -344,22 +280,23 @@ class TestLoaders:
         assert sorted(seen(self.prepared(loader, add_dist_sampler=False))) == list(range(8))
         assert sorted(seen(self.prepared(loader, size=1))) == list(range(8))
 
-    def test_keep_what_says_how_their_processes_work(self) -> None:
+    def test_keep_their_options(self) -> None:
         class Loader(DataLoader[Any]):
             """A loader of the user's own."""
 
-        options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3}
-        given = Loader(numbers(), multiprocessing_context="spawn", in_order=False, **options)
+        processes: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3}
+        batches: dict[str, Any] = {"batch_size": 2, "drop_last": True, "collate_fn": list}
+        given = Loader(numbers(9), multiprocessing_context="spawn", in_order=False, **processes, **batches)
         loader = self.prepared(given, move_to_device=False)
-        for name in (*options, "multiprocessing_context", "in_order", "pin_memory_device"):
+        for name in (*processes, *batches, "dataset", "multiprocessing_context", "in_order", "pin_memory_device"):
             assert getattr(loader, name) == getattr(given, name)
         assert type(loader) is Loader
-        assert len(given) == 8  # the original is untouched
-        assert len(loader) == 4
+        assert (len(given), len(loader)) == (4, 2)  # the original is untouched
 
     @pytest.mark.parametrize(("exact", "total"), [(False, 12), (True, 10)])
     def test_repeat_samples_to_be_even_unless_they_are_to_be_exact(self, exact: bool, total: int) -> None:
         loaders = [self.prepared(DataLoader(numbers(10), shuffle=True), rank, 3, exact=exact) for rank in range(3)]
+        passes = []
         for epoch in range(2):
             for loader in loaders:
                 loader.sampler.set_epoch(epoch)
@@ -367,6 +304,9 @@ class TestLoaders:
             assert [len(part) for part in parts] == [len(loader) for loader in loaders]
             assert sum(map(len, parts)) == total
             assert sorted(set().union(*parts)) == list(range(10))
+            assert parts[0] != sorted(parts[0])
+            passes.append(parts)
+        assert passes[0] != passes[1]
 
     def test_with_more_workers_than_samples_may_be_empty_if_they_are_to_be_exact(self) -> None:
         assert [seen(self.prepared(DataLoader(numbers(2)), rank, 3, exact=True)) for rank in range(3)] == [[0], [1], []]
@@ -550,14 +490,29 @@ class Draws(torch.utils.data.Dataset[int]):
 
 
 def test_traces_are_read_once(tmp_path: Path) -> None:
-    class Profile:
-        step_num = 4
+    profiler = inside(lambda: helpers.TorchWorkerProfiler(str(tmp_path / "traces")), rank=1)
+    schedule = torch.profiler.schedule(wait=0, warmup=0, active=1)
+    options: dict[str, Any] = {"activities": [torch.profiler.ProfilerActivity.CPU], "schedule": schedule}
+    with torch.profiler.profile(**options, on_trace_ready=profiler.trace_handler) as made:
+        made.step()
+        [(name, trace)] = profiler.get_and_clear_profile_traces()["_train_torch_profiler"]
+        assert (name, "traceEvents" in trace) == ("worker_1_epoch_1.pt.trace.json", True)
+        assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": []}
 
-        def export_chrome_trace(self, path: str) -> None:
-            Path(path).write_text("trace")
 
-    profiler = inside(lambda: helpers.TorchWorkerProfiler(str(tmp_path / "traces")))
-    profiler.trace_handler(Profile())
-    name = "worker_0_epoch_4.pt.trace.json"
-    assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": [(name, "trace")]}
-    assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": []}
+class LoaderWithPosition(DataLoader[Any]):
+    """Its position is that of the batch which was drawn last."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_loader_with_a_position_is_not_drawn_from_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", streams.append)
+    device = torch.device("cuda", 0)
+    DeviceLoader(LoaderWithPosition(numbers()), device, ahead=True)
+    DeviceLoader(DataLoader(numbers()), device, ahead=False)
+    assert streams == []
+    DeviceLoader(DataLoader(numbers()), device, ahead=True)
+    assert streams == [device]

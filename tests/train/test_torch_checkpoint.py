@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.air import Checkpoint
 from raysgd.train.torch import TorchCheckpoint
 
 
@@ -33,12 +32,6 @@ def test_a_state_is_loaded_into_a_model(prefix: str) -> None:
     target = net(0.0)
     assert TorchCheckpoint.from_state_dict(state).get_model(target) is target
     assert target.weight.tolist() == [[4.0, 4.0]]
-
-
-def test_what_a_function_reported_becomes_one() -> None:
-    checkpoint = TorchCheckpoint.from_checkpoint(Checkpoint.from_dict({"model": net(5.0).state_dict(), "epoch": 1}))
-    assert type(checkpoint) is TorchCheckpoint
-    assert checkpoint.get_model(net(0.0)).weight.tolist() == [[5.0, 5.0]]
 
 
 def test_the_wrapper_of_a_model_is_left_out(tmp_path: Path) -> None:

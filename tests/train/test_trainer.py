@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.exceptions import InactiveWorkerGroupError
+from raysgd.exceptions import InactiveWorkerGroupError, UnpicklableError
 from raysgd.train import Trainer, TrainingIterator
 from raysgd.train._function_run import FunctionRun
 from raysgd.train.backend import BackendConfig
@@ -21,20 +22,17 @@ def trainer(tmp_path: Path, **options: Any) -> Trainer:
     return Trainer(**{"backend": BackendConfig(), "logdir": tmp_path, **options})
 
 
-@pytest.mark.parametrize(
-    ("use_gpu", "resources", "expected"),
-    [
-        (False, None, (1, 0, {})),
-        (True, {}, (1, 1, {})),
-        (False, {"GPU": 0}, (1, 0, {})),
-        (True, {"CPU": 2, "GPU": 0.5, "disk": 1}, (2, 0.5, {"disk": 1})),
-    ],
-)
-def test_what_each_worker_gets(tmp_path: Path, use_gpu: bool, resources: Any, expected: Any) -> None:
-    before = dict(resources or {})
-    found = trainer(tmp_path, use_gpu=use_gpu, resources_per_worker=resources)._executor._spec.resources
-    assert (found.num_cpus, found.num_gpus, found.custom) == expected
-    assert dict(resources or {}) == before
+def test_workers_go_and_run_where_the_trainer_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "7")
+    environment, resources = {"env_vars": {"A": "1"}}, {"CPU": 2, "GPU": 0.5, "disk": 1}
+    placed = {"placement_strategy": "SPREAD", "accelerator_type": "A100", "runtime_env": environment}
+    made = trainer(tmp_path, use_gpu=True, resources_per_worker=resources, **placed)
+    spec = made._executor._group_spec(None)
+    assert (spec.packs, spec.reservation_timeout_s) == (False, 7)
+    assert spec.resources.bundle() == {**resources, "accelerator_type:A100": 0.001}
+    assert spec.resources.runtime_env == environment
+    assert resources == {"CPU": 2, "GPU": 0.5, "disk": 1}
+    assert trainer(tmp_path, use_gpu=True)._executor._spec.resources.bundle() == {"CPU": 1, "GPU": 1}
 
 
 def test_nothing_is_there_before_the_first_run(tmp_path: Path) -> None:
@@ -56,6 +54,12 @@ def test_a_run_without_workers_is_refused_and_leaves_no_folder(tmp_path: Path) -
             call(lambda: None)
     assert list(tmp_path.iterdir()) == []
     assert made.latest_run_dir is None
+
+
+def test_a_function_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    with pytest.raises(UnpicklableError, match=r"`train_func` cannot be sent to the workers.*make it there"):
+        trainer(tmp_path).run(lambda: lock.locked())
 
 
 def test_trainers_with_one_folder_never_share_that_of_a_run(tmp_path: Path) -> None:

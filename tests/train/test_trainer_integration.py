@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError, WorkersLostError
+from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError
 from raysgd.storage import Folder
-from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig
-from raysgd.train.callbacks import JsonLoggerCallback, TorchTensorboardProfilerCallback
+from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.worker_group import WorkerHandle
+from tests.helpers.run_if import RunIf
 from tests.helpers.s3_server import S3Server
 from tests.train import lab
 
@@ -88,14 +88,6 @@ def test_a_run_reports_saves_and_returns(shared: Trainer) -> None:
     assert Trainer.load_checkpoint_from_path(shared.latest_checkpoint_dir / "checkpoint_000001")["number"] == 0
 
 
-def test_a_run_starts_from_the_checkpoint_that_it_is_given(shared: Trainer, tmp_path: Path) -> None:
-    assert shared.run(lab.count_up, {"num_steps": 3}, checkpoint={"number": 1}) == [2, 2]
-    path = shared.latest_checkpoint_path
-    assert path is not None
-    assert shared.run(lab.count_up, {"num_steps": 5}, checkpoint=path) == [3, 3]
-    assert shared.run(lab.count_up, {"num_steps": 0}) == [0, 0]  # and from nothing otherwise
-
-
 def test_a_run_goes_to_a_store(
     shared: Trainer, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,16 +107,6 @@ def test_a_run_goes_to_a_store(
         shared.logdir = before
     assert isinstance(results, Folder)
     assert len(results.names()) == 2
-
-
-def test_the_strategy_decides_what_stays(shared: Trainer) -> None:
-    config = {"num_steps": 4, "losses": [float("nan"), 3.0, 7.0, 5.0]}
-    shared.run(lab.count_up, config, checkpoint_strategy=CheckpointStrategy(2, "loss", "min"))
-    assert sorted(path.name for path in shared.latest_checkpoint_dir.iterdir()) == [
-        "checkpoint_000002",
-        "checkpoint_000004",
-    ]
-    assert shared.best_checkpoint["loss"] == 3.0
 
 
 def test_results_can_be_taken_one_by_one(shared: Trainer) -> None:
@@ -153,32 +135,6 @@ def test_an_iterator_of_a_run_that_failed_is_at_its_end(shared: Trainer) -> None
     assert iterator.get_final_results() is None
     assert iterator.get_final_results(force=True) is None
     assert list(iterator) == []
-
-
-def test_a_rejected_call_leaves_no_folder(shared: Trainer) -> None:
-    before = shared.latest_run_dir
-    with pytest.raises(ValueError, match="2 parameters"):
-        shared.run(lambda a, b: None)
-    with pytest.raises(ValueError, match="no such file"):
-        shared.run(lab.count_up, {}, checkpoint="/no/such/file")
-    with pytest.raises(TypeError, match="`dataset`"):
-        shared.run(lab.count_up, {}, dataset=3)
-    with pytest.raises(TypeError, match="by name only"):
-        shared.run(lambda **kwargs: kwargs)
-    recorder = Recorder()
-    with pytest.raises(TypeError, match="`checkpoint_strategy="):
-        shared.run(lab.count_up, {}, callbacks=[recorder], checkpoint_strategy={"num_to_keep": 1})  # type: ignore[arg-type]
-    assert (recorder.started, recorder.ended) == ([], [])
-    assert shared.latest_run_dir == before
-
-
-def test_a_config_arrives_as_it_is_and_once(shared: Trainer) -> None:
-    recorder = Recorder()
-    config = Namespace(number=3)
-    assert shared.run(lambda config: config.number, config, callbacks=[recorder]) == [3, 3]
-    assert recorder.started[0][1] is config
-    assert shared.run(lambda *args: args) == [({},), ({},)]
-    assert shared.run(lambda *args: (lambda config: config)(*args), [1]) == [[1], [1]]
 
 
 @pytest.mark.usefixtures("patient")
@@ -266,51 +222,28 @@ def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     assert len(list(tmp_path.glob("process_*"))) == 6  # the hook ran in those that came for the lost ones, too
 
 
-def test_a_function_that_exits_takes_its_worker_along(tmp_path: Path) -> None:
-    import sys
-
-    trainer = Trainer(BackendConfig(), logdir=tmp_path, max_retries=0)
-    trainer.start()
-    try:
-        with pytest.raises(WorkersLostError):
-            trainer.run(lambda: sys.exit(0))
-    finally:
-        trainer.shutdown()
-
-
 def test_a_trainer_can_be_started_again(trainer: Trainer) -> None:
     with pytest.raises(RuntimeError, match="call `start`"):
         trainer.run(lab.count_up)
     trainer.shutdown()  # harmless
     for _ in range(2):
         trainer.start()
-        with pytest.raises(RuntimeError, match="already started"):
-            trainer.start()
+        for call in (trainer.start, lambda: trainer.to_tune_trainable(lab.count_up)):
+            with pytest.raises(RuntimeError, match="already started"):
+                call()
         assert trainer.run(train.world_size) == [2, 2]
         trainer.shutdown()
     with pytest.raises(RuntimeError):
         trainer.run(lab.count_up)
 
 
-def test_a_hook_runs_in_every_worker_first_and_its_exception_is_the_callers(trainer: Trainer) -> None:
-    def hook() -> None:
-        import os
-
-        os.environ["RAYSGD_TEST_HOOK"] = "here"
-
+def test_an_exception_of_the_hook_is_the_callers(trainer: Trainer) -> None:
     def broken() -> None:
         raise LookupError("no such disk")
-
-    def look() -> str | None:
-        import os
-
-        return os.environ.get("RAYSGD_TEST_HOOK")
 
     with pytest.raises(LookupError, match="no such disk"):
         trainer.start(broken)
     assert not trainer.is_started
-    trainer.start(hook)
-    assert trainer.run(look) == ["here", "here"]
 
 
 class Counter:
@@ -392,29 +325,26 @@ def test_a_divided_model_learns_as_a_whole_one_and_goes_on_from_its_checkpoint(s
     assert shared.run(lab.fit_divided, {**config, "strategy": None}, checkpoint=whole)[0] == pytest.approx(expected)
 
 
-def test_the_profiler_writes_into_the_folder_of_the_run(shared: Trainer, tmp_path: Path) -> None:
-    def profiled(config: dict[str, Any]) -> None:
-        import torch
+def read_twice() -> list[list[int]]:
+    """As rows, and as batches of tensors, the way of the guides of Ray 1."""
+    shard = train.get_dataset_shard("train")
+    batches = shard.to_torch(label_column="id", feature_columns=["x"], batch_size=2)
+    return [
+        sorted(row["id"] for row in shard.iter_rows()),
+        sorted(int(label) for features, labels in batches for label in labels if features.shape[1:] == (1,)),
+    ]
 
-        from raysgd.train.torch import TorchWorkerProfiler
 
-        profiler = TorchWorkerProfiler(config["folder"])
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU],
-            schedule=torch.profiler.schedule(wait=0, warmup=0, active=1),
-            on_trace_ready=profiler.trace_handler,
-        ) as profile:
-            for _ in range(2):
-                torch.ones(2).sum()
-                profile.step()
-                train.report(**profiler.get_and_clear_profile_traces())
+@RunIf(modules=["pandas", "pyarrow"])
+def test_each_row_of_ray_data_is_in_one_shard_and_can_be_read_again(shared: Trainer) -> None:
+    import ray.data
 
-    log = JsonLoggerCallback()
-    shared.run(profiled, {"folder": str(tmp_path)}, callbacks=[TorchTensorboardProfilerCallback(), log])
-    assert shared.latest_run_dir is not None
-    traces = sorted(path.name for path in (shared.latest_run_dir / "pytorch_profiler").iterdir())
-    assert traces == [f"worker_{rank}_epoch_{step}.pt.trace.json" for rank in range(2) for step in (1, 2)]
-    assert "trace" not in log.log_path.read_text()
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    dataset = ray.data.from_items([{"id": number, "x": number / 2} for number in range(10)], override_num_blocks=3)
+    returned: list[Any] = shared.run(read_twice, dataset={"train": dataset})
+    assert [[len(part) for part in parts] for parts in returned] == [[5, 5], [5, 5]]
+    assert all(first == again for first, again in returned)
+    assert sorted(returned[0][0] + returned[1][0]) == list(range(10))
 
 
 def test_data_that_cannot_be_divided_after_all_leaves_the_workers_as_they_were(shared: Trainer) -> None:
@@ -519,15 +449,3 @@ class Slow:
 
         time.sleep(1.5)
         return Slow, ()
-
-
-def test_workers_of_pytorch_find_their_place_in_the_environment(shared: Trainer) -> None:
-    def function() -> list[str | None]:
-        import os
-
-        return [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-
-    first, second = shared.run(function)
-    assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
-    assert first[3:] == second[3:]
-    assert int(first[4]) > 0

@@ -42,16 +42,6 @@ def test_a_trial_goes_on_from_the_checkpoint_that_it_gave_away(tmp_path: Path) -
         trial.end()
 
 
-def test_a_started_trainer_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(BackendConfig(), logdir=tmp_path)
-    trainer.start()
-    try:
-        with pytest.raises(RuntimeError, match="already started"):
-            trainer.to_tune_trainable(lab.count_up)
-    finally:
-        trainer.shutdown()
-
-
 def test_what_a_trial_asks_for(tmp_path: Path) -> None:
     trainer = Trainer(BackendConfig(), 2, resources_per_worker={"CPU": 2, "extra": 1}, logdir=tmp_path)
     request = trainer.to_tune_trainable(lab.count_up).default_resource_request({})

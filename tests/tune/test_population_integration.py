@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,16 +16,9 @@ from raysgd.exceptions import WorkerError
 from raysgd.messages.recovery import Recovery
 from raysgd.tune.population import Population, train_and_validate
 from tests.helpers.doors import controller_of
-from tests.helpers.processes import shipped
 from tests.torch.operators_for_tests import LinearOperator, equal
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    with shipped(request.module):
-        yield
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster", "ships_what_tests_define")]
 
 
 class WideOperator(LinearOperator):

@@ -1,4 +1,4 @@
-"""`Tuner`: a trainer of `fit()` with many configs.
+"""`Tuner`: a trainer of `fit()` with many configs; and operators in a `Tuner` of Ray.
 
 Covers `raysgd.train._tune`: what a trial does is seen here.
 """
@@ -8,28 +8,25 @@ from __future__ import annotations
 import csv
 import importlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray.cloudpickle
 
-from raysgd import air, train, tune
+from raysgd import TorchTrainer, air, train, tune
 from raysgd.callbacks import CSVLogger
 from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig, _tune
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.tune.tuner import as_ray_config, chosen
-from tests.helpers.processes import shipped
 from tests.helpers.run_if import RunIf
+from tests.torch.operators_for_tests import LinearOperator
 
-pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pyarrow"])]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    with shipped(request.module):
-        yield
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("ships_what_tests_define"),
+    RunIf(modules=["ray.tune", "pandas", "pyarrow"]),
+]
 
 
 def count(config: dict[str, Any]) -> None:
@@ -106,6 +103,24 @@ def test_a_trial_can_be_ended_wherever_it_is_and_goes_on_from_what_tune_has(
         trial.cleanup()
     assert [thread.name for thread in threading.enumerate() if thread.name == "raysgd-fit"] == []
     assert not list((tmp_path / ".raysgd").iterdir()), "what the workers stored went to Tune"
+
+
+def test_a_scheduler_stops_trials_of_operators_that_are_worse(ray_cluster: None, tmp_path: Path) -> None:
+    from ray.tune import RunConfig, TuneConfig, Tuner, grid_search
+    from ray.tune.schedulers import ASHAScheduler
+
+    scheduler = ASHAScheduler(max_t=3, grace_period=1, reduction_factor=2)
+    chosen = TuneConfig(metric="val_loss", mode="min", scheduler=scheduler, max_concurrent_trials=1, reuse_actors=True)
+    results = Tuner(
+        TorchTrainer.as_trainable(training_operator_cls=LinearOperator, use_local=True, use_gpu=False),
+        param_space={"lr": grid_search([0.05, 1e-6, 1e-7])},
+        tune_config=chosen,
+        run_config=RunConfig(storage_path=str(tmp_path), stop={"training_iteration": 3}, verbose=0),
+    ).fit()
+    assert results.num_errors == 0
+    epochs = {result.config["lr"]: result.metrics["epoch"] for result in results}
+    assert (epochs[0.05], epochs[1e-7]) == (3, 1)
+    assert results.get_best_result().config["lr"] == 0.05
 
 
 def count_for_tune(config: dict[str, Any]) -> None:

@@ -27,20 +27,6 @@ def report(number: int, checkpoint: CheckpointRef | None = None) -> FunctionMess
     return FunctionMessage(TrainingResultType.REPORT, number, checkpoint)
 
 
-def test_a_step_is_there_when_each_rank_has_a_message() -> None:
-    ahead = MessageQueues()
-    assert not ahead.has_step
-    ahead.follow(1, TWO)
-    assert [ahead.is_needed(rank) for rank in range(2)] == [True, True]
-    ahead.extend([[report(1), report(2)], [report(1)]])
-    assert ahead.has_step
-    assert ahead.take_step() == [report(1), report(1)]
-    assert not ahead.has_step
-    assert [ahead.is_needed(rank) for rank in range(2)] == [False, True]
-    ahead.extend([[], [report(2), FunctionEnded()]])
-    assert ahead.take_step() == [report(2), report(2)]
-
-
 def test_messages_of_workers_that_were_replaced_are_dropped() -> None:
     ahead = MessageQueues()
     ahead.follow(1, TWO)
@@ -156,13 +142,6 @@ def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
     assert checkpoint.checkpoint_ref is not None
     behind = take_all(replica)
     assert user_keys(behind[0]) == {"a": 2}
-
-
-def test_a_function_whose_end_was_sent_already_can_be_muted() -> None:
-    replica = FunctionReplica(World(0, 1))
-    begin(replica, lambda: None, num_ahead=9)
-    assert take_all(replica) == [FunctionEnded()]
-    replica.mute()
 
 
 def test_what_the_driver_has_not_got_is_sent_again_where_functions_go_on() -> None:

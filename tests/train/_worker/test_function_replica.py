@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +14,6 @@ from raysgd.train._worker.messages import FunctionEnded
 from raysgd.train.backend import Backend
 from tests.helpers.run_if import RunIf
 from tests.train.replicas import begin, spec, user_keys
-
-
-@pytest.fixture
-def replica() -> Iterator[FunctionReplica]:
-    made = FunctionReplica(World(rank=0, size=2))
-    yield made
-    made.end_function()
 
 
 class TestTheReplica:

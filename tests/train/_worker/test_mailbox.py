@@ -17,37 +17,6 @@ def start(function, num_ahead: int = 0):  # type: ignore[no-untyped-def]
     return mailbox
 
 
-def test_messages_come_in_order_and_then_the_end_with_its_value() -> None:
-    def function(mailbox: Mailbox) -> str:
-        for number in range(3):
-            mailbox.offer(number)
-        return "done"
-
-    mailbox = start(function)
-    assert [mailbox.next_message() for _ in range(4)] == [0, 1, 2, FunctionEnded("done")]
-    assert mailbox.next_message() == FunctionEnded("done")
-
-
-def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
-    passed: list[int] = []
-    second_is_out = threading.Event()
-
-    def function(mailbox: Mailbox) -> None:
-        mailbox.offer(0)
-        passed.append(0)
-        second_is_out.set()
-        mailbox.offer(1)
-        passed.append(1)
-
-    mailbox = start(function)
-    assert mailbox.next_message() == 0
-    assert second_is_out.wait(60)
-    assert passed == [0]
-    assert mailbox.next_message() == 1
-    assert mailbox.next_message() == FunctionEnded()
-    assert passed == [0, 1]
-
-
 def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions() -> None:
     cleaned_up: list[bool] = []
 

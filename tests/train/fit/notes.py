@@ -24,6 +24,13 @@ def make_recorder(folder: TrialFolder, **options: Any) -> Recorder:
     return Recorder(folder, CONFIG, RunConfig(**options))
 
 
+def begun_recorder(folder: TrialFolder, **options: Any) -> Recorder:
+    """One whose first attempt has begun."""
+    recorder = make_recorder(folder, **options)
+    recorder.begin_attempt()
+    return recorder
+
+
 def save(folder: TrialFolder, index: int) -> Checkpoint:
     """What workers and the driver do before a report with a checkpoint is recorded."""
     name = checkpoint_name(index)
@@ -31,13 +38,18 @@ def save(folder: TrialFolder, index: int) -> Checkpoint:
     return Checkpoint(folder.trial.commit(name))  # type: ignore[arg-type]
 
 
-def lines(folder: TrialFolder) -> list[dict[str, Any]]:
+def lines_in(folder: Path) -> list[dict[str, Any]]:
     """The reports in `result.json`."""
-    return [json.loads(line) for line in (folder.local_path / "result.json").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "result.json").read_text().splitlines()]
 
 
-def events(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Name, step and value of the numbers in TensorBoard's files."""
+def lines(folder: TrialFolder) -> list[dict[str, Any]]:
+    """Those of a trial."""
+    return lines_in(folder.local_path)
+
+
+def events(folder: Path) -> Iterator[tuple[str, int, Any]]:
+    """Name, step and value of the numbers in TensorBoard's files; of anything else its kind."""
     from tensorboardX.proto import event_pb2
 
     for path in folder.glob("events.out.tfevents.*"):
@@ -47,7 +59,8 @@ def events(folder: Path) -> Iterator[tuple[str, int, float]]:
             event = event_pb2.Event.FromString(content[12 : 12 + length])
             content = content[length + 16 :]
             for value in event.summary.value:
-                yield value.tag, event.step, value.simple_value
+                kind = value.WhichOneof("value")
+                yield value.tag, event.step, value.simple_value if kind == "simple_value" else kind
 
 
 class Noting:

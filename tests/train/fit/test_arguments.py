@@ -7,16 +7,22 @@ Covers `raysgd.train.base_trainer` and `raysgd.train.data_parallel_trainer`, as 
 from __future__ import annotations
 
 import pickle
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysgd import tune
 from raysgd.air import CheckpointConfig, RunConfig, ScalingConfig
+from raysgd.train._tune import merged_arguments
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.run import as_max_retries
+from raysgd.train.torch import TorchTrainer
+from tests.helpers.run_if import RunIf
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -28,14 +34,10 @@ def of_two(config: dict[str, Any], more: int) -> None:
 
 
 WRONG = [
-    ({"run_config": {"name": "x"}}, ValueError, "`run_config="),
-    ({"scaling_config": 2}, ValueError, "`scaling_config=2`"),
     ({"scaling_config": {"num_worker": 2}}, ValueError, "The names are .*num_workers"),
     ({"scaling_config": {"num_workers": 0}}, ValueError, "num_workers"),
-    ({"datasets": [1]}, ValueError, "`datasets`"),
     ({"datasets": {"train": "path"}}, ValueError, r"`datasets\['train'\]"),
     ({"datasets": {"val": 5}}, ValueError, r"`datasets\['val'\]=5`: need a dataset"),
-    ({"preprocessor": 3}, ValueError, "`preprocessor=3`"),
     ({"dataset_config": 3}, ValueError, "`dataset_config=3`"),
     ({"resume_from_checkpoint": {"epoch": 1}}, ValueError, "`resume_from_checkpoint=.*from_dict"),
     ({"metadata": [1]}, TypeError, "`metadata="),
@@ -75,35 +77,29 @@ def test_a_loop_takes_one_argument_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("name", "config", "words"),
     [
         (
-            {
-                "scaling_config": ScalingConfig(num_workers=1),
-                "run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_frequency=2)),
-            },
-            r"checkpoint_frequency=2.*your function decides",
+            "checkpoint_config",
+            CheckpointConfig(checkpoint_frequency=2),
+            "checkpoint_frequency=2.*your function",
         ),
-        (
-            {
-                "scaling_config": ScalingConfig(num_workers=1),
-                "run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_at_end=True)),
-            },
-            "checkpoint_at_end=True",
-        ),
-        (
-            {"scaling_config": ScalingConfig(num_workers=1), "run_config": RunConfig(storage_path="memory://x")},
-            "only this process sees",
-        ),
-        (
-            {"scaling_config": ScalingConfig(num_workers=(1, 2), elastic=True)},
-            "only workers that `TorchConfig` connects",
-        ),
+        ("checkpoint_config", CheckpointConfig(checkpoint_at_end=True), "checkpoint_at_end=True"),
+        ("storage_path", "memory://x", "only this process sees"),
     ],
 )
-def test_what_only_fit_needs_is_said_by_fit(options: dict[str, Any], words: str) -> None:
+def test_what_only_fit_needs_is_said_by_fit(name: str, config: Any, words: str) -> None:
+    trainer = DataParallelTrainer(
+        loop, scaling_config=ScalingConfig(num_workers=1), run_config=RunConfig(**{name: config})
+    )
     with pytest.raises(ValueError, match=words):
-        DataParallelTrainer(loop, **options).fit()
+        trainer.fit()
+
+
+def test_functions_that_go_on_need_workers_that_can() -> None:
+    trainer = DataParallelTrainer(loop, scaling_config=ScalingConfig(num_workers=(1, 2), elastic=True))
+    with pytest.raises(ValueError, match="only workers that `TorchConfig` connects"):
+        trainer.fit()
 
 
 def test_a_trainer_refuses_what_it_has_no_use_for() -> None:
@@ -113,11 +109,6 @@ def test_a_trainer_refuses_what_it_has_no_use_for() -> None:
 
     with pytest.raises(ValueError, match="sets `num_workers`, which `Own` does not"):
         Own(scaling_config=ScalingConfig(num_workers=2)).fit()
-
-
-def test_a_trainer_of_a_class_without_a_loop_cannot_be_made() -> None:
-    with pytest.raises(TypeError, match="training_loop"):
-        BaseTrainer()  # type: ignore[abstract]
 
 
 def test_metadata_is_what_json_makes_of_it() -> None:
@@ -179,7 +170,7 @@ def test_each_failure_that_is_allowed_is_one_restart(max_failures: int, max_retr
 class TestFrameworks:
     def test_take_the_config_by_both_of_its_names(self) -> None:
         pytest.importorskip("torch")
-        from raysgd.train.torch import TorchConfig, TorchTrainer
+        from raysgd.train.torch import TorchConfig
 
         config = TorchConfig(backend="gloo")
         for options in ({"torch_config": config}, {"torch_backend": config}):
@@ -190,13 +181,60 @@ class TestFrameworks:
         with pytest.raises(ValueError, match=r"`torch_config=.*need a `TorchConfig`"):
             TorchTrainer(loop, torch_config=BackendConfig())
 
-    def test_are_found_where_scripts_look_for_them(self) -> None:
+    def test_of_tensorflow_take_it_too(self) -> None:
         pytest.importorskip("tensorflow")
         from raysgd.train.tensorflow import TensorflowConfig, TensorflowTrainer
-        from raysgd.train.trainer import BaseTrainer as Same
-        from raysgd.train.trainer import TrainingFailedError
 
         config = TensorflowConfig()
         assert TensorflowTrainer(loop, tensorflow_backend=config)._backend_config is config
-        assert Same is BaseTrainer
-        assert issubclass(TrainingFailedError, RuntimeError)
+
+
+# -------------------------------------------------------------------- what a `param_space` may change of a trainer
+
+
+OF_SPACES: list[tuple[dict[str, Any], str]] = [
+    ({"run_config": RunConfig()}, "pass it to the `Tuner` itself"),
+    ({"lr": 0.1}, "`TorchTrainer` does not know `lr`"),
+    ({"train_loop_confg": {"lr": 0.1}}, "Did you mean `train_loop_config`?"),
+    ({"scaling_config": {"num_worker": 2}}, "`num_worker` is unknown. Did you mean `num_workers`?"),
+    ({"scaling_config": {"num_workers": 0}}, "`num_workers=0`"),
+    ({"scaling_config": 2}, "`scaling_config=2`"),
+]
+
+
+@RunIf(modules=["ray.tune"])
+@pytest.mark.parametrize(("config", "words"), OF_SPACES, ids=[str(config)[:40] for config, _ in OF_SPACES])
+def test_what_no_trial_can_begin_with_is_refused_when_tune_asks_what_it_needs(
+    config: dict[str, Any], words: str
+) -> None:
+    trainable_cls = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).as_trainable()
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        trainable_cls.default_resource_request(config)
+
+
+@RunIf(modules=["ray.tune"])
+def test_the_tuner_refuses_the_config_of_a_run_and_a_folder_without_a_sweep(tmp_path: Path) -> None:
+    trainer = TorchTrainer(loop)
+    with pytest.raises(ValueError, match="pass it to the `Tuner` itself"):
+        tune.Tuner(trainer, param_space={"run_config": RunConfig()})
+    with pytest.raises(ValueError, match=r"`path='.*sweep'`: there is no sweep\. Pass the folder"):
+        tune.Tuner.restore(tmp_path / "sweep", trainer)
+
+
+def test_arguments_are_merged_down_to_the_values_of_dicts() -> None:
+    given: dict[str, Any] = {
+        "train_loop_config": {"a": 1, "deep": {"b": 2}},
+        "scaling_config": ScalingConfig(num_workers=2),
+        "datasets": {"train": "small", "valid": "all"},
+        "rest": 3,
+    }
+    config = {
+        "train_loop_config": {"deep": {"c": 4}},
+        "scaling_config": {"use_gpu": True},
+        "datasets": {"train": "large"},
+    }
+    merged = merged_arguments(given, config)
+    assert merged["train_loop_config"] == {"a": 1, "deep": {"b": 2, "c": 4}}
+    assert merged["datasets"] == {"train": "large", "valid": "all"}
+    assert (merged["scaling_config"].num_workers, merged["scaling_config"].use_gpu, merged["rest"]) == (2, True, 3)
+    assert given["train_loop_config"] == {"a": 1, "deep": {"b": 2}}

@@ -6,10 +6,11 @@ Covers `raysgd.train.base_trainer`, `raysgd.train.data_parallel_trainer` and
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import json
 import pickle
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +28,17 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 def trainer(
     place: Path,
     loop: Any = loops.count_epochs,
-    *,
-    max_failures: int = 0,
-    keep: CheckpointConfig | None = None,
-    num_workers: int | tuple[int, int] = 2,
-    resume: Checkpoint | None = None,
     trainer_class: type[DataParallelTrainer] = DataParallelTrainer,
-    stop: Any = None,
+    resume: Checkpoint | None = None,
     **config: Any,
 ) -> DataParallelTrainer:
-    config = {"num_epochs": 3, "flag": place / "flag", **config}
+    """A trainer with two workers. `config` is for the loop; what `RunConfig` takes is for that."""
+    options = {name: config.pop(name) for name in ("stop", "failure_config", "checkpoint_config") if name in config}
     return trainer_class(
         loop,
-        train_loop_config=config if inspect.signature(loop).parameters else None,
-        scaling_config=ScalingConfig(num_workers=num_workers),
-        run_config=RunConfig(
-            name="run",
-            storage_path=str(place),
-            failure_config=FailureConfig(max_failures=max_failures),
-            checkpoint_config=keep,
-            stop=stop,
-        ),
+        train_loop_config={"num_epochs": 3, "flag": place / "flag", **config} if signature(loop).parameters else None,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=str(place), **options),
         resume_from_checkpoint=resume,
     )
 
@@ -104,7 +95,7 @@ class TestARun:
         assert (found / "state").read_text() == "of rank 0"
 
     def test_writes_no_checkpoint_with_none_to_keep_but_has_the_newest(self, tmp_path: Path) -> None:
-        result = trainer(tmp_path, kind="folder", keep=CheckpointConfig(num_to_keep=0)).fit()
+        result = trainer(tmp_path, kind="folder", checkpoint_config=CheckpointConfig(num_to_keep=0)).fit()
         assert checkpoints_in(result) == []
         with result.checkpoint.as_directory() as folder:
             assert any(Path(folder).iterdir())
@@ -116,12 +107,17 @@ class TestARun:
         assert checkpoints_in(result) == ["checkpoint_000004", "checkpoint_000005"], "its number is used once more"
         assert len(result.checkpoint.to_dict()["payload"]) == 3 << 20
 
-    def test_connects_the_workers_and_works_in_the_folder_of_the_trial(self, tmp_path: Path) -> None:
-        from raysgd.train.torch import TorchTrainer
-
-        result = trainer(tmp_path, loops.average_with_torch, trainer_class=TorchTrainer).fit()
-        assert result.metrics["total"] == 3.0
-        assert result.metrics["cwd"] == str(result.path)
+    @pytest.mark.parametrize(
+        ("module", "name", "loop", "total"),
+        [
+            ("torch", "TorchTrainer", loops.average_with_torch, 3),
+            pytest.param("tensorflow", "TensorflowTrainer", loops.count_with_tensorflow, 2, marks=pytest.mark.soak),
+            pytest.param("horovod", "HorovodTrainer", loops.count_with_horovod, 2, marks=pytest.mark.soak),
+        ],
+    )
+    def test_connects_the_workers(self, module: str, name: str, loop: Any, total: int, tmp_path: Path) -> None:
+        trainer_class = getattr(importlib.import_module(f"raysgd.train.{module}"), name)
+        assert trainer(tmp_path, loop, trainer_class=trainer_class).fit().metrics["total"] == total
 
     def test_of_a_loop_of_ones_own_needs_one_worker_and_sees_the_folder_that_it_is_given(self, tmp_path: Path) -> None:
         class Countdown(BaseTrainer):
@@ -183,7 +179,9 @@ class TestFailures:
         assert "bad sample in epoch 1" in (trial / "error.txt").read_text()
 
     def test_in_the_middle_of_a_checkpoint_leave_nothing_that_looks_like_one(self, tmp_path: Path) -> None:
-        result = trainer(tmp_path, kind="folder", dies_while_saving=1, max_failures=1).fit()
+        result = trainer(
+            tmp_path, kind="folder", dies_while_saving=1, failure_config=FailureConfig(max_failures=1)
+        ).fit()
         assert checkpoints_in(result) == [f"checkpoint_{number:06d}" for number in range(3)]
         assert [Path(result.path, name, "epoch").read_text() for name in checkpoints_in(result)] == ["0", "1", "2"]
         assert result.metrics["training_iteration"] == 3

@@ -18,11 +18,7 @@ from raysgd.train.fit.output import write_params as write_parameters
 from raysgd.writers.files import as_json
 from raysgd.writers.sink import SafeSink
 from tests.helpers.run_if import RunIf
-from tests.train.fit.notes import events
-
-
-def read_lines(folder: Path) -> list[Any]:
-    return [json.loads(line) for line in (folder / "result.json").read_text().splitlines()]
+from tests.train.fit.notes import events, lines_in
 
 
 def read_table(folder: Path) -> list[dict[str, str]]:
@@ -49,7 +45,7 @@ class TestResults:
     def test_values_that_json_does_not_know(self, tmp_path: Path) -> None:
         file = open_results(tmp_path, {"model": Path})
         file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": {("x", 1): {1: 2}}, "e": b"z"}, 1)
-        [line] = read_lines(tmp_path)
+        [line] = lines_in(tmp_path)
         assert line == {
             "a": 0.5,
             "b": [0, 1],
@@ -125,7 +121,7 @@ def test_a_broken_tensorboardx_costs_only_its_file(
     for iteration in (1, 2, 3):
         write_all(writers, {"loss": 1.0, "training_iteration": iteration})
     close_all(writers)
-    assert len(read_lines(tmp_path)) == 3
+    assert len(lines_in(tmp_path)) == 3
     [message] = [record.getMessage() for record in caplog.records]
     assert message.startswith("TensorBoard: could not write (ImportError: libprotobuf is missing); the run continues")
 

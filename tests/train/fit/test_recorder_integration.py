@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +20,7 @@ from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.helpers.run_if import RunIf
 from tests.helpers.s3_server import S3Server
 from tests.train.fit import loops
-from tests.train.fit.notes import Noting, events
+from tests.train.fit.notes import Noting, events, lines_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
@@ -40,13 +38,7 @@ def make_trainer(place: Path | str, flags: Path, loop: Any = loops.count_epochs,
 
 def reports_in(result: Result) -> list[dict[str, Any]]:
     assert result.log_dir is not None
-    return [json.loads(line) for line in (result.log_dir / "result.json").read_text().splitlines()]
-
-
-def trial_in(place: Path) -> Path:
-    """The folder of the only trial."""
-    [trial] = [path for path in (place / "run").iterdir() if path.is_dir()]
-    return trial
+    return lines_in(result.log_dir)
 
 
 @pytest.fixture
@@ -85,28 +77,6 @@ class TestFiles:
         found = Result.from_path(str(result.path))
         assert found.error is None
         assert list(found.metrics_dataframe["epoch"]) == [0, 1, 2]
-
-    def test_of_a_driver_that_is_killed_have_all_but_the_last_report(self, tmp_path: Path) -> None:
-        program = (
-            "import sys, tests.train.fit.notes as notes, pathlib\n"
-            "folder = notes.make_folder(pathlib.Path(sys.argv[1]))\n"
-            "recorder = notes.make_recorder(folder)\n"
-            "recorder.begin_attempt()\n"
-            "for number in range(10**9):\n"
-            "    recorder.record({'number': number}, None)\n"
-            "    print(number, flush=True)\n"
-        )
-        driver = subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
-        )
-        with driver.stdout:
-            seen = [driver.stdout.readline() for _ in range(50)]
-            driver.send_signal(signal.SIGKILL)
-            seen += driver.stdout.readlines()
-        driver.wait()
-        last = int([line for line in seen if line.endswith("\n")][-1])
-        lines = (trial_in(tmp_path) / "result.json").read_text().splitlines()
-        assert [json.loads(line)["number"] for line in lines[: last + 1]] == list(range(last + 1))
 
 
 class TestCallbacks:

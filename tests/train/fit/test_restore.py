@@ -12,7 +12,7 @@ from raysgd.air.config import RunConfig, SyncConfig
 from raysgd.storage import open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.restore import RestoredRun, can_restore, restore, save_trainer
-from tests.train.fit.notes import Noting, make_folder, make_recorder
+from tests.train.fit.notes import Noting, begun_recorder, make_folder
 
 
 class Trainer:
@@ -48,8 +48,7 @@ def run(tmp_path: Path) -> Path:
         "run_config": RunConfig(name="run", storage_path=tmp_path),
     }
     save_trainer(folder.experiment, Trainer, arguments)
-    recorder = make_recorder(folder)
-    recorder.begin_attempt()
+    recorder = begun_recorder(folder)
     recorder.end_run(ValueError("x"))
     return tmp_path / "run"
 
@@ -78,8 +77,7 @@ class TestARun:
     def test_that_ended_well_is_finished(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         save_trainer(folder.experiment, Trainer, {"train_loop_per_worker": loop})
-        recorder = make_recorder(folder)
-        recorder.begin_attempt()
+        recorder = begun_recorder(folder)
         recorder.end_run()
         assert restore(Trainer, tmp_path / "run")[1].is_finished
 
@@ -169,13 +167,11 @@ class TestArguments:
 
 
 class TestWhatIsNoRun:
-    def test_an_empty_folder(self, tmp_path: Path) -> None:
+    def test_an_empty_folder_and_a_missing_one(self, tmp_path: Path) -> None:
         assert not can_restore(tmp_path)
+        assert not can_restore(tmp_path / "missing")
         with pytest.raises(ValueError, match=r"there is no run to restore, because there is no `trainer\.pkl`"):
             restore(Trainer, tmp_path)
-
-    def test_a_missing_folder(self, tmp_path: Path) -> None:
-        assert not can_restore(tmp_path / "missing")
 
     def test_a_place_near_by_is_pointed_to(self, run: Path) -> None:
         [trial] = run.glob("TorchTrainer_*")

@@ -63,13 +63,25 @@ class Seen:
         self.told.append(f"fail after {self.numbers}")
 
 
-def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
-    folder, scaling, recorder = make_folder(place), ScalingConfig(num_workers=1), cast(Recorder, seen)
+def fit_run(place: Path, seen: Seen, scaling: ScalingConfig, **options: Any) -> FitRun:
+    folder = make_folder(place)
     facts = TrialFacts(folder.trial, "run", "trial", "1", scaling)
-    job = FitJob(folder, recorder, RunConfig(), facts, None)
-    run = FitRun(job, int, BackendConfig(), scaling)
+    job = FitJob(folder, cast(Recorder, seen), RunConfig(**options), facts, None)
+    return FitRun(job, int, BackendConfig(), scaling)
+
+
+def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
+    run = fit_run(place, seen, ScalingConfig(num_workers=1))
     run._run = Steps(run, *steps)  # type: ignore[assignment]
     return run
+
+
+def test_workers_go_and_run_where_the_configs_say(tmp_path: Path) -> None:
+    scaling = ScalingConfig(num_workers=1, accelerator_type="A100", placement_strategy="SPREAD")
+    environment = {"env_vars": {"A": "1"}}
+    spec = fit_run(tmp_path, Seen(), scaling, worker_runtime_env=environment)._executor._group_spec(None)
+    assert (spec.packs, spec.resources.runtime_env) == (False, environment)
+    assert spec.resources.bundle() == {"CPU": 1, "accelerator_type:A100": 0.001}
 
 
 def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path) -> None:
