@@ -18,6 +18,7 @@ PAGE = DOCS / "migration.md"
 GROUPS: tuple[Group, ...] = ("sgd", "train")
 MEASURED_PAGE = DOCS / "performance.md"
 BUSY_LOAD = 2
+CPU = "AMD EPYC"  # one machine to a table
 PEERS = {"ray_train": "Ray Train", "torchft": "torchft 0.2.0", "torchft_tuned": "torchft 0.2.0 with short time-outs"}
 
 
@@ -43,8 +44,8 @@ def gone_names() -> str:
 
 
 def goodput_of(rows: list[dict[str, Any]]) -> str:
-    """The table of goodput: for each contender and rate of kills the longest run on a machine that was not busy."""
-    calm = [row for row in rows if row["load"] <= BUSY_LOAD]
+    """The table of goodput: for each contender and rate of kills the longest run on one machine that was not busy."""
+    calm = [row for row in rows if row["load"] <= BUSY_LOAD and row["cpu"] == CPU]
     longest = {(row["contender"], row["every_s"]): row for row in sorted(calm, key=lambda row: float(row["seconds"]))}
     lines = [
         f"| {PEERS.get(row['contender'], row['contender'])}, {row['every_s']:g} s | {row['goodput']:.3f} "

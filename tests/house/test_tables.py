@@ -59,9 +59,12 @@ def test_the_tables_of_goodput_and_of_the_record_show_what_was_measured() -> Non
 def test_the_table_of_goodput_shows_the_longest_run_that_nothing_disturbed() -> None:
     made = runpy.run_path(str(DOCS / "make_tables.py"))
     row = {"contender": "ray_train", "every_s": 15.0, "goodput": 0.5, "kills": 9, "wall_s": 140.0, "samples_lost": 32.0}
-    row |= {"seconds": 60.0, "samples_twice": 16.0, "again": 4.5, "load": 0.4}
+    row |= {"seconds": 60.0, "samples_twice": 16.0, "again": 4.5, "load": 0.4, "cpu": made["CPU"]}
     shorter, disturbed = {**row, "seconds": 5.0, "goodput": 0.1}, {**row, "seconds": 90.0, "load": 7.1}
-    _, _, first, second = made["goodput_of"]([{**row, "every_s": 60.0}, row, shorter, disturbed]).splitlines()
+    elsewhere = {**row, "seconds": 90.0, "cpu": "another"}
+    _, _, first, second = made["goodput_of"](
+        [{**row, "every_s": 60.0}, row, shorter, disturbed, elsewhere]
+    ).splitlines()
     assert first == "| Ray Train, 15 s | 0.500 | 9 in 140 | 32, 16 | 4.50 % |"
     assert "| Ray Train, 60 s |" in second
 
