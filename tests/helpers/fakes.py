@@ -152,11 +152,13 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.now_s = 1000.0
+        self.sleeps: list[float] = []
 
     def monotonic(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
         self.now_s += seconds
 
 

@@ -18,12 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.connections.group import Group
-from raysgd.engine.shared.time_spent import EXCHANGE
+from raysgd.engine.shared.time_spent import EXCHANGE, USEFUL
 from raysgd.engine.shared.types import World
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.worker.ledger import STEP, Ledger
+from raysgd.worker.ledger import Ledger
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -61,7 +61,7 @@ def test_an_exchange_of_the_users_hook_is_timed() -> None:
     parallel.exchanges.ledger = Ledger()
     model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
     parallel.arm([model], may_run_backward=False)
-    parallel.exchanges.ledger.enter(STEP)
+    parallel.exchanges.ledger.enter(USEFUL)
     model(torch.ones(1, 2)).sum().backward()
     assert parallel.exchanges.ledger.of_call().get(EXCHANGE)
 
