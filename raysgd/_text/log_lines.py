@@ -176,7 +176,7 @@ class Once:
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Rank in order, for sentences; four or more in a row as a range."""
+    """Ranks in order, for sentences; four or more in a row as a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

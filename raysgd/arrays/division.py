@@ -65,7 +65,7 @@ class ShardedGlobalBatch:
 
 
 def even_counts(num_samples: int, num_shares: int) -> list[int]:
-    """Share that differ by one sample at most, the larger ones first.
+    """Shares that differ by one sample at most, the larger ones first.
 
     >>> even_counts(18, 7)
     [3, 3, 3, 3, 2, 2, 2]

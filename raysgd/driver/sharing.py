@@ -74,7 +74,7 @@ class DataSharing:
         self._has_warned = False
 
     def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
-        """Request with shares of Ray Data that operators registered.
+        """Requests with shares of Ray Data that operators registered.
 
         Args:
             requests: By rank.
@@ -86,7 +86,7 @@ class DataSharing:
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Request with shares of a dataset that takes the place of what is registered, for one call.
+        """Requests with shares of a dataset that takes the place of what is registered, for one call.
 
         Args:
             requests: By rank.

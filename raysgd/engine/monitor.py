@@ -193,7 +193,7 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Process that are stopped or frozen are lost; the failure of their call then takes the usual way."""
+        """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way."""
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"

@@ -196,7 +196,7 @@ class RankSums:
     # ------------------------------------------------------------------------------------ numbers
 
     def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
-        """Number as a message, with this rank's row behind them if there are rows."""
+        """Numbers as a message, with this rank's row behind them if there are rows."""
         return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
 
     def _without_self(self, ranks: Sequence[int]) -> list[int]:

@@ -31,7 +31,7 @@ def simple_model(config: dict[str, Any]) -> Any:
 
 
 def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Point to train on and point to test on, without end. A batch is that of all workers, who share it."""
+    """Points to train on and points to test on, without end. A batch is that of all workers, who share it."""
     batch_size = config["batch_size"]
     train, test = linear_dataset(NUM_TRAIN_SAMPLES), linear_dataset(NUM_TEST_SAMPLES)
     return train.repeat().batch(batch_size), test.repeat().batch(batch_size)

@@ -112,7 +112,7 @@ class Loop:
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def num_samples(self, run: EpochRun) -> int:
-        """Sample that this rank has worked on in a training call; 0 where they are not counted."""
+        """Samples that this rank has worked on in a training call; 0 where they are not counted."""
         return int(run.meters.n)
 
     def results(self, run: EpochRun) -> Any:
