@@ -150,7 +150,8 @@ class Ledger:
         if self._bin == EXCHANGE:
             self.enter(USEFUL)
             if waited_s:
-                self._move(EXCHANGE, SLOWER_RANK, waited_s)
+                of_step = self._seconds[EXCHANGE] - self._complete[EXCHANGE]
+                self._move(EXCHANGE, SLOWER_RANK, min(waited_s, of_step))
 
     # ------------------------------------------------------------------------------------------------ other groups
 
