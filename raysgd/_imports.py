@@ -87,7 +87,7 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
 
 
 def _named(package: str, extra: str) -> list[str]:
-    """What an extra installs, directly or by the extra of another package, under the name of this one."""
+    """Return what an extra installs, directly or by that of another package, under the name of this one."""
     own = _requirements("raysgd", extra)
     extras = [re.match(r"([\w-]+)\[(\w+)\]", each) for each in own]
     all_of_it = [*own, *(each for other in extras if other for each in _requirements(other[1], other[2]))]

@@ -1,4 +1,4 @@
-"""What travels between a program and a detached trainer: calls by name, arguments and results, errors, and output.
+"""The traffic between a program and a detached trainer: calls by name, arguments and results, errors, and output.
 
 An object in Ray's store is lost with the process that put it there. Bytes in a message are copied, so what a program
 sends outlives it, and an answer can wait in the trainer's process for any program.

@@ -117,7 +117,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _new_sharing(self) -> Callable[[], DataSharing]:
-        """What divides data, by the settings of the time. It does not hold the trainer, which could not be freed."""
+        """Return what divides data, by the settings of the time. It does not hold the trainer, which may be freed."""
         replicas, place, call_data_of = self._replicas, self._place, self._call_data_of
 
         def new_sharing() -> DataSharing:

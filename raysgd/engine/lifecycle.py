@@ -137,7 +137,7 @@ class Lifecycle(ABC):
 
     @abstractmethod
     def make_room(self) -> str:
-        """Where `has_room` says no, lets the program itself give some back; returns who holds it still, in words."""
+        """Let the program itself give room back where `has_room` says no; return who holds it still, in words."""
 
     @property
     def running(self) -> WorkerGroup:

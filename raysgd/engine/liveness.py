@@ -1,4 +1,4 @@
-"""Who is alive: time as this process lives it, open questions, and how long those are waited for who do not answer.
+"""Signs of life: time as this process lives it, open questions, and how long those are waited for who do not answer.
 
 A live worker answers beside its work, mostly at once. But a machine may stall for seconds, and where thousands are
 asked the answers themselves take seconds to come in: no fixed time tells who is gone.

@@ -1,4 +1,4 @@
-"""Where the workers live -> who is who."""
+"""The ranks of workers, by where they live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows the failure of workers: who is left, how they go on, and what is done where they cannot.
+"""The way on after a failure of workers: who is left, how they go on, and what is done where they cannot.
 
 `Recovery.recover` comes first. The survivors form a new group in place, with standby workers and new ones as far as
 there are any (ADR 9 says why, ADR 11 when they wait for a new worker). Where that cannot be done, other replicas

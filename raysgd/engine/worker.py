@@ -540,7 +540,7 @@ class RemoteWorker:
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process can use: no line."""
+        """Return what another process can use: no line."""
         return {**vars(self), "_call": None}
 
     def kill(self) -> None:

@@ -11,7 +11,7 @@ from raysgd.engine.shared.group_spec import EverySeconds
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What follows the failure of a worker: who waits for whom, limits of time, and snapshots to restart from.
+    """The rules for the failure of a worker: who waits for whom, limits of time, and snapshots to restart from.
 
     Pass it as `recovery` to `TorchTrainer` or `TFTrainer`.
 

@@ -40,7 +40,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class WeightSums:
-    """What a rank says of its weights.
+    """The report of a rank on its weights.
 
     Attributes:
         names: The names of the weights, with those of their models.

@@ -62,12 +62,12 @@ class StreamData:
 
     @property
     def signature(self) -> str:
-        """What must be equal on all ranks for them to read the same stream."""
+        """The facts that must be equal on all ranks for them to read the same stream."""
         return f"{len(self.shards)} shards {self.digest} in global batches of {self.batch_size}"
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What a saved position belongs to, as plain data: what orders rows, and the shards."""
+        """The data that a saved position belongs to, in plain values: what orders rows, and the shards."""
         loader = self.loader
         return {
             "buffer and seed of `shuffle`": [loader.buffer, loader.seed],

@@ -141,7 +141,7 @@ class FunctionRun:
         return None if step.kind is None else [self.decoded(data) for data in step.data]
 
     def decoded(self, data: Any) -> dict[str, Any]:
-        """What a worker encoded, such as the metrics in a step, in separate memory and as the backend reads it."""
+        """Return what a worker encoded, such as metrics, in separate memory and as the backend reads it."""
         return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
     def finish(self) -> list[Any]:

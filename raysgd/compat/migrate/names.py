@@ -224,7 +224,7 @@ class OldNames(cst.CSTTransformer):
         return None
 
     def _meanings(self, node: cst.BaseExpression) -> set[QualifiedName]:
-        """What a name with attributes may stand for; nothing for other expressions, such as an attribute of a call."""
+        """Return what a name with attributes may mean; nothing for others, such as an attribute of a call."""
         scope = self.get_metadata(ScopeProvider, node, None) if _is_dotted(node) else None
         return set(scope.get_qualified_names_for(node)) if scope is not None else set()
 
@@ -232,7 +232,7 @@ class OldNames(cst.CSTTransformer):
         return {self._paths.today(found.name) for found in self._meanings(node)}
 
     def _new_name(self, place: NewPlace | None, node: cst.CSTNode) -> str | None:
-        """Where a name is now; of one that is gone, a person is told."""
+        """Return where a name is now; of one that is gone, a person is told."""
         if place is not None and place.new is None:
             self._tell(node, f"`{place.old}` has no successor: {place.reason}", is_error=True)
         return place.new if place is not None else None

@@ -95,7 +95,7 @@ class PassPlan:
 
     @cached_property
     def _starts(self) -> Sequence[int]:
-        """Where the global steps that are still to come begin."""
+        """The places where the global steps that are still to come begin."""
         if self.bounds is not None:
             return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]][:-1]
         size = self.division.global_size
@@ -137,7 +137,7 @@ class PassPlan:
 
     @cached_property
     def _sizes(self) -> Counter[int]:
-        """How many global batches of each size are in the rest."""
+        """The number of global batches of each size in the rest."""
         sizes, first = Counter[int](), 0
         if self.bounds is None and self.num_steps > 1:  # all but the last have one size
             first = sizes[self.division.global_size] = self.num_steps - 1

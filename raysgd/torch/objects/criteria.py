@@ -51,12 +51,12 @@ class LossCall(NamedTuple):
 
     @property
     def counting(self) -> torch.Tensor | None:
-        """Where there are labels that count; None if it knows of none that do not."""
+        """A mask of the labels that count; None if it knows of none that do not."""
         return None if self.ignored is None else self.target != self.ignored
 
     @property
     def is_uneven(self) -> Any:
-        """Whether some labels count less than others in its mean; a tensor if that is not known in the host."""
+        """True if some labels count less than others in its mean; a tensor if that is not known in the host."""
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 

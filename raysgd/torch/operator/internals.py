@@ -52,12 +52,12 @@ class TrainedParts:
 
     @property
     def since_setup(self) -> Noted | None:
-        """What is trained, for a state; None where it is what `setup` chose."""
+        """The trained parts, for a state; None where they are what `setup` chose."""
         return None if self._now == self._of_setup else self._now
 
     @property
     def flags(self) -> Flags:
-        """What is trained now, without names: which parameters, and how many groups."""
+        """The trained parts now, without names: which parameters, and how many groups."""
         return _flags_of(self._registered)
 
     def has_changed(self, freezes_in_batches: bool = False) -> bool:

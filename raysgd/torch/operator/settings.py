@@ -1,4 +1,4 @@
-"""What an operator is made from: the settings of the trainer, and the context that its worker adds."""
+"""The parts that an operator is made from: the settings of the trainer, and the context that its worker adds."""
 
 from __future__ import annotations
 

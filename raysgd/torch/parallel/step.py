@@ -58,7 +58,7 @@ class Window:
 
 
 class Counted:
-    """How much a batch of this rank counts if not by its samples, and how much those of all ranks do.
+    """The amount that a batch of this rank counts by if not by its samples, and that of all ranks.
 
     Args:
         amount: That of this rank; 0 for padding.
@@ -76,7 +76,7 @@ class Counted:
 
     @property
     def is_known(self) -> bool:
-        """Whether the sum of all ranks' amounts is known."""
+        """True if the sum of all ranks' amounts is known."""
         return self._total is not None
 
     @property
@@ -171,7 +171,7 @@ class BatchStep:
             self.defer(False)
 
     def _forget_batch(self) -> None:
-        """What follows is no batch of the data."""
+        """Forget the batch: what follows is none of the data."""
         self.weight = 1.0
         self.num_samples: int | None = None
         self._total: int | None = None

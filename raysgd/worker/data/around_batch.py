@@ -1,4 +1,4 @@
-"""What happens around a batch: in one wrapper of `train_batch` or `validate_batch`, on the operator itself.
+"""The frame around a batch: one wrapper of `train_batch` or `validate_batch`, on the operator itself.
 
 So a loop of the user's goes through it like the stock one. And it is around the method and not inside it: an override
 may compute with what the stock one reports.
