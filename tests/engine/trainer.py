@@ -80,6 +80,7 @@ class Trainer(Simulation):
         given = {"seed": 1, "num_workers": 3, "num_samples": 400, **{name: options.pop(name) for name in names}}
         self.seen: Counter[tuple[str, int]] = Counter()
         self.due: dict[tuple[str, int, int], Act] = {}
+        self._befallen: set[tuple[str, int]] = set()
         self.rule: Callable[[str, Process], Exception | None] = lambda label, process: None
         self._num_calls = 0
         super().__init__(Schedule(nodes=nodes, **given), spec={"words": WORDS, **(spec or {})}, **options)
@@ -92,12 +93,23 @@ class Trainer(Simulation):
     def expect(self, *befall: Befall) -> None:
         """Lets this happen in the next call, or at the start."""
         self.seen.clear()
+        self._befallen.clear()
         self.due = {where: act for each in befall for where, act in each.items()}
+
+    def _check_all_came_about(self) -> None:
+        """Refuses a call in which nothing came of what was to befall a rank: its test would show nothing.
+
+        A state that is sent travels beside the call, and may arrive after it.
+        """
+        missing = {(label, rank) for label, rank, _ in self.due} - self._befallen
+        assert {label for label, _ in missing} <= {"send"}, f"this did not happen: {missing}"
 
     def point_of(self, label: str, process: Process) -> Iterable[float]:
         yield from super().point_of(label, process)
         self.seen[label, process.world.rank] += 1
         act = self.due.pop((label, process.world.rank, self.seen[label, process.world.rank]), None)
+        if act is not None:
+            self._befallen.add((label, process.world.rank))
         act = act or self.rule(label, process)
         if isinstance(act, Exception):
             raise act
@@ -111,6 +123,7 @@ class Trainer(Simulation):
         """Trains; returns how many steps each rank has taken in all."""
         self.expect(*befall)
         walked: list[Walked] = self.controller.run(self.walking(num_steps), **options)
+        self._check_all_came_about()
         return [each.state.steps for each in walked]
 
     def walking(self, num_steps: int) -> Call:
@@ -122,6 +135,7 @@ class Trainer(Simulation):
         """A call that changes the state, and can only be begun again; returns all that each rank has noted."""
         self.expect(*befall)
         states: list[State] = self.controller.run(self.noting(number), **options)
+        self._check_all_came_about()
         return [each.noted for each in states]
 
     def noting(self, number: int) -> Call:
@@ -131,6 +145,7 @@ class Trainer(Simulation):
         """A call that changes nothing."""
         self.expect(*befall)
         states: list[State] = self.controller.run(Call(look), budget=budget)
+        self._check_all_came_about()
         return [each.noted for each in states]
 
     # ------------------------------------------------------------------------------------ the cluster
