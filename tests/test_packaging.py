@@ -221,3 +221,7 @@ def test_a_checkout_without_its_link_says_what_to_do(source: Path) -> None:
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert "ImportError: `raysgd/operators` is no folder" in done.stderr
     assert "Run `pip install .` in it" in done.stderr
+
+
+def test_the_supported_versions_of_python_are_stated(metadata: Message) -> None:
+    assert metadata["Requires-Python"] == ">=3.10"

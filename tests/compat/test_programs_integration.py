@@ -20,7 +20,9 @@ pytestmark = pytest.mark.integration
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 REPEATED = {
     "operator_class",
+    "own_epoch",
     "keras_model",
+    "lightning_module",
     "tuned",
     "air_hugging_face",
     "air_lightning",
@@ -56,6 +58,7 @@ def cases() -> list[object]:
     marks = {name: [pytest.mark.soak] if name in REPEATED else [] for name in (path.stem for path in PROGRAMS)}
     marks["horovod_on_ray"] = [RunIf(modules=["horovod"])]
     marks["lightning_on_ray"] = [RunIf(modules=["lightning"])]
+    marks["lightning_module"].append(RunIf(modules=["lightning"]))
     return [pytest.param(path, id=path.stem, marks=marks[path.stem]) for path in PROGRAMS]
 
 

@@ -182,3 +182,26 @@ def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker
         program.run("trainer.shutdown()")
     assert [samples(log, f"train{epoch}") for epoch in (0, 2)] == [ALL_ONCE] * 2
     assert set(samples(log, "train1")) == set(range(40))
+
+
+@pytest.mark.soak  # `fit` below loses the process of its trainer, too
+def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None:
+    with Program(address) as program:
+        program.run(OPERATOR)
+        program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}})")
+        program.run(
+            "class Told(raysgd.callbacks.Callback):\n"
+            "    def on_result(self, run, result):\n"
+            "        print('told of epoch', run.epoch)\n"
+        )
+        folder = str(tmp_path / "checkpoints")
+        program.begin(f"trainer.fit(3, callbacks=[Told(), raysgd.callbacks.Checkpointing({folder!r})])")
+        await_samples(log, "train0", 20)
+    with attached(address) as program:
+        program.begin("[row['epoch'] for row in trainer.pending().result()]")
+        found = program.found()
+        assert found["value"] == [1, 2, 3], found["text"]
+        assert "told of epoch 3" in found["printed"]
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
+    assert len(list((tmp_path / "checkpoints").glob("*"))) >= 1

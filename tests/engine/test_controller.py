@@ -25,7 +25,7 @@ from raysgd.exceptions import (
     WorkerError,
     WorkersLostError,
 )
-from tests.engine.trainer import RESTARTS, Befall, Trainer, befalls, die, dies, in_note, press_ctrl_c
+from tests.engine.trainer import RESTARTS, Befall, Trainer, befalls, die, dies, disconnect, in_note, press_ctrl_c
 from tests.simulator.replica import SimReplica, look
 
 HOURS = 3600.0
@@ -73,6 +73,13 @@ def test_a_loss_too_many_is_told_with_what_is_left(max_retries: int) -> None:
     last = trainer.controller.history.events[-1]
     assert (last.kind, last.old_size, last.new_size, last.detail) == ("lost", 3, 0, "(what is left)")
     assert last.cause.startswith("lost rank 1")
+
+
+def test_a_connection_that_was_lost_is_the_cause_of_the_error() -> None:
+    trainer = Trainer(**RESTARTS).started()
+    with pytest.raises(WorkersLostError) as caught:
+        trainer.walk(5, befalls(disconnect, 1), max_retries=0)
+    assert str(caught.value.__cause__) == "Connection closed by peer"
 
 
 @pytest.mark.parametrize("is_touched", [False, True])
@@ -368,6 +375,16 @@ def test_what_was_given_back_and_is_not_seen_as_free_yet_is_waited_for_within_re
 
 
 # -------------------------------------------------------------------------------------------- growing
+
+
+def test_a_driver_that_was_left_alone_grows_back_when_there_is_room_for_two() -> None:
+    trainer = Trainer(nodes=(1, 2), use_local=True).started()
+    assert trainer.walk(5, befalls(trainer.lose_node("n1"), 1)) == [5]
+    assert trainer.walk(2) == [7], "there is room for the driver only"
+    assert trainer.group.is_driver_only
+    trainer.add_node(1)
+    assert trainer.walk(2) == [9, 9]
+    assert trainer.kinds == ["continued", "grown"]
 
 
 def test_only_a_call_that_changes_something_grows_and_that_spends_no_retry() -> None:

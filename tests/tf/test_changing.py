@@ -88,6 +88,13 @@ class Faster(Line):
         super().setup({**config, "lr": 0.07})
 
 
+class Hooked(Line):
+    def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
+        if config["lr"] > 1:
+            raise OverflowError("too large")
+        self.optimizer.learning_rate.assign(config["lr"])
+
+
 @pytest.mark.keras_in_turns("keras3")
 class TestReloading:
     def test_an_edited_class_goes_on_to_the_last_bit(self, make_local: Make, keras: str) -> None:
@@ -132,6 +139,17 @@ class TestReloading:
         assert rate(trainer) == 0.02
         trainer.reload(Faster)
         assert rate(trainer) == 0.07
+
+
+@pytest.mark.soak
+class TestUpdatingTheConfig:
+    def test_a_hook_gives_the_optimizer_the_new_rate(self, make_local: Make) -> None:
+        trainer = make_local(Hooked)
+        trainer.update_config(lr=0.05)
+        assert (rate(trainer), trainer.config["lr"], trainer.get_local_operator().config["lr"]) == (0.05, 0.05, 0.05)
+        with pytest.raises(OverflowError, match="too large"):
+            trainer.update_config(lr=7.0)
+        assert (rate(trainer), trainer.config["lr"], trainer.get_local_operator().config["lr"]) == (0.05, 0.05, 0.05)
 
 
 @pytest.mark.keras_in_turns("keras3")

@@ -158,17 +158,9 @@ def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(ray_cluste
 # ------------------------------------------------------------------------------------------------ endings
 
 
-def test_a_program_that_is_interrupted_twice_leaves_nothing(ray_cluster: None) -> None:
-    before = RaySurroundings.now()
-    ended = run_program(
-        """
-        import os, signal, threading, time
-        from raysgd.torch import TorchTrainer
-        from tests.torch import ledger
-        from tests.torch.ledger import Ledger
-
-        ray.cloudpickle.register_pickle_by_value(ledger)
-        trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config={"step_s": 0.1})
+WHILE_REPLACED = "an interrupt while workers are replaced"
+ENDINGS = {
+    "two interrupts": """
         for after_s in (0.5, 0.55):
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
@@ -176,7 +168,44 @@ def test_a_program_that_is_interrupted_twice_leaves_nothing(ray_cluster: None) -
         except KeyboardInterrupt:
             print("INTERRUPTED")
         time.sleep(0.5)
+    """,
+    WHILE_REPLACED: """
+        threading.Timer(0.5, testing.kill_worker, (trainer, [0, 1])).start()
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            trainer.train(num_steps=1000)
+        except KeyboardInterrupt:
+            print("INTERRUPTED")
+    """,
+    "an exception in the driver": """
+        testing.kill_worker(trainer, 0)
+        raise ZeroDivisionError("on purpose")
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["two interrupts", *(pytest.param(name, marks=pytest.mark.soak) for name in ENDINGS if name != "two interrupts")],
+)
+def test_a_program_that_is_ended_amid_losses_leaves_nothing(ending: str, ray_cluster: None) -> None:
+    before = RaySurroundings.now()
+    ended = run_program(
         """
+        import os, signal, threading, time
+        from raysgd import testing
+        from raysgd.torch import TorchTrainer
+        from tests.torch import ledger
+        from tests.torch.ledger import Ledger
+
+        ray.cloudpickle.register_pickle_by_value(ledger)
+        trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config={"step_s": 0.1})
+        """
+        + ENDINGS[ending]
     )
     assert before.leaks() == [], ended.stderr
-    assert "INTERRUPTED" in ended.stdout or "KeyboardInterrupt" in ended.stderr, ended.stderr
+    if ending == "an exception in the driver":
+        assert ended.returncode == 1
+        assert "ZeroDivisionError: on purpose" in ended.stderr
+    else:
+        assert "INTERRUPTED" in ended.stdout or "KeyboardInterrupt" in ended.stderr, ended.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from raysgd import testing
@@ -41,10 +42,10 @@ class DiesOnceASnapshotHasLanded(Ledger):
 
 
 class GoesOn(Ledger):
-    """Catches whatever a batch raises. Rank 1 cuts its connections once, and notes that."""
+    """Catches whatever a batch raises. Rank 1 cuts its connections once, if the config says where to note that."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        note = Path(self.config["note_of_cut"])
+        note = Path(self.config.get("note_of_cut", "."))
         if self.world_rank == 1 and batch_info["global_step"] == 7 and not note.exists():
             note.touch()
             assert torch_connection._joined is not None
@@ -53,6 +54,17 @@ class GoesOn(Ledger):
             return super().train_batch(batch, batch_info)
         except Exception:
             return {}
+
+
+class GoesOnByHand(GoesOn):
+    """Averages gradients itself."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for parameter in self.net.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.world_size
 
 
 def wait_for_others_no_longer_than_five_seconds(operator: Ledger) -> None:
@@ -116,11 +128,12 @@ class NeedsThree(Ledger):
         return super().train_batch(batch, batch_info)
 
 
+@pytest.mark.parametrize("use_local", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_survivors_that_find_no_memory_for_their_shares_wait_for_a_new_worker(
-    ray_cluster: None, trainers: list[TorchTrainer]
+    use_local: bool, ray_cluster: None, trainers: list[TorchTrainer]
 ) -> None:
     options: dict[str, Any] = {"num_workers": 3, "num_cpus_per_worker": 0.25, "split_batches": True}
-    trainer = TorchTrainer(training_operator_cls=NeedsThree, **options)
+    trainer = TorchTrainer(training_operator_cls=NeedsThree, use_local=use_local, **options)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
@@ -131,14 +144,15 @@ def test_survivors_that_find_no_memory_for_their_shares_wait_for_a_new_worker(
 
 
 @pytest.mark.promise("A lost worker costs a step, or at most a call")
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_restart_goes_on_from_the_last_snapshot_inside_the_epoch(
-    ray_cluster: None, trainers: list[TorchTrainer], tmp_path: Path
+    in_place: bool, ray_cluster: None, trainers: list[TorchTrainer], tmp_path: Path
 ) -> None:
     trainer = TorchTrainer(
         training_operator_cls=DiesOnceASnapshotHasLanded,
         num_workers=2,
         config={"marks": str(tmp_path)},
-        recovery=Recovery(in_place=False, snapshot_every_n_steps=2),
+        recovery=Recovery(in_place=in_place, snapshot_every_n_steps=2),
     )
     trainers.append(trainer)
     watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
@@ -192,14 +206,31 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
     assert "in spring" in stack_of_rank_1
 
 
+@pytest.mark.parametrize(
+    ("operator_cls", "parallel", "dies", "is_large", "recovery"),
+    [
+        pytest.param(GoesOn, "ddp", True, True, "continued", marks=pytest.mark.soak),
+        (GoesOn, "ddp", False, False, "continued"),
+        pytest.param(GoesOnByHand, "none", False, False, "restored", marks=pytest.mark.soak),
+    ],
+)
 def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises(
-    ray_cluster: None, trainers: list[TorchTrainer], tmp_path: Path
+    operator_cls: type[Ledger],
+    parallel: str,
+    dies: bool,
+    is_large: bool,
+    recovery: str,
+    ray_cluster: None,
+    trainers: list[TorchTrainer],
+    tmp_path: Path,
 ) -> None:
-    config = {"note_of_cut": str(tmp_path / "cut")}
-    trainer = TorchTrainer(training_operator_cls=GoesOn, num_workers=2, config=config)
+    config = {"is_large": is_large, **({} if dies else {"note_of_cut": str(tmp_path / "cut")})}
+    trainer = TorchTrainer(training_operator_cls=operator_cls, num_workers=2, config=config, strategy=parallel)
     trainers.append(trainer)
+    if dies:
+        testing.kill_worker(trainer, 1, at="step:7")
     trainer.train()
-    assert kinds(trainer) == ["continued"]
+    assert kinds(trainer) == [recovery]
     assert uses(trainer) == {1}
     data = trainer.status().data
     assert data is not None
@@ -221,15 +252,18 @@ def thaw(operator: Ledger) -> None:
     operator.rewrap()
 
 
-def test_a_new_worker_trains_what_was_unfrozen_before_it_came(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
-    trainer = TorchTrainer(training_operator_cls=BeginsFrozen, num_workers=2)
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_new_worker_trains_what_was_unfrozen_before_it_came(
+    in_place: bool, ray_cluster: None, trainers: list[TorchTrainer]
+) -> None:
+    trainer = TorchTrainer(training_operator_cls=BeginsFrozen, num_workers=2, recovery=Recovery(in_place=in_place))
     trainers.append(trainer)
     trainer.train(num_steps=2)
     trainer.apply_all_operators(thaw)
     [frozen, _] = trainer.apply_all_operators(parameters_of)
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
-    assert kinds(trainer) == ["continued"]
+    assert kinds(trainer) == ["continued" if in_place else "restored"]
     first, second = trainer.apply_all_operators(parameters_of)
     assert all(map(torch.equal, first, second))
     assert not any(map(torch.equal, first, frozen))

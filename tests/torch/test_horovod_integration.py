@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.exceptions import WorkerError
+from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
+from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
     NUM_FEATURES,
@@ -118,6 +122,22 @@ def test_several_models_with_several_backward_passes_train_as_in_one_process(two
     assert equal(found.model[0], found.model[1])
     assert_close(found.model[0], alone.model[0])
     assert found.results[1]["train_loss"] == pytest.approx(alone.results[1]["train_loss"], rel=1e-5)
+
+
+def test_gradients_are_those_of_all_ranks_when_the_backward_pass_is_over(two: TorchTrainer) -> None:
+    class Looks(LinearOperator):
+        def optimizer_step(self) -> None:
+            self.seen.append(self.model.weight.grad.tolist())
+            super().optimizer_step()
+
+        def prepare_batch(self, batch: Any) -> Any:
+            features, _, target = batch
+            return (features,), target
+
+    first, second = run_with_horovod(two, Looks, calls=[("train", None)]).seen
+    [alone] = run_alone(Experiment(Looks, JOINT)).seen
+    assert first == second
+    assert_close(torch.tensor(first), torch.tensor(alone))
 
 
 def test_replicas_begin_as_rank_0_whatever_they_were_made_as(two: TorchTrainer) -> None:
@@ -227,11 +247,13 @@ def test_checkpoints_travel(
 
 
 class Mortal(LinearOperator):
-    """Is killed in its third batch where `info` says so, once."""
+    """Is killed in its third batch where `info` says so, once, as soon as there is the file named beside."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        victim, once = batch_info.get("kill", (None, ""))
+        victim, once, awaited = batch_info.get("kill", (None, "", ""))
         if victim == self.world_rank and batch_info["batch_idx"] == 2 and not Path(once).exists():
+            while not Path(awaited).exists():
+                time.sleep(0.01)
             Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if batch_info.get("raise") == self.world_rank:
@@ -239,20 +261,27 @@ class Mortal(LinearOperator):
         return super().train_batch(batch, batch_info)
 
 
-def test_a_killed_worker_costs_a_call_and_no_result(
-    make_local: Callable[..., TorchTrainer], ray_cluster: None, tmp_path: Path
+@pytest.mark.parametrize("use_local", [pytest.param(False, marks=pytest.mark.soak), True])
+def test_a_killed_worker_costs_a_call_or_less_and_no_result(
+    make_local: Callable[..., TorchTrainer], ray_cluster: None, tmp_path: Path, use_local: bool
 ) -> None:
     """Also where the driver is a rank, whose process has to form the next group as well."""
     config = {**CONFIG, "optimizer": "adam"}
     alone = make_local(config={**JOINT, "optimizer": "adam"})
-    kill = (1, str(tmp_path / "once"))
-    options: dict[str, Any] = {"config": config, "num_workers": 2, "backend": "horovod", "use_local": True}
-    with TorchTrainer(training_operator_cls=Mortal, **options) as trainer:
-        found = [trainer.train(), trainer.train(info={"kill": kill}), trainer.validate()]
+    options: dict[str, Any] = {} if use_local else {"recovery": Recovery(snapshot_every_n_steps=1)}
+    kill = (1, str(tmp_path / "once"), str(tmp_path if use_local else tmp_path / "landed"))
+    with TorchTrainer(
+        training_operator_cls=Mortal, config=config, num_workers=2, backend="horovod", use_local=use_local, **options
+    ) as trainer:
+        found = [trainer.train()]
+        if not use_local:
+            threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed")).start()
+        found += [trainer.train(info={"kill": kill}), trainer.validate()]
         expected = [alone.train(), alone.train(), alone.validate()]
         assert trainer._num_failures == 1
         assert trainer.num_workers == 2
-        [_] = [event for event in trainer.status().events if event.kind == "restored"]
+        [rebuilt] = [event for event in trainer.status().events if event.kind == "restored"]
+        assert ("inside the call" in rebuilt.detail) == (not use_local)
         state, wanted = trainer.state_dict(), alone.state_dict()
         with pytest.raises(WorkerError, match="ZeroDivisionError: on purpose") as caught:
             trainer.train(info={"raise": 1})

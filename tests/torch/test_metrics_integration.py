@@ -336,3 +336,15 @@ def test_metric_objects_are_merged_exactly_and_start_anew_each_time(three: Torch
         assert found["accuracy"] == pytest.approx(accuracy_score(target, predicted))
         assert found["f1"] == pytest.approx(f1_score(target, predicted, average="macro"))
         assert found["num_samples"] == 29
+
+
+@RunIf(modules=["torchmetrics"])
+def test_without_merging_each_rank_has_the_value_of_its_own_share(three: TorchTrainer) -> None:
+    findings = run_together(three, Experiment(Classifies, {"num_validation_samples": 29}, (("validate", None),)))
+    features, number, _ = dataset(29, seed=1).tensors
+    for own, seen in zip(findings.single[0], findings.seen, strict=True):
+        share = [index for batch in seen for index in batch]
+        predicted, target = classes(features[share], number[share])
+        assert isinstance(own["accuracy"], float)
+        assert own["accuracy"] == pytest.approx(accuracy_score(target, predicted))
+    assert len({own["accuracy"] for own in findings.single[0]}) > 1

@@ -5,6 +5,8 @@ Covers `raysgd.streams.source` and `raysgd.streams.source`: what they promise is
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,55 +17,17 @@ import torch
 from raysgd import Recovery, testing
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.messages.batch_options import BatchOptions
-from raysgd.streams.stream import Pipeline
-from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch import TorchTrainer
 from tests.helpers.doors import controller_of
 from tests.streams.made import MadeStream
 from tests.torch.lab import Experiment, run_alone
-from tests.torch.operators_for_tests import LinearOperator
+from tests.torch.streamed import CountingOperator, LoaderOperator, StreamOperator, stream_of, write_files
 
 pytestmark = pytest.mark.integration
 
 KINDS = ["plain", "shuffled", "filtered"]
 CONSTANT = {"batch_options": BatchOptions(True)}
 NUM_ROWS = {"plain": 600, "shuffled": 600, "filtered": 480}
-BATCH = 25
-
-
-def as_sample(row: tuple[str, int], rng: np.random.Generator) -> tuple[Any, Any]:
-    number = int(row[0].removeprefix("shard-")) * 15 + row[1]
-    features = np.random.default_rng(number).normal(size=4)
-    return np.array([*features, rng.normal()]), np.array([np.sin(features.sum()), float(number)])
-
-
-def stream_of(kind: str, num_loaders: int = 0) -> Pipeline:
-    """A stream that is not shuffled, one that is, or one that is filtered too, of shards of unknown lengths."""
-    source = MadeStream([15] * 40, is_known=kind != "filtered")
-    mapped = source.map(as_sample, seeded=True)
-    if kind == "filtered":
-        mapped = mapped.filter(lambda sample: sample[1][1] % 5 != 0)
-    return (mapped if kind == "plain" else mapped.shuffle(128)).batch(BATCH, num_workers=num_loaders)
-
-
-class StreamOperator(TrainingOperator):
-    """Each row that it trains on leaves a mark in the weights."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(5, 1).double()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
-        )
-        self.seen: list[int] = []
-        stream = stream_of(config["kind"], config.get("num_loaders", 0))
-        self.register_data(train_loader=stream, validation_loader=stream)
-
-    def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
-        features, target = batch
-        if target is None:
-            return (features,), None
-        self.seen += target[:, 1].int().tolist()
-        return (features,), target[:, :1]
 
 
 def trainer_of(kind: str, num_workers: int = 1, **options: Any) -> TorchTrainer:
@@ -187,7 +151,60 @@ def test_what_a_call_cannot_use_of_a_stream_is_refused() -> None:
         trainer.train(dataset=MadeStream([3]))
     options: dict[str, Any] = {"use_local": True, "use_gpu": False}
     with (
-        TorchTrainer(training_operator_cls=LinearOperator, **options) as trainer,
+        TorchTrainer(training_operator_cls=LoaderOperator, **options) as trainer,
         pytest.raises(ValueError, match="`dataset=` got a stream, whose"),
     ):
         trainer.train(dataset=stream_of("plain"))
+
+
+NUM_KILLS = int(os.environ.get("STREAM_KILLS", "100"))
+SIZES = (2, 3, 1, 7)
+STEPS_BETWEEN = 7
+
+
+def counting_trainer(folder: Path, kind: str, **options: Any) -> TorchTrainer:
+    return TorchTrainer(
+        training_operator_cls=CountingOperator,
+        config={"folder": str(folder), "kind": kind},
+        split_batches=True,
+        seed=3,
+        use_gpu=False,
+        **options,
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["parquet", "tar", "datasets"])
+def test_each_row_comes_once_in_each_pass_however_many_workers_die(
+    ray_cluster: None, kind: str, tmp_path: Path
+) -> None:
+    """And the order of the global batches is the undisturbed one. Each number of workers goes on from a checkpoint."""
+    if kind == "datasets":
+        pytest.importorskip("datasets")
+    folder, chance = tmp_path / "rows", random.Random(0)
+    folder.mkdir()
+    write_files(folder, kind)
+    kills_of_size = -(-NUM_KILLS // len(SIZES))
+    for size in SIZES:
+        with counting_trainer(folder, kind, num_workers=size, num_cpus_per_worker=0.1) as trainer:
+            if size != SIZES[0]:
+                trainer.load(tmp_path / "checkpoint")
+                trainer.train()
+            for _ in range(kills_of_size):
+                step = chance.randrange(1, 40)
+                testing.kill_worker(trainer, chance.randrange(trainer.num_workers), at=f"step:{step}")
+                trainer.train()
+            assert sum(event.is_failure for event in controller_of(trainer).history.events) == kills_of_size
+            trainer.train(num_steps=STEPS_BETWEEN)
+            trainer.save(tmp_path / "checkpoint")
+    with counting_trainer(folder, kind, use_local=True) as trainer:
+        for _ in range(kills_of_size * len(SIZES) + len(SIZES) - 1):
+            trainer.train()
+        trainer.train(num_steps=STEPS_BETWEEN)
+        undisturbed = trainer.get_model()
+        trainer.load(tmp_path / "checkpoint")
+        torch.testing.assert_close(trainer.get_model().digest, undisturbed.digest, rtol=1e-9, atol=1e-9)
+        trainer.train()
+        counts = trainer.get_model().counts.detach()
+    torch.testing.assert_close(counts, torch.full_like(counts, len(SIZES) * (kills_of_size + 1)), rtol=0, atol=1e-6)

@@ -237,3 +237,13 @@ def test_a_sampler_that_divides_by_itself_without_saying_so_is_an_error(two: Tor
 
     with pytest.raises(ValueError, match="sampler EveryOther drew different orders"):
         seen_with(two, loader)
+
+
+@pytest.mark.usefixtures("patient")
+def test_workers_that_freeze_different_parameters_are_told_so(two: TorchTrainer) -> None:
+    class ByRank(Thaws):
+        def train_epoch(self, iterator: Any, epoch_idx: int = 0, **arguments: Any) -> dict[str, Any]:
+            return super().train_epoch(iterator, epoch_idx=self.world_rank, **arguments)
+
+    with pytest.raises(RuntimeError, match="expects same model across all ranks"):
+        run_together(two, Experiment(ByRank, {"thaws": (1,)}))

@@ -69,8 +69,22 @@ class TestTheBaseClass:
         recorder.process_results([{PYTORCH_PROFILER_KEY: 1}])
         assert recorder.seen == [[{PYTORCH_PROFILER_KEY: 1}]]
 
+    def test_an_override_of_an_earlier_version_gets_what_it_knows(self) -> None:
+        class Old(TrainingCallback):
+            def start_training(self, logdir: str) -> None:  # type: ignore[override]
+                self.logdir = logdir
+
+        old = Old()
+        call_with_known(old.start_training, logdir="here", config={})
+        assert old.logdir == "here"
+
 
 class TestTheFolder:
+    def test_is_that_of_the_run_unless_another_was_given(self, tmp_path: Path) -> None:
+        assert LogdirManager().setup_logdir(tmp_path / "run") == tmp_path / "run"
+        assert LogdirManager(str(tmp_path / "own")).setup_logdir(tmp_path / "run") == tmp_path / "own"
+        assert (tmp_path / "own").is_dir()
+
     def test_is_not_known_beforehand(self) -> None:
         with pytest.raises(RuntimeError, match="before `start_training`"):
             _ = LogdirManager().logdir_path
@@ -97,6 +111,13 @@ def test_json_is_written_of_the_workers_that_are_chosen(
     assert callback.log_path == tmp_path / options.get("filename", "results.json")
     [found] = json.loads(callback.log_path.read_text())
     assert [each["rank"] for each in found] == expected
+
+
+def test_a_second_run_begins_a_new_file_in_the_chosen_folder(tmp_path: Path) -> None:
+    callback = JsonLoggerCallback(str(tmp_path))
+    for _ in range(2):
+        play(callback, tmp_path / "run", [{"a": 1}])
+        assert json.loads((tmp_path / "results.json").read_text()) == [[{"a": 1}]]
 
 
 def test_print_prints_all_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -325,3 +325,25 @@ def test_workers_of_tensorflow_know_each_other_and_the_keras_of_the_driver(
     assert len(set(addresses)) == 2
     assert all(int(address.rpartition(":")[2]) > 0 for address in addresses)
     assert [each["task"] for each in found] == [{"type": "worker", "index": rank} for rank in range(2)]
+
+
+class WorkerObject:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def greet(self) -> str:
+        return f"I am {self.name}"
+
+
+def test_workers_that_replace_lost_ones_have_objects_of_the_class_too() -> None:
+    import ray
+
+    executor = BackendExecutor(BackendConfig(), num_workers=1)
+    executor.start(train_cls=WorkerObject, train_cls_kwargs={"name": "Ada"})
+    try:
+        with pytest.raises(TrainingWorkerError, match="new workers have started"):
+            executor.run(die)
+        [worker] = executor.worker_group.workers
+        assert ray.get(worker.actor.greet.remote()) == "I am Ada"
+    finally:
+        executor.shutdown()

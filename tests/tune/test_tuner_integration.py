@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,37 @@ def test_memory_that_workers_do_not_see_is_refused(tmp_path: Path) -> None:
 def test_callbacks_of_the_trainer_need_not_travel_to_its_trials() -> None:
     trainer = DataParallelTrainer(count, run_config=RunConfig(callbacks=[threading.Lock()]))
     ray.cloudpickle.dumps(trainer.as_trainable())
+
+
+@pytest.mark.soak
+def test_a_trial_that_loses_a_worker_is_repeated_from_its_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
+    from ray import tune
+
+    def step(trainer: TorchTrainer, info: dict[str, Any]) -> dict[str, Any]:
+        import signal
+
+        result = {**trainer.train(), **trainer.validate()}
+        mark = tmp_path / "killed"
+        if info["iteration"] == 1 and not mark.exists():
+            mark.touch()
+            pid = trainer.apply_all_workers(os.getpid)[0]
+            os.kill(pid, signal.SIGKILL)
+            trainer.train(max_retries=0)
+        return result
+
+    trainable_cls = TorchTrainer.as_trainable(
+        override_tune_step=step, training_operator_cls=LinearOperator, use_gpu=False
+    )
+    [result] = tune.Tuner(
+        trainable_cls,
+        run_config=tune.RunConfig(
+            storage_path=str(tmp_path / "tune"),
+            stop={"training_iteration": 3},
+            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1),
+            failure_config=tune.FailureConfig(max_failures=1),
+            verbose=0,
+        ),
+    ).fit()
+    assert result.error is None
+    assert (tmp_path / "killed").exists()
+    assert (result.metrics["epoch"], result.metrics["training_iteration"]) == (3, 3)

@@ -182,6 +182,9 @@ class TestBadInput:
 
 
 class TestWhatIsDoneBefore:
+    def test_datasets_that_are_made_by_functions_are_made(self) -> None:
+        assert prepared({"train": lambda: TWO["train"]}) == {"train": TWO["train"]}
+
     def test_a_preprocessor_is_fit_once_and_applied_to_all(self) -> None:
         preprocessor = Doubling()
         made = prepared(TWO, preprocessor)
