@@ -118,7 +118,7 @@ class HostedWorker(RemoteWorker):
 class NoReservation(Reservation):
     """Workers in one process need no room for each."""
 
-    def __init__(self, need: Any, num_workers: int, *rest: Any) -> None:
+    def __init__(self, need: Any, num_workers: int, *rest: Any, **options: Any) -> None:
         self._num_workers = num_workers
 
     @property

@@ -48,7 +48,7 @@ class Program:
         """Train on a batch; return its seconds, and those of the copy."""
         began = time.perf_counter()
         if self.undo is not None:
-            self.undo.begin()
+            self.undo.begin_batch()
         copied = time.perf_counter()
         features = self._features
         for model, optimizer in zip(self._models, self._optimizers, strict=True):
@@ -60,7 +60,7 @@ class Program:
             optimizer.step()
             features = output.detach()
         if self.undo is not None:
-            self.undo.end()
+            self.undo.end_batch()
         return time.perf_counter() - began, copied - began
 
 

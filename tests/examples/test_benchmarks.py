@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -17,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.examples.conftest import FOLDER
 from tests.helpers.run_if import num_gpus
 
-FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 KEYS = {
     "benchmark",
     "smoke_test",
@@ -67,16 +66,10 @@ FIGURES = {
 }
 
 
-@pytest.fixture(scope="module")
-def common() -> Iterator[ModuleType]:
-    """The module that the benchmarks share; it is not part of any package."""
-    spec = importlib.util.spec_from_file_location("_benchmarks_common", FOLDER / "_common.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+@pytest.fixture
+def common(benchmark: Any) -> Any:
+    """The module that the benchmarks share."""
+    return benchmark("_common")
 
 
 @pytest.fixture

@@ -169,6 +169,7 @@ def counting_trainer(folder: Path, kind: str, **options: Any) -> TorchTrainer:
         split_batches=True,
         seed=3,
         use_gpu=False,
+        recovery=Recovery(wait_for_workers=True),
         **options,
     )
 
