@@ -236,7 +236,7 @@ def main() -> None:
     )
     report.finish(
         [
-            Target("stall, s", 0.03, True, medians.get((OWN, "stall_s"))),
+            Target("stall, s", 0.06, True, medians.get((OWN, "stall_s"))),
             Target("a validation beside, over inline", 1.2, True, medians.get((OWN, "beside_to_inline"))),
             Target("a run, data that sleep, over inline", 0.8, True, medians.get((OWN, "sleeping_run"))),
             Target("a run, data that compute, over inline", 0.8, True, medians.get((OWN, "computing_run"))),

@@ -493,6 +493,7 @@ class Recovery:
                 raise CannotForm("a surviving worker could not report its progress", staying)
             dead = {o.rank for o in failed if o.failure is not None}  # others just come later than the word of a death
             staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
+        group.standby.kill_unresponsive()  # spares may have died with the workers
         if change.goes_on or not group.standby.num_coming + group.standby.num_ready:
             raise CannotForm("", ())
         return NextGroup([], [], [])
@@ -531,8 +532,8 @@ class Recovery:
             return False
         avoided = self._lifecycle.nodes_to_avoid
         standby.kill_on(avoided)
-        standby.start_more(missing - standby.num_coming - standby.num_ready, most, avoided)
         formed.joining += standby.take_ready(missing, 0.0)
+        standby.start_more(most - formed.num_workers - standby.num_coming, most, avoided)
         missing = max(change.num_awaited, self._scaling.min_workers) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
             return False

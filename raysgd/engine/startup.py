@@ -116,7 +116,7 @@ class Loan:
 
 
 class StartupCheck:
-    """Kills workers that freeze while they start, so that nothing waits for them forever.
+    """Kills workers that freeze while they start or wait, so that nothing waits for them forever.
 
     It asks them for heartbeats, beside whatever they do.
 
@@ -143,26 +143,33 @@ class StartupCheck:
         self._ask([worker])
 
     def remove(self, worker: RemoteWorker) -> None:
-        """Check `worker` no longer: it is ready, or was killed."""
+        """Check `worker` no longer: a group has it, or it was killed."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
             self._liveness.remove(worker)
 
-    def poll(self) -> None:
-        """Read the answers, kills silent workers, and ask again when that is due. Call it now and then."""
+    def poll(self) -> list[RemoteWorker]:
+        """Read the answers, kill silent workers, and ask again when that is due. Call it now and then.
+
+        Returns:
+            Those that died, or were killed.
+        """
         answers, silent = self._liveness.poll()
+        lost = [worker for worker, found in answers if found.has_died]
         for worker, found in answers:
             if found.ok:
                 self._infos[worker] = found.value
         for worker, _ in silent:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])
+                lost.append(worker)
             elif (info := self._platform.find_process(worker)) is not None:  # it may have been made just now
                 self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
             self._ask(self._workers)
+        return lost
 
     def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
         logger.warning(
@@ -260,8 +267,9 @@ class StandbyWorkers:
             self._platform.any_ready([call for _, call in self._coming], min(_POLL_S, deadline - self._platform.now()))
             on_wait()
             self._poll()
-        taken = self._ready[:count]
-        del self._ready[:count]
+        taken = [each for each in self._ready[:count] if _take_out(self._ready, each)]
+        for each in taken:
+            self._startup.remove(each.worker)
         return taken
 
     def take_needed(
@@ -347,14 +355,16 @@ class StandbyWorkers:
             self._polling.release()
 
     def _see_to_all(self) -> None:
-        self._startup.poll()
+        lost = self._startup.poll()
         self._take_back()
+        for each in [each for each in self._ready if each.worker in lost and _take_out(self._ready, each)]:
+            logger.warning("new worker (process %s) died", each.info.pid)
+            self._kill(each.worker)
         num_died = 0
         for worker, call in [*self._coming]:
             result = self._platform.outcome(-1, call)
             if not (result.answered and _take_out(self._coming, (worker, call))):
                 continue
-            self._startup.remove(worker)
             self._spec.relay.tell({"new worker": notes_of(result)})
             if result.failure is not None:
                 logger.warning("a new worker failed to start: %s", result.failure.fault.message)

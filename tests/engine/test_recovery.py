@@ -151,6 +151,16 @@ def test_a_spare_that_fails_to_start_is_called_up_again_before_the_next_call_and
     assert trainer.num_started == 6
 
 
+def test_a_spare_that_dies_while_it_waits_is_replaced() -> None:
+    trainer = Trainer(nodes=(4,), num_spares=1).started()
+    trainer.kernel.sleep(5.0)
+    die(trainer.cluster.processes[-1])
+    trainer.walk(60)
+    trainer.walk(2)
+    trainer.kernel.sleep(5.0)
+    assert (trainer.group.standby.num_ready, trainer.num_started) == (1, 5)
+
+
 @pytest.mark.parametrize(("use_local", "is_same_group"), [(False, True), (True, False)])
 def test_where_no_one_is_left_but_spares_these_go_on_from_the_last_snapshot_without_a_driver(
     use_local: bool, is_same_group: bool
@@ -201,6 +211,20 @@ def test_survivors_go_on_at_once_where_steps_stay_the_same_or_they_are_told_to(
     trainer = four(**options)
     assert trainer.walk(5, befalls(trainer.lose(*lost), 1), slowly(trainer)) == [5] * num_workers
     assert trainer.kinds == ["restored" if options is RENEWS else "continued"]
+
+
+@pytest.mark.parametrize(("num_dead", "kind"), [(1, "continued"), (4, "restored")])
+def test_new_processes_start_instead_of_spares_that_died_with_workers(num_dead: int, kind: str) -> None:
+    trainer = four(keeps_global_batch=False, nodes=(5,), num_spares=1)
+    trainer.kernel.sleep(5.0)
+    trainer.walk(2)
+
+    def lose(process: Process) -> None:
+        for each in trainer.cluster.processes[5 - num_dead - 1 : 5]:
+            die(each)
+
+    assert trainer.walk(5, befalls(lose, 3)) == [7] * 4
+    assert trainer.kinds == [kind]
 
 
 def test_a_smaller_group_looks_for_room_at_once_and_is_grown_into_when_a_worker_is_ready() -> None:
