@@ -406,7 +406,11 @@ def test_while_it_waits_it_requests_as_many_workers_as_it_needs_and_no_longer() 
 
 
 def test_nodes_are_requested_for_the_workers_that_are_missing_and_for_no_more() -> None:
-    trainer = Trainer(nodes=(1, 1, 1)).started()
+    alone = Trainer(num_workers=1, use_local=True).started()
+    assert alone.group.slots._asked == []
+    trainer = Trainer(nodes=(1, 1, 1))
+    all_free = trainer.cluster.view()
+    trainer.started()
 
     def lose_two(process: Process) -> None:
         trainer.cluster.lose_node("n1")
@@ -415,11 +419,15 @@ def test_nodes_are_requested_for_the_workers_that_are_missing_and_for_no_more() 
     raises = befalls(ZeroDivisionError("it cannot go on where it is"), 0, at="leave", nth=[1])
     assert trainer.walk(5, befalls(lose_two, 1), raises) == [5]
     requested = [len(trainer.group.slots._asked)]
+    view, trainer.controller.view = trainer.controller.view, lambda: all_free  # another program is faster
+    assert trainer.walk(1) == [6]
+    trainer.controller.view = view
+    requested.append(len(trainer.group.slots._asked))
     for num_workers in (2, 3):
         trainer.add_node(1)
         assert len(trainer.walk(1)) == num_workers
         requested.append(len(trainer.group.slots._asked))
-    assert requested == [2, 1, 0]
+    assert requested == [2, 2, 1, 0]
 
 
 @pytest.mark.parametrize(

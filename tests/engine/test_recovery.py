@@ -347,6 +347,15 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
 # -------------------------------------------------------------------------------------------- back to the last snapshot
 
 
+def test_a_completed_call_is_finished_from_a_snapshot_inside_it_before_the_next_one_begins_again() -> None:
+    trainer = Trainer(continues=False, snapshot_every=1, snapshot_every_s=3600.0).started()
+    trainer.walk(1)
+    trainer.walk(30)
+    assert trainer.controller.snapshots.is_inside, "none was taken after that call"
+    assert trainer.walk(5, dies(1)) == [36] * 3
+    assert trainer.controller.history.events[-1].detail.endswith("with 1 completed call since run again")
+
+
 def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -> None:
     trainer = Trainer(**RENEWS).started()
     trainer.walk(2)
