@@ -191,6 +191,25 @@ def test_a_call_that_cannot_be_gone_on_with_is_not_held(asked: list[int]) -> Non
     assert (asked, trainer.kinds) == ([], [])
 
 
+def test_a_step_that_a_rank_is_past_is_given_up_by_all_and_a_later_one_proposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proposed: list[tuple[int, int]] = []
+    propose_hold = SimReplica.propose_hold
+
+    def refuse_some(replica: SimReplica, number: int, margin: int, at: int | None) -> int | None:
+        step = propose_hold(replica, number, margin, at)
+        proposed.append((margin, replica.world.rank))
+        return None if proposed[-1] in [(2, 1), (4, 0)] else step
+
+    monkeypatch.setattr(SimReplica, "propose_hold", refuse_some)
+    trainer = Trainer(nodes=(2, 1)).started()
+    leave = befalls(lambda process: setattr(trainer.cluster.nodes["n1"], "is_leaving", True), 0)
+    assert trainer.walk(60, leave) == [60] * 2
+    assert sorted(proposed) == [(2, 0), (2, 1), (2, 2), (4, 0), (8, 0), (8, 1), (8, 2)]
+    assert trainer.kinds == ["left"]
+
+
 def test_a_call_is_held_once_for_all_who_are_coming() -> None:
     trainer = Trainer(num_workers=4, nodes=(4,), resize_interval_s=1.0).started()
     coming = [befalls(trainer.load_for(s), -1, at="prepare", nth=[n]) for n, s in ((1, 3.0), (2, 12.0))]
