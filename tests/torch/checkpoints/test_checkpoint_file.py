@@ -117,8 +117,6 @@ class TestRoundTrip:
         assert list(loaded)[-1] == "raysgd_format"
         assert loaded.pop("raysgd_format") == 1
         assert_same(loaded, state)
-        with zipfile.ZipFile(tmp_path / "last.pt") as archive:
-            assert archive.testzip() is None, "other tools read it, too"
 
     def test_what_was_read_can_be_written_again(self, tmp_path: Path) -> None:
         state = training_state()
