@@ -151,6 +151,15 @@ def test_a_spare_that_fails_to_start_is_called_up_again_before_the_next_call_and
     assert trainer.num_started == 6
 
 
+def test_a_rebuilt_group_has_spares_as_far_as_there_is_room() -> None:
+    trainer = Trainer(nodes=(5,), num_spares=2).started()
+    trainer.controller.kill_group()
+    trainer.cluster.nodes["n0"].num_taken = 1
+    assert trainer.walk(5) == [5] * 3
+    trainer.kernel.sleep(5.0)
+    assert trainer.group.standby.num_ready == 1
+
+
 @pytest.mark.parametrize(("use_local", "is_same_group"), [(False, True), (True, False)])
 def test_where_no_one_is_left_but_spares_these_go_on_from_the_last_snapshot_without_a_driver(
     use_local: bool, is_same_group: bool

@@ -80,14 +80,6 @@ def test_losses_of_a_batch_add_up_each_with_its_weight() -> None:
     assert bench.parameter.item() == -6.0
 
 
-def test_a_weight_of_metrics_that_no_backward_pass_had_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
-    bench.batch(1.0, weight=3)
-    for weight in (3, 4, 4):
-        bench.gradients.compare_weight({"batch_weight": weight}, "Mine")
-    assert caplog.text.count("`Mine.train_batch` returned `batch_weight` 4") == len(caplog.records) == 1
-
-
 @pytest.mark.parametrize("steps_by_itself", [True, False])
 def test_a_batch_begins_with_no_gradients(steps_by_itself: bool) -> None:
     bench = Bench()
