@@ -210,6 +210,20 @@ def test_a_step_that_a_rank_is_past_is_given_up_by_all_and_a_later_one_proposed(
     assert trainer.kinds == ["left"]
 
 
+def test_a_call_is_not_held_for_a_worker_that_does_not_answer_any_more(asked: list[int]) -> None:
+    trainer = Trainer(num_workers=4, nodes=(4,), resize_interval_s=60.0).started()
+    ready: list[Process] = []
+
+    def load_in_vain(process: Process) -> None:
+        process.load(is_endless=False)
+        trainer.kernel.after(8.0, ready[0].freeze)
+        trainer.kernel.after(9.0, lambda: process.die(0.01))
+
+    coming = [befalls(act, -1, at="prepare", nth=[n]) for n, act in ((1, ready.append), (2, load_in_vain))]
+    assert trainer.walk(60, befalls(trainer.lose(1, 2), 1), *coming) == [60] * 2
+    assert (asked, trainer.kinds) == ([], ["continued"])
+
+
 def test_a_call_is_held_once_for_all_who_are_coming() -> None:
     trainer = Trainer(num_workers=4, nodes=(4,), resize_interval_s=1.0).started()
     coming = [befalls(trainer.load_for(s), -1, at="prepare", nth=[n]) for n, s in ((1, 3.0), (2, 12.0))]
