@@ -118,6 +118,12 @@ class TestTheEnd:
         calls.end_run(error)
         assert noted == [("a", "begin"), ("b", "begin"), ("a", "end", error), ("b", "end", error)]
 
+    def test_of_a_run_that_failed_raises_nothing_else(self, caplog: pytest.LogCaptureFixture) -> None:
+        calls = calls_of(Noting([], fails_in="end"))
+        calls.begin_run()
+        calls.end_run(RuntimeError("the run"))
+        assert "`Noting` failed in `on_run_end`" in caplog.text
+
 
 class TestProgress:
     NEWS = CallProgress(1, 2, 0, None, None)

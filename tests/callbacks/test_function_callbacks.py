@@ -189,6 +189,12 @@ class TestRayTune:
         callbacks = RunCallbacks([MyTable(), TuneJson()], trial)
         assert callbacks.replaced_loggers == {"CSVLoggerCallback", "JsonLoggerCallback"}
 
+    def test_at_the_end_of_a_failed_run_it_hides_no_error(
+        self, trial: FitTrialView, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end_run(OSError("the run"))
+        assert "`Noting` failed in `on_trial_error`" in caplog.text
+
     def test_its_hooks_are_ours(self) -> None:
         """No hook of Ray is missing, and those we call exist there."""
         from ray.tune import Callback

@@ -26,6 +26,7 @@ from raysgd.exceptions import (
     WorkersLostError,
 )
 from tests.engine.trainer import RESTARTS, Befall, Trainer, befalls, die, dies, disconnect, in_note, press_ctrl_c
+from tests.simulator.processes import Process
 from tests.simulator.replica import SimReplica, look
 
 HOURS = 3600.0
@@ -319,6 +320,58 @@ def test_new_groups_are_tried_only_so_often() -> None:
     assert trainer.num_started == 3 * 5
 
 
+# -------------------------------------------------------------------------------------------- another program is faster
+
+
+def others_take(trainer: Trainer, name: str, num_free: int) -> None:
+    """Lets another program take what is free on a node, once the driver has seen that there is room for so many."""
+    view, node = trainer.controller.view, trainer.cluster.nodes[name]
+
+    def view_of_before() -> ClusterView:
+        seen = view()
+        if trainer.cluster.room == num_free:
+            node.num_taken, trainer.controller.view = trainer.cluster.num_free(node), view
+        return seen
+
+    trainer.controller.view = view_of_before
+
+
+def test_room_that_another_program_took_first_costs_no_retry_and_leads_to_a_smaller_group() -> None:
+    budget = RetryBudget(1)
+    trainer = Trainer(nodes=(2, 1), start_budget=budget, **RESTARTS).started()
+    others_take(trainer, "n1", num_free=3)
+    began = trainer.kernel.now
+    assert trainer.note(1, in_note(die, 1), budget=budget) == [(1,)] * 2
+    assert (trainer.kinds, trainer.num_started, budget.num_spent) == (["restored"], 5, 1)
+    assert trainer.kernel.now - began == pytest.approx(10 + 1, abs=1), "it was waited for"
+    trainer.cluster.nodes["n1"].num_taken = 0
+    assert trainer.note(2) == [(1, 2)] * 3
+
+
+def test_room_that_is_free_only_to_the_eye_is_asked_for_only_so_often() -> None:
+    trainer = Trainer(scaling={"num_attempts": 4}, **RESTARTS)
+    free = trainer.cluster.view()
+    trainer.started()
+    trainer.controller.view, trainer.cluster.nodes["n0"].num_taken = lambda: free, 2
+    began = trainer.kernel.now
+    with pytest.raises(WorkersLostError, match=r"No group could be started in 4 attempts after: lost rank 1"):
+        trainer.note(1, in_note(die, 1))
+    assert (trainer.kinds, trainer.num_started, trainer.cluster.reservations) == (["lost"], 3, [])
+    assert trainer.kernel.now - began == pytest.approx(4 * 10, abs=1)
+
+
+def test_room_to_grow_that_another_program_took_first_is_left_to_it() -> None:
+    trainer = Trainer(nodes=(2, 1)).started()
+    trainer.walk(5, befalls(trainer.lose_node("n1"), 2))
+    trainer.add_node(1)
+    others_take(trainer, "n2", num_free=1)
+    began = trainer.kernel.now
+    assert trainer.walk(1) == [6] * 2
+    assert trainer.kernel.now - began < 3
+    trainer.cluster.nodes["n2"].num_taken = 0
+    assert trainer.walk(1) == [7] * 3
+
+
 # -------------------------------------------------------------------------------------------- waiting
 
 
@@ -350,6 +403,31 @@ def test_while_it_waits_it_requests_as_many_workers_as_it_needs_and_no_longer() 
     began = trainer.kernel.now
     assert trainer.note(1, lose_all(trainer)) == [(1,)] * 2
     assert trainer.kernel.now - began == pytest.approx(21, abs=2)
+
+
+def test_nodes_are_requested_for_the_workers_that_are_missing_and_for_no_more() -> None:
+    alone = Trainer(num_workers=1, use_local=True).started()
+    assert alone.group.slots._asked == []
+    trainer = Trainer(nodes=(1, 1, 1))
+    all_free = trainer.cluster.view()
+    trainer.started()
+
+    def lose_two(process: Process) -> None:
+        trainer.cluster.lose_node("n1")
+        trainer.cluster.lose_node("n2")
+
+    raises = befalls(ZeroDivisionError("it cannot go on where it is"), 0, at="leave", nth=[1])
+    assert trainer.walk(5, befalls(lose_two, 1), raises) == [5]
+    requested = [len(trainer.group.slots._asked)]
+    view, trainer.controller.view = trainer.controller.view, lambda: all_free  # another program is faster
+    assert trainer.walk(1) == [6]
+    trainer.controller.view = view
+    requested.append(len(trainer.group.slots._asked))
+    for num_workers in (2, 3):
+        trainer.add_node(1)
+        assert len(trainer.walk(1)) == num_workers
+        requested.append(len(trainer.group.slots._asked))
+    assert requested == [2, 2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -451,6 +529,22 @@ def test_a_call_that_another_thread_shuts_down_says_so() -> None:
     assert trainer.controller.group is None
 
 
+def test_a_stop_while_room_is_looked_for_starts_no_group() -> None:
+    trainer = Trainer(**RESTARTS).started()
+    view = trainer.controller.view
+
+    def stop_first() -> ClusterView:
+        if not trainer.controller.is_stopped:
+            trainer.kernel.run_thread(trainer.controller.stop)
+            trainer.kernel.sleep(1.0)
+        return view()
+
+    trainer.controller.view = stop_first
+    with pytest.raises(TrainerShutdownError):
+        trainer.note(1, in_note(die, 1))
+    assert trainer.num_started == 3
+
+
 def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:
     trainer = Trainer().started()
     trainer.controller._session = "one that has ended"
@@ -507,6 +601,19 @@ def test_a_trainer_that_is_in_a_call_does_not_give_way() -> None:
 
     first.controller.run(replace(first.walking(10), on_wait=start_another))
     assert "holds the room itself" in failed[0]
+
+
+@pytest.mark.parametrize("why", ["never started", "driver only", "session has ended"])
+def test_a_trainer_that_holds_no_room_is_not_told_to_give_way(why: str) -> None:
+    alone: dict[str, Any] = {"num_workers": 1, "use_local": True} if why == "driver only" else {"num_workers": 2}
+    first = Trainer(**alone)
+    if why != "never started":
+        first.started()
+    if why == "session has ended":
+        first.controller._session = "one that has ended"
+    first.cluster.nodes["n0"].num_taken = first.cluster.room - 1
+    with pytest.raises(ReservationTimeoutError, match=r"^not granted$"):
+        beside(first, 2).start()
 
 
 def test_no_trainer_gives_way_for_nothing() -> None:

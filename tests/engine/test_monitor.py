@@ -11,6 +11,8 @@ import pytest
 
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.monitor import shown_together
+from raysgd.engine.shared import replica as replica_functions
+from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Heartbeat, Outcome
 from raysgd.exceptions import WorkersLostError
 from tests.engine.trainer import Trainer, befalls, dies
@@ -141,6 +143,94 @@ def test_whoever_looks_hears_of_a_call_that_failed_for_good() -> None:
 
 
 # -------------------------------------------------------------------------------------------- holding
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that were asked to stop."""
+    ranks: list[int] = []
+    propose_hold = SimReplica.propose_hold
+
+    def noted(replica: SimReplica, *args: Any) -> int | None:
+        ranks.append(replica.world.rank)
+        return propose_hold(replica, *args)
+
+    monkeypatch.setattr(SimReplica, "propose_hold", noted)
+    monkeypatch.setattr(replica_functions, "hold", lambda replica: ranks.append(replica.world.rank))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "leaves"),
+    [
+        ({"nodes": (4,), "num_spares": 1, "resize_interval_s": 1.0}, None),
+        ({"nodes": (3, 1)}, "n1"),
+        ({"nodes": (3,)}, "n0"),
+        ({"nodes": (1, 2), "use_local": True}, "n0"),
+    ],
+    ids=["a full group with a spare", "no worker is there", "no worker would be left", "the driver is there"],
+)
+def test_a_call_is_not_held_where_nobody_can_come_or_leave(
+    options: dict[str, Any], leaves: str | None, asked: list[int]
+) -> None:
+    trainer = Trainer(**options).started()
+    if leaves is not None:
+        trainer.kernel.after(3.0, lambda: setattr(trainer.cluster.nodes[leaves], "is_leaving", True))
+    assert trainer.walk(60) == [60] * 3
+    assert trainer.walk(1) == [61] * 3
+    assert (asked, trainer.kinds) == ([], [])
+
+
+def rest(replica: SimReplica) -> Any:
+    """A call that cannot be gone on with in another group."""
+    yield 8.0
+
+
+def test_a_call_that_cannot_be_gone_on_with_is_not_held(asked: list[int]) -> None:
+    trainer = Trainer(nodes=(2, 1)).started()
+    trainer.kernel.after(1.0, lambda: setattr(trainer.cluster.nodes["n1"], "is_leaving", True))
+    trainer.controller.run(Call(rest, changes_state=True))
+    assert (asked, trainer.kinds) == ([], [])
+
+
+def test_a_step_that_a_rank_is_past_is_given_up_by_all_and_a_later_one_proposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proposed: list[tuple[int, int]] = []
+    propose_hold = SimReplica.propose_hold
+
+    def refuse_some(replica: SimReplica, number: int, margin: int, at: int | None) -> int | None:
+        step = propose_hold(replica, number, margin, at)
+        proposed.append((margin, replica.world.rank))
+        return None if proposed[-1] in [(2, 1), (4, 0)] else step
+
+    monkeypatch.setattr(SimReplica, "propose_hold", refuse_some)
+    trainer = Trainer(nodes=(2, 1)).started()
+    leave = befalls(lambda process: setattr(trainer.cluster.nodes["n1"], "is_leaving", True), 0)
+    assert trainer.walk(60, leave) == [60] * 2
+    assert sorted(proposed) == [(2, 0), (2, 1), (2, 2), (4, 0), (8, 0), (8, 1), (8, 2)]
+    assert trainer.kinds == ["left"]
+
+
+def test_a_call_is_not_held_for_a_worker_that_does_not_answer_any_more(asked: list[int]) -> None:
+    trainer = Trainer(num_workers=4, nodes=(4,), resize_interval_s=60.0).started()
+    ready: list[Process] = []
+
+    def load_in_vain(process: Process) -> None:
+        process.load(is_endless=False)
+        trainer.kernel.after(8.0, ready[0].freeze)
+        trainer.kernel.after(9.0, lambda: process.die(0.01))
+
+    coming = [befalls(act, -1, at="prepare", nth=[n]) for n, act in ((1, ready.append), (2, load_in_vain))]
+    assert trainer.walk(60, befalls(trainer.lose(1, 2), 1), *coming) == [60] * 2
+    assert (asked, trainer.kinds) == ([], ["continued"])
+
+
+def test_a_call_is_held_once_for_all_who_are_coming() -> None:
+    trainer = Trainer(num_workers=4, nodes=(4,), resize_interval_s=1.0).started()
+    coming = [befalls(trainer.load_for(s), -1, at="prepare", nth=[n]) for n, s in ((1, 3.0), (2, 12.0))]
+    assert trainer.walk(150, befalls(trainer.lose(1, 2), 1), *coming) == [150] * 4
+    assert trainer.kinds == ["continued", "grown"]
 
 
 @pytest.mark.parametrize(("resize_interval_s", "kinds"), [(1.0, ["continued", "grown"]), (None, ["continued"])])

@@ -161,6 +161,15 @@ def test_a_spare_that_dies_while_it_waits_is_replaced() -> None:
     assert (trainer.group.standby.num_ready, trainer.num_started) == (1, 5)
 
 
+def test_a_rebuilt_group_has_spares_as_far_as_there_is_room() -> None:
+    trainer = Trainer(nodes=(5,), num_spares=2).started()
+    trainer.controller.kill_group()
+    trainer.cluster.nodes["n0"].num_taken = 1
+    assert trainer.walk(5) == [5] * 3
+    trainer.kernel.sleep(5.0)
+    assert trainer.group.standby.num_ready == 1
+
+
 @pytest.mark.parametrize(("use_local", "is_same_group"), [(False, True), (True, False)])
 def test_where_no_one_is_left_but_spares_these_go_on_from_the_last_snapshot_without_a_driver(
     use_local: bool, is_same_group: bool
@@ -369,6 +378,15 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
 
 
 # -------------------------------------------------------------------------------------------- back to the last snapshot
+
+
+def test_a_completed_call_is_finished_from_a_snapshot_inside_it_before_the_next_one_begins_again() -> None:
+    trainer = Trainer(continues=False, snapshot_every=1, snapshot_every_s=3600.0).started()
+    trainer.walk(1)
+    trainer.walk(30)
+    assert trainer.controller.snapshots.is_inside, "none was taken after that call"
+    assert trainer.walk(5, dies(1)) == [36] * 3
+    assert trainer.controller.history.events[-1].detail.endswith("with 1 completed call since run again")
 
 
 def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from raysgd.engine.snapshots import NewestSnapshot, Snapshot, SnapshotPace, Snap
 from raysgd.exceptions import WorkersLostError
 from tests.engine.trainer import RESTARTS, Trainer, befalls, dies
 from tests.helpers.fakes import FakeClock, no_snapshots
+from tests.simulator.processes import Process
 from tests.simulator.replica import SimReplica
 
 ON_ITS_WAY = TimeoutError("on its way")
@@ -419,9 +421,19 @@ def test_a_state_on_its_way_is_had_as_soon_as_it_is_copied() -> None:
     assert newest.result().shared_state.noted == (1,)
 
 
+class SlowToArrive(Trainer):
+    """What its workers send is on its way for a while, beside their work."""
+
+    def point_of(self, label: str, process: Process) -> Iterable[float]:
+        yield from super().point_of(label, process)
+        if label == "on its way":
+            yield 6.0
+
+
 def test_workers_are_not_ended_while_a_file_waits_for_their_state() -> None:
-    trainer = Trainer(is_large=True, **RESTARTS).started()
-    newest = slow_to_send(trainer)
+    trainer = SlowToArrive(is_large=True, **RESTARTS).started()
+    trainer.note(1)
+    newest = trainer.controller.newest_snapshot()
     trainer.look(dies(1, at="look", nth=[1]))
     assert trainer.controller.snapshots.landed.shared_state.noted == (1,)
     assert newest.result(0.0).shared_state.noted == (1,)

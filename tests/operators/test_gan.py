@@ -10,6 +10,7 @@ from raysgd import TorchTrainer
 from raysgd.operators import GANOperator
 from raysgd.operators.gan import frozen
 from raysgd.utils import BATCH_SIZE
+from tests.torch.lab import validate_on_spare
 
 
 class Bell(GANOperator):
@@ -36,6 +37,12 @@ def local_trainer(operator_cls: type[GANOperator] = Bell, **options: Any) -> Tor
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def test_a_spare_measures_what_the_worker_whose_state_it_has_does() -> None:
+    before, inline, beside = validate_on_spare(Bell, CONFIG)
+    assert beside == inline != before
+    assert {"val_loss_d", "val_loss_g"} <= beside.keys()
 
 
 class TestTraining:

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from raysgd import TorchTrainer
 from raysgd.operators import HuggingFaceOperator
+from tests.torch.lab import validate_on_spare
 
 pytestmark = pytest.mark.usefixtures("keeps_the_environment")
 
@@ -52,6 +53,11 @@ def test_one_process_trains_what_the_trainer_of_transformers_trains(
     _, ours, _ = lab.train(task, config=config, **{"clip_grad_norm": 1.0, **options})
     torch.testing.assert_close(lab.weights(ours), lab.weights(theirs), rtol=0, atol=1e-6)
     assert (lab.weights(ours) - lab.weights(lab.model_of(task))).abs().max() > 1e-3, "they were trained"
+
+
+def test_a_spare_measures_what_the_worker_whose_state_it_has_does(lab: Any) -> None:
+    before, inline, beside = validate_on_spare(lab.Task, {"task": "classify texts"})
+    assert beside == inline != before
 
 
 @pytest.mark.parametrize("task", ["label words", "next words of GPT-2", "label pixels"])

@@ -58,6 +58,17 @@ def test_what_each_worker_is_sent_does_not_depend_on_how_many_there_are(num_work
     check(crowd, sent, num_workers)
 
 
+@pytest.mark.long
+def test_new_workers_that_go_on_inside_a_call_get_the_progress_of_no_other() -> None:
+    in_20th_step = Fault("die", "step", 19 * FEW + 1)
+    crowd = Crowd(FEW, (in_20th_step,), continues=False, regroups=False, snapshot_every=1)
+    crowd.does("start")
+    sent = crowd.does("steps", 24)
+    [_, restored] = crowd.controller.history.events
+    assert (restored.kind, restored.detail[:23]) == ("restored", "from a snapshot inside ")
+    assert sent.bytes_each("on_packed") < 1000
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("num_stalled", [0, MORE // 3, MORE - 1])
 def test_no_live_worker_of_thousands_is_ended_after_a_loss_also_where_they_stand_still_for_seconds(

@@ -65,6 +65,20 @@ def run_alone(experiment: Experiment) -> Findings:
     return _findings([experiment.run_in(World(rank=0, size=1))])
 
 
+def validate_on_spare(operator_cls: type[TrainingOperator], config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Metrics of a spare at its start, of a worker that has trained, and of the spare with the state of that worker."""
+    settings, request = TorchSettings(operator_cls, config), EpochRequest(None, {}, False, SEED)
+    worker, spare = (TorchRunner(settings, World(rank=0, size=1)) for _ in range(2))
+    worker.setup(), spare.setup()
+    before = spare.validate(request)
+    worker.train_epoch(request)
+    capture = worker.capture(None)
+    state = capture.shared_state if capture.token is None else worker.fetch(capture.token)
+    inline, beside = worker.validate(request), spare.validate_on_loan(1, settings, state, request)
+    assert beside is not None
+    return _metrics(before), _metrics(inline), _metrics(beside)
+
+
 def run_together(lab: TorchTrainer, experiment: Experiment) -> Findings:
     """Run it as one replica in each worker of `lab`, in its group."""
 

@@ -35,6 +35,7 @@ from raysgd.torch.lightning_operator import LightningOperator
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.training_operator import OperatorContext
+from tests.torch.lab import validate_on_spare
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
 MakeTrainer = Callable[..., TorchTrainer]
@@ -103,6 +104,11 @@ def weights(model: torch.nn.Module) -> list[float]:
 
 
 # ---------------------------------------------------------------------------------------- classes
+
+
+def test_a_spare_measures_what_the_worker_whose_state_it_has_does() -> None:
+    before, inline, beside = validate_on_spare(TrainingOperator.from_ptl(Line), {})
+    assert beside == inline != before
 
 
 @pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning])

@@ -37,6 +37,7 @@ from raysgd.utils import IS_PADDING, AverageMeterCollection
 from raysgd.worker.state import copies
 from raysgd.worker.state.replica_state import RESUME
 from tests.torch.apex_double import StrictAmp
+from tests.torch.lab import validate_on_spare
 from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator, equal
 
 ALONE = World(rank=0, size=1)
@@ -1046,6 +1047,16 @@ def test_modes_come_back_also_after_an_evaluation_that_raised() -> None:
         validate(runner)
     train(runner)
     assert runner.operator.modes == AS_SET_UP  # type: ignore[attr-defined]
+
+
+class OwnValidation(LinearOperator):
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {"outputs": [self.model(batch[0]).sum().item() for batch in val_iterator]}
+
+
+def test_a_spare_measures_in_a_validation_of_the_users_own_what_the_worker_whose_state_it_has_does() -> None:
+    before, inline, beside = validate_on_spare(OwnValidation, {})
+    assert beside == inline != before
 
 
 def test_practice_leaves_the_modes_as_they_are(process_group: None) -> None:

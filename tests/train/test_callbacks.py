@@ -52,6 +52,10 @@ class TestTheBaseClass:
         def handle_result(self, results: Results, **info: Any) -> None:
             self.seen.append(results)
 
+    def test_does_nothing_by_itself(self, tmp_path: Path) -> None:
+        play(TrainingCallback(), tmp_path, [result()])
+        assert list(tmp_path.iterdir()) == []
+
     def test_preprocesses_and_hides_what_belongs_to_others(self) -> None:
         recorder = self.Recorder()
         recorder.results_preprocessor = IndexedResultsPreprocessor([1])

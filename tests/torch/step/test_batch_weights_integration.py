@@ -450,6 +450,22 @@ class LabellingPenalized(Labelling):
         return output, loss + 0.0 * output.sum(), len(labels) if weights is None else weights[labels].sum()
 
 
+class LabellingUncounted(Labelling):
+    """Its loss is no mean over labels alone, and it does not say how much its batches count."""
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        return output, loss + 0.0 * output.sum()
+
+
+class LabellingByHand(Labelling):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+        self.optimizer.step()
+        return {}
+
+
 def labelled_by_pytorch(
     name: str, global_size: int, num_epochs: int, has_empty: bool
 ) -> tuple[dict[str, Any], float, float]:
@@ -495,6 +511,17 @@ def test_means_over_labels_are_those_of_one_process(two: TorchTrainer) -> None:
 
 def test_one_worker_counts_labels_too() -> None:
     check_labelling(run_alone, num_workers=1)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("operator_cls", [LabellingUncounted, LabellingByHand])
+@pytest.mark.parametrize("name", ["plain", "classes"])
+def test_labels_that_nobody_counted_are_an_error(
+    two: TorchTrainer, operator_cls: type[TrainingOperator], name: str
+) -> None:
+    with pytest.raises(ValueError, match=r"some labels are ignored.*`self\.backward\(loss, weight="):
+        run_together(two, Experiment(operator_cls, {"criterion": name, "size": 4}))
+    run_alone(Experiment(operator_cls, {"criterion": name, "size": 8}))
 
 
 def test_logical_shards_refuse_losses_that_count_labels() -> None:

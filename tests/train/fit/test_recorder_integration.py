@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +78,26 @@ class TestFiles:
         found = Result.from_path(str(result.path))
         assert found.error is None
         assert list(found.metrics_dataframe["epoch"]) == [0, 1, 2]
+
+    def test_of_a_driver_that_is_killed_have_all_that_it_had_recorded(self, tmp_path: Path) -> None:
+        program = (
+            "import itertools, pathlib, sys\n"
+            "from tests.train.fit.notes import begun_recorder, make_folder\n"
+            "recorder = begun_recorder(make_folder(pathlib.Path(sys.argv[1])))\n"
+            "for number in itertools.count():\n"
+            "    recorder.record({'number': number}, None)\n"
+            "    print(number, flush=True)\n"
+        )
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            seen = [driver.stdout.readline() for _ in range(50)]
+            driver.kill()
+            seen += driver.stdout.readlines()
+        num_recorded = len([line for line in seen if line.endswith("\n")])
+        [file] = tmp_path.glob("run/*/result.json")
+        lines = file.read_text().splitlines()[:num_recorded]
+        assert [json.loads(line)["number"] for line in lines] == list(range(num_recorded))
 
 
 class TestCallbacks:
