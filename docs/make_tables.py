@@ -18,7 +18,7 @@ PAGE = DOCS / "migration.md"
 GROUPS: tuple[Group, ...] = ("sgd", "train")
 MEASURED_PAGE = DOCS / "performance.md"
 BUSY_LOAD = 2
-CPU = "AMD EPYC"  # one machine to a table
+CPU = "Intel(R) Xeon(R) Processor"  # one machine to a table
 PEERS = {"ray_train": "Ray Train", "torchft": "torchft 0.2.0", "torchft_tuned": "torchft 0.2.0 with short time-outs"}
 
 

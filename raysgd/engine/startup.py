@@ -126,6 +126,9 @@ class StartupCheck:
     Args:
         platform: What the workers run on.
         heartbeat_s: A worker that does not answer for so long is killed; never less than a library takes to load.
+
+    Attributes:
+        lost: Those of whom the last look has found that they died, or whom it killed.
     """
 
     def __init__(self, platform: Platform, heartbeat_s: float) -> None:
@@ -136,6 +139,7 @@ class StartupCheck:
         self._workers: list[RemoteWorker] = []
         self._infos: dict[RemoteWorker, WorkerInfo] = {}
         self._next_round = self._now()
+        self.lost: list[RemoteWorker] = []
 
     def watch_worker(self, worker: RemoteWorker) -> None:
         """Check `worker` from now on."""
@@ -149,27 +153,22 @@ class StartupCheck:
             self._infos.pop(worker, None)
             self._liveness.remove(worker)
 
-    def poll(self) -> list[RemoteWorker]:
-        """Read the answers, kill silent workers, and ask again when that is due. Call it now and then.
-
-        Returns:
-            Those that died, or were killed.
-        """
+    def poll(self) -> None:
+        """Read the answers, kill silent workers, and ask again when that is due. Call it now and then."""
         answers, silent = self._liveness.poll()
-        lost = [worker for worker, found in answers if found.has_died]
+        self.lost = [worker for worker, found in answers if found.has_died]
         for worker, found in answers:
             if found.ok:
                 self._infos[worker] = found.value
         for worker, _ in silent:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])
-                lost.append(worker)
+                self.lost.append(worker)
             elif (info := self._platform.find_process(worker)) is not None:  # it may have been made just now
                 self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
             self._ask(self._workers)
-        return lost
 
     def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
         logger.warning(
@@ -355,8 +354,9 @@ class StandbyWorkers:
             self._polling.release()
 
     def _see_to_all(self) -> None:
-        lost = self._startup.poll()
+        self._startup.poll()
         self._take_back()
+        lost = self._startup.lost
         for each in [each for each in self._ready if each.worker in lost and _take_out(self._ready, each)]:
             logger.warning("new worker (process %s) died", each.info.pid)
             self._kill(each.worker)

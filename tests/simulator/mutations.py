@@ -533,7 +533,7 @@ MUTATIONS = (
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
-    Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", always(()), (141,)),
+    Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (141,)),
     Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside, (), _LOOKED_AT),
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
