@@ -493,7 +493,8 @@ class Recovery:
                 raise CannotForm("a surviving worker could not report its progress", staying)
             dead = {o.rank for o in failed if o.failure is not None}  # others just come later than the word of a death
             staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
-        group.standby.kill_unresponsive()  # spares may have died with the workers
+        if not change.goes_on:
+            group.standby.kill_unresponsive()  # spares may have died with the workers
         if change.goes_on or not group.standby.num_coming + group.standby.num_ready:
             raise CannotForm("", ())
         return NextGroup([], [], [])

@@ -172,7 +172,7 @@ class StartupCheck:
 
     def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
         logger.warning(
-            "a worker (process %s on node %s) did not respond while it started; stopping it", info.pid, info.node_ip
+            "a worker (process %s on node %s) that no group has did not respond; stopping it", info.pid, info.node_ip
         )
         self.remove(worker)
         worker.kill()
@@ -356,10 +356,10 @@ class StandbyWorkers:
     def _see_to_all(self) -> None:
         self._startup.poll()
         self._take_back()
-        lost = self._startup.lost
-        for each in [each for each in self._ready if each.worker in lost and _take_out(self._ready, each)]:
-            logger.warning("new worker (process %s) died", each.info.pid)
-            self._kill(each.worker)
+        for each in [*self._ready]:
+            if each.worker in self._startup.lost and _take_out(self._ready, each):
+                logger.warning("new worker (process %s) died", each.info.pid)
+                self._kill(each.worker)
         num_died = 0
         for worker, call in [*self._coming]:
             result = self._platform.outcome(-1, call)
