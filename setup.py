@@ -9,6 +9,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+DATA = ("raysgd.callbacks.page", "raysgd.callbacks.page.uplot")  # folders without code are packages to setuptools
 
 
 def read_version() -> str:
@@ -48,8 +49,8 @@ setup(
     version=read_version(),
     long_description=read_description(),
     long_description_content_type="text/markdown",
-    packages=sorted({*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators"}),
+    packages=sorted({*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators", *DATA}),
     package_dir=package_dir(),
-    package_data={"raysgd": ["py.typed"], "raysgd.callbacks": ["page/*.*", "page/uplot/*"]},
+    package_data={"raysgd": ["py.typed"], **{each: ["*"] for each in DATA}},
     zip_safe=False,
 )

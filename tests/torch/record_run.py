@@ -2,14 +2,14 @@
 
 Those who are just starting are killed, too.
 
-    python -m tests.torch.record_run FOLDER --kills 2000 --nodes 50 --every 5 --part 100
+    python -m tests.torch.record_run FOLDER --kills 2000 --nodes 50 --every 2 --part 100
 
 Does the next part and prints where the record is, as a line of JSON. A part goes on from the file of the part before,
 with as many samples in a global step whatever the number of workers, so the weights have to be those of one process
 that is left in peace: to 1e-5, at the end of each part. `FOLDER/record.json` says how far the record is. A part that is
 broken off, by Ctrl-C or by SIGKILL, is done again: the files of the part before stay until the record knows of the next
 one. Where they are missing, as on another machine to which only `record.json` came, the part begins a new training. A
-part of 100 kills takes about ten minutes.
+part of 100 kills takes about four minutes.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the record is kept")
     parser.add_argument("--kills", type=int, default=2000, help="of the whole record")
     parser.add_argument("--nodes", type=int, default=50, help="of the whole record")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds from one kill to the next")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds from one kill to the next")
     parser.add_argument("--part", type=int, default=100, help="kills of a part")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
