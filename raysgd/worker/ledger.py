@@ -70,7 +70,7 @@ class Ledger:
     def _begin(self) -> None:
         self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._seconds = dict.fromkeys((*BINS, BROKEN, LEFT), 0.0)
-        self._complete = dict.fromkeys(_UNDONE_AS, 0.0)  # what complete steps took
+        self._complete = self._seconds.copy()  # what complete steps took
         self._bin, self._since = START_UP, self._clock()
         self._saved_s = 0.0
         self._at_call: dict[str, float] = {}
@@ -126,7 +126,7 @@ class Ledger:
         """The step is complete: what was spent on it counts."""
         if self._bin in _UNDONE_AS:
             self.enter(self._bin)
-        self._complete = {name: self._seconds[name] for name in _UNDONE_AS}
+        self._complete = self._seconds.copy()
 
     def _break_off(self) -> None:
         """The step broke off, and will be done again."""
