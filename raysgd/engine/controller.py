@@ -136,6 +136,7 @@ class Turns:
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
             return
+        self._owner = threading.get_ident()  # who has reserved a place meanwhile waits for the lock
         try:
             with self.take_turn():
                 yield True
@@ -148,9 +149,14 @@ class Turns:
         try:
             yield
         finally:
-            with self._line_moves:
-                self._line.remove(place)
-                self._line_moves.notify_all()
+            self.give_up(place)
+
+    def give_up(self, place: PlaceInLine) -> None:
+        """Let those go on who wait behind a place that is not needed any more."""
+        with self._line_moves:
+            place.is_interrupted = True
+            self._line.remove(place)
+            self._line_moves.notify_all()
 
     def _wait_in_line(self, place: PlaceInLine | None) -> None:
         """Wait for the calls whose places are ahead."""
