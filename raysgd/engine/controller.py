@@ -355,8 +355,7 @@ class ElasticController(Lifecycle):
                 if self._follows_cluster:
                     self._adapt(call)
                 # Where only workers have the state, unless those that survive a failure could continue the call.
-                has_group = self.group is not None
-                if self.spec.captures and has_group and self.snapshots.is_only_in_workers and not call.can_continue:
+                if self.group is not None and self.snapshots.is_only_in_workers and not call.can_continue:
                     self._run(copy_call(), budget)
                 values = self._run(call, budget)
                 if self.spec.captures_after_calls and self.snapshots.is_overdue:  # it took much longer than expected
@@ -381,8 +380,7 @@ class ElasticController(Lifecycle):
     @property
     def has_spares(self) -> bool:
         """True if there is a spare, or will be: also one that is lent."""
-        standby = self.running.standby
-        return bool(standby.num_coming + standby.num_ready)
+        return self.running.standby.num_all > 0
 
     def run_on_spare(
         self,
