@@ -33,7 +33,7 @@ EXPLAINED = {
     "placement.cluster_view: `free, leaving, groups = (_free_by_node(), draining_nodes(), _placement_groups())` -> `return`": _RAY,
     "placement.outer_group: `ray = _ray()` -> `return`": _RAY,
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
-    "startup.StandbyWorkers._kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
+    "startup.StandbyWorkers.kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
     "status.TrainerStatus._shown_together: `worker.rank == self.straggler` -> `worker.rank != self.straggler`": _WORDS,
     "types.Heartbeat: `0` -> `1` (3)": "a snapshot that there is not is asked for once, and no rank has it",
     "types.Rendezvous: `32` -> `33`": "a longer secret is as good",
