@@ -19,7 +19,6 @@ EXPLAINED = {
     "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
     "group.WorkerGroup._must_kill: `True` -> `False`": _SCHEDULE,
     "worker.with_rank: `0` -> `1`": "a fault of rank 0 gets the rank of its answer, which is 0",
-    "lifecycle.Lifecycle.start_spares: `group is None or not self.spec.num_spares` -> `group is None and (not self.spec.num_spares)`": "the callers have a group, and without spares none are missing",
     "recovery.Recovery.can_change: `False` -> `True`": "the change in place fails for the same exception, and a restart follows either way",
     "group.WorkerGroup.stop: `worker.kill()` -> `pass`": "all workers are ended right after it, this one too",
     "placement.guard: `0` -> `1`": _RAY,
