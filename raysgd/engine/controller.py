@@ -154,7 +154,6 @@ class Turns:
     def give_up(self, place: PlaceInLine) -> None:
         """Let those go on who wait behind a place that is not needed any more."""
         with self._line_moves:
-            place.is_interrupted = True
             self._line.remove(place)
             self._line_moves.notify_all()
 
