@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import CallHandle
 from raysgd.engine.transfers import run_into
+from raysgd.exceptions import OnFailure
 
 T = TypeVar("T")
 
@@ -91,8 +92,9 @@ class BackgroundCalls:
         else:
             self._threads = [each for each in self._threads if each.is_alive()]
             thread = threading.Thread(target=run_into, args=(future, run), name="raysgd-call", daemon=True)
+            with OnFailure(partial(turns.give_up, place)):
+                thread.start()
             self._threads.append(thread)
-            thread.start()
         return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:

@@ -136,6 +136,7 @@ class Turns:
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
             return
+        self._owner = threading.get_ident()  # who has reserved a place meanwhile waits for the lock
         try:
             with self.take_turn():
                 yield True
@@ -148,9 +149,13 @@ class Turns:
         try:
             yield
         finally:
-            with self._line_moves:
-                self._line.remove(place)
-                self._line_moves.notify_all()
+            self.give_up(place)
+
+    def give_up(self, place: PlaceInLine) -> None:
+        """Let those go on who wait behind a place that is not needed any more."""
+        with self._line_moves:
+            self._line.remove(place)
+            self._line_moves.notify_all()
 
     def _wait_in_line(self, place: PlaceInLine | None) -> None:
         """Wait for the calls whose places are ahead."""
@@ -349,8 +354,7 @@ class ElasticController(Lifecycle):
                 if self._follows_cluster:
                     self._adapt(call)
                 # Where only workers have the state, unless those that survive a failure could continue the call.
-                has_group = self.group is not None
-                if self.spec.captures and has_group and self.snapshots.is_only_in_workers and not call.can_continue:
+                if self.group is not None and self.snapshots.is_only_in_workers and not call.can_continue:
                     self._run(copy_call(), budget)
                 values = self._run(call, budget)
                 if self.spec.captures_after_calls and self.snapshots.is_overdue:  # it took much longer than expected
@@ -375,8 +379,7 @@ class ElasticController(Lifecycle):
     @property
     def has_spares(self) -> bool:
         """True if there is a spare, or will be: also one that is lent."""
-        standby = self.running.standby
-        return bool(standby.num_coming + standby.num_ready)
+        return self.running.standby.num_all > 0
 
     def run_on_spare(
         self,

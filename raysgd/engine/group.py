@@ -169,7 +169,7 @@ class WorkerGroup:
                 self.slots.give_back(worker.slot)
             self.standby.replace(len(dead), num_workers)
             calls = {rank: call for rank, call in calls.items() if rank not in dead}
-            if len(calls) + self.standby.num_coming + self.standby.num_ready < min_workers:
+            if len(calls) + self.standby.num_all < min_workers:
                 return report
             failed, report = report, self._gather(calls, self._startup.poll)
         joining = self.standby.take_needed(min_workers - len(calls), num_workers - len(calls), self._startup.poll)
@@ -344,7 +344,7 @@ class WorkerGroup:
             return False
         kinds = {found.failure.kind for found in answers.values() if found.failure}
         if self._spec.keeps_survivors and "user" not in kinds:
-            self._interrupt(range(len(self.workers)))
+            self.interrupt()
             return not is_local_done.wait(self._spec.settle_timeout_s)
         return True
 
@@ -352,7 +352,7 @@ class WorkerGroup:
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
         """Run `function(replica, *args)` on a rank that may be busy. Return a transfer with `result(timeout_s)`."""
-        return self._platform.transfer(self.workers[rank].submit("beside", function, *args))
+        return self._platform.transfer(self.submit_beside(rank, function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
         """Do what `beside` does, for what may be gigabytes or wait for the device. A heartbeat never waits for it."""
@@ -473,7 +473,7 @@ class WorkerGroup:
         """Kill the workers of these ranks, dead or alive; their slots are free for others."""
         for rank in ranks:
             worker = self._remote(rank)
-            if rank in self.silent or rank in self.stuck:
+            if rank in self.silent | self.stuck:
                 self.kill_rank(rank)
             else:
                 worker.kill()

@@ -149,7 +149,7 @@ class Lifecycle(ABC):
         """Take over what new replicas say of themselves; where the group outlives this process, keep it with them."""
         self.facts = facts
         kept_by = keeper()
-        if kept_by is not None and self.group is not None:  # whatever changes the group changes them
+        if kept_by and self.group is not None:  # whatever changes the group changes them
             kept_by.keep_group(self.group.to_keep(facts))
 
     def now(self) -> float:
@@ -205,7 +205,7 @@ class Lifecycle(ABC):
     def take_over(self) -> bool:
         """Go on with the workers that have outlived another process; False where there are none."""
         kept_by = keeper()
-        kept = kept_by.find() if kept_by is not None else None
+        kept = kept_by.find() if kept_by else None
         if kept_by is None or kept is None:
             return False
         group = self.make_group(self.spec, len(kept.workers))
@@ -248,8 +248,8 @@ class Lifecycle(ABC):
 
     def take_answers(self, report: GroupReport) -> None:
         """Take over what new replicas say of themselves; ask for the workers that the group lacks."""
-        self.keep_facts([answer.value for answer in report.values])
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
+        self.keep_facts([answer.value for answer in report.values])
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
         """Start a group and let the front end see it. After a failure, nothing of it is left."""
@@ -370,18 +370,23 @@ class Lifecycle(ABC):
         """Begin to start the workers that the group lacks, as far as there is room; do not wait for them."""
         group, most = self.running, self.scaling.max_workers
         group.slots.take_granted()
-        missing = most - len(group) - group.standby.num_coming - group.standby.num_ready
-        if missing <= 0:
-            return
-        missing -= group.standby.start_more(missing, most, self.nodes_to_avoid)
-        num_free = min(missing, capacity(self.view(), self.spec.resources))
-        if num_free > 0:
+        missing = most - len(group) - group.standby.num_all
+        if missing > 0:
+            self._start_more(missing, most, missing)
+
+    def _start_more(self, count: int, world_size: int, most: int) -> None:
+        """Begin to start so many workers, `most` of them in room that was not reserved yet."""
+        group = self.running
+        most = min(most, count - group.standby.start_more(count, world_size, self.nodes_to_avoid))
+        num_free = min(most, capacity(self.view(), self.spec.resources)) if most > 0 else 0
+        if num_free:
             try:
                 group.slots.reserve(num_free, _GROWTH_RESERVATION_S)
-                group.standby.start_more(num_free, most, self.nodes_to_avoid)
+                group.standby.start_more(num_free, world_size, self.nodes_to_avoid)
             except ReservationTimeoutError:
                 logger.info("another program took the resources for %s more workers", num_free)
-        group.slots.ask_up_to(most, len(group))
+        group.slots.ask_up_to(self.scaling.max_workers, len(group))
+        self.keep_facts(self.facts)  # another process that follows this one is to know of the room
 
     def let_step_in(self) -> None:
         """Hold replicas that run on by themselves, wherever they are, as soon as others can join them."""
@@ -400,11 +405,12 @@ class Lifecycle(ABC):
         """Begin to start as many workers as are to wait as spares, and were used up or lost."""
         self._owes_spares = False
         group = self.group
-        if group is None or not self.spec.num_spares:
+        if group is None:
             return
-        missing = self.spec.num_spares - group.standby.num_coming - group.standby.num_ready
-        if missing > 0:
-            group.standby.start_more(missing, len(group), self.nodes_to_avoid)
+        missing = self.spec.num_spares - group.standby.num_all
+        if missing > 0:  # after a restart there may have been room for fewer
+            num_wanted = self.scaling.max_workers + self.spec.num_spares
+            self._start_more(missing, len(group), num_wanted - len(group.slots))
 
     def owe_spares(self) -> None:
         """Note that spares may be missing. A new process takes the time of the others' cores, so it comes later."""

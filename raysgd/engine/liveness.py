@@ -33,17 +33,14 @@ class OwnTime:
 
     def look(self, at_most_s: float = _LONGEST_GAP_S) -> float:
         """The seconds until now; since the last look no more than so many, whatever the clock says."""
-        return self._count(at_most_s)
-
-    def catch_up(self) -> None:
-        """Count all until now: this process did something else, which took it so long."""
-        self._count(float("inf"))
-
-    def _count(self, at_most_s: float) -> float:
         now = self._now()
         self._seconds += min(now - self._looked_at, at_most_s)
         self._looked_at = now
         return self._seconds
+
+    def catch_up(self) -> None:
+        """Count all until now: this process did something else, which took it so long."""
+        self.look(float("inf"))
 
 
 _SHORTEST_S = 2.0

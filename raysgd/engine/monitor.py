@@ -268,7 +268,8 @@ class Monitor:
             return
         if is_due:
             lifecycle.start_standby()
-        if group.standby.num_ready and not group.standby.num_coming:
+        are_enough = len(group) + group.standby.num_ready >= lifecycle.scaling.max_workers
+        if are_enough or not group.standby.num_coming:
             group.standby.kill_unresponsive()
             if group.standby.num_ready:
                 self._agree(group, ROOM)

@@ -587,11 +587,7 @@ class Slots:
     def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
         """Up to `count` free slots on live nodes other than those to `avoid`."""
         nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
-        usable = []
-        for slot in self._free:
-            node = nodes[id(slot.reservation)][slot.index]
-            if node is not None and node not in avoid:
-                usable.append(slot)
+        usable = [each for each in self._free if nodes[id(each.reservation)][each.index] not in (None, *avoid)]
         taken = usable[: max(0, count)]
         self._free = [slot for slot in self._free if slot not in taken]
         return taken
@@ -599,7 +595,7 @@ class Slots:
     def num_usable(self, avoid: Collection[str] = ()) -> int:
         """Return how many slots, taken or not, are on live nodes other than those to `avoid`."""
         nodes = [node for reservation in self._reservations for node in reservation.nodes()]
-        return sum(node is not None and node not in avoid for node in nodes)
+        return sum(node not in (None, *avoid) for node in nodes)
 
     def node_of(self, slot: Slot) -> str | None:
         """The node that `slot` is on now; None where it has none."""

@@ -137,6 +137,7 @@ class Recovery:
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
         self._start_budget = start_budget
         self._went_on_at: int | None = None  # with larger shares of the global batch: steps of the call until then
+        self._went_on_in: Call | None = None
 
     # ------------------------------------------------------------------------------------------- a call failed
 
@@ -157,7 +158,7 @@ class Recovery:
         if parted := call.parted(told):
             self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
             raise UnevenStepsError(parted) from diagnosis.faults[0].error
-        if call.can_continue and self._is_short_of_memory(diagnosis):
+        if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
         decision = self._failures.decide(diagnosis, budget, call.can_continue)
         if decision == "raise error":
@@ -170,7 +171,7 @@ class Recovery:
             self._give_up(diagnosis, budget, words(diagnosis, behind))
         cause = words(diagnosis)
         if decision == "continue":
-            failed = self._continue_in_place(report, budget)
+            failed, self._went_on_in = self._continue_in_place(report, budget), call
             if failed is None:
                 return True
             _, cause = failed
@@ -343,7 +344,8 @@ class Recovery:
         lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
         lifecycle.start_standby()
         deadline = lifecycle.now() + STANDBY_WAIT_S
-        while len(lifecycle.running) < num_awaited and standby.num_coming and lifecycle.now() < deadline:
+        num_missing = num_awaited - len(lifecycle.running)
+        while standby.num_ready < num_missing and standby.num_coming and lifecycle.now() < deadline:
             lifecycle.sleep(0.005)
             self._monitor.poll()
         standby.kill_unresponsive()
@@ -461,8 +463,8 @@ class Recovery:
         formed = self._leave_old_group(change, staying, without_state)
 
         def kill_new_ones() -> None:
-            for standby_worker in formed.joining:
-                standby.kill(standby_worker)
+            for each in formed.joining:
+                standby.kill(each.worker)
 
         with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
@@ -495,7 +497,7 @@ class Recovery:
             staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
         if not change.goes_on:
             group.standby.kill_unresponsive()  # spares may have died with the workers
-        if change.goes_on or not group.standby.num_coming + group.standby.num_ready:
+        if change.goes_on or not group.standby.num_all:
             raise CannotForm("", ())
         return NextGroup([], [], [])
 
@@ -586,8 +588,7 @@ class Recovery:
             How many ranks were in the group before.
         """
         lifecycle, spec, group = self._lifecycle, self._spec, self._lifecycle.running
-        has_standby = bool(group.standby.num_coming + group.standby.num_ready)
-        is_possible = spec.renews or (spec.regroups and not spec.use_local and has_standby)
+        is_possible = spec.renews or (spec.regroups and not spec.use_local and group.standby.num_all)
         if not is_possible or self._snapshots.is_lost or not self._snapshots.has_any:
             return None
         before = set(group.infos)

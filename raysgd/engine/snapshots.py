@@ -250,7 +250,7 @@ class Snapshots:
 
     @property
     def _num_coming_covers(self) -> int:
-        return self._num_covered if self._coming is not None else 0
+        return self._num_covered if self.is_coming else 0
 
     @property
     def is_inside(self) -> bool:
@@ -275,7 +275,7 @@ class Snapshots:
     @property
     def has_any(self) -> bool:
         """True if there is a snapshot at all, landed or coming."""
-        return self.landed is not None or self._coming is not None
+        return self.landed is not None or self.is_coming
 
     def completed(self, call: Call | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
         """Note that a call changed the state.
@@ -336,7 +336,7 @@ class Snapshots:
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
         self._is_stale, self._is_stale_for_ranks = len(self._calls) > num_covered, False
-        self.must_follow = len(self._calls) > num_covered and self.must_follow
+        self.must_follow = self._is_stale and self.must_follow
         self._num_gaps_coming = self._num_gaps
         rank_states = tuple(capture.rank_state for capture in captures)
         source = captures[0]
@@ -366,7 +366,7 @@ class Snapshots:
 
     def drop_incoming(self) -> None:
         """Note that the replicas are gone: what they were sending will not come, and new ones count tokens from 1."""
-        if self._coming is not None:
+        if self.is_coming:
             self._lose_coming()
         self.landed_token = None
 
@@ -384,8 +384,7 @@ class Snapshots:
     def clear(self) -> None:
         """Drop everything, once nothing in the driver works on it any more."""
         self.landed, self._coming = None, None
-        self._calls.clear()
-        self._call_s.clear()
+        self.forget_calls()
 
     def begin_again(self) -> None:
         """Drop everything, for workers that are about to be as new; what they send from now on is counted from 1."""

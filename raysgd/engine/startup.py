@@ -211,14 +211,19 @@ class StandbyWorkers:
     @property
     def num_coming(self) -> int:
         """The number of those that are being made ready."""
-        self._poll()
+        self.look_after()
         return len(self._coming)
 
     @property
     def num_ready(self) -> int:
         """The number of those that could step in now, lent ones too."""
-        self._poll()
+        self.look_after()
         return len(self._ready) + len(self._loans)
+
+    @property
+    def num_all(self) -> int:
+        """The number of all of them."""
+        return self.num_coming + self.num_ready
 
     def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         """Begin to make up to `count` more workers ready where there is reserved room; return for how many there is.
@@ -246,10 +251,6 @@ class StandbyWorkers:
             left = self.replacements
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
 
-    def look_after(self) -> None:
-        """See who is ready, and who froze over it. To be called now and then while workers are made ready."""
-        self._poll()
-
     def take_ready(
         self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
     ) -> list[StandbyWorker]:
@@ -260,12 +261,10 @@ class StandbyWorkers:
         deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
         self._recall(count - len(self._ready))
-        while len(self._ready) < count and self._coming and self._platform.now() < deadline:
-            if self._is_cancelled:
-                break
+        while len(self._ready) < count and self._coming and self._platform.now() < deadline and not self._is_cancelled:
             self._platform.any_ready([call for _, call in self._coming], min(_POLL_S, deadline - self._platform.now()))
             on_wait()
-            self._poll()
+            self.look_after()
         taken = [each for each in self._ready[:count] if _take_out(self._ready, each)]
         for each in taken:
             self._startup.remove(each.worker)
@@ -281,8 +280,8 @@ class StandbyWorkers:
         taken = self.take_ready(max(0, count), math.inf, on_wait or self.look_after)
         if len(taken) >= count:
             return taken + self.take_ready(max(0, most - len(taken)))
-        for standby_worker in taken:
-            self.kill(standby_worker)
+        for each in taken:
+            self.kill(each.worker)
         return None
 
     def lend(self) -> Loan | None:
@@ -312,7 +311,7 @@ class StandbyWorkers:
             if not _take_out(self._loans, loan):
                 continue
             if loan.has_died:
-                self._kill(loan.standby_worker.worker)
+                self.kill(loan.standby_worker.worker)
             else:
                 self._ready.append(loan.standby_worker)
 
@@ -325,27 +324,25 @@ class StandbyWorkers:
         """From another thread: lets no one wait for them any more."""
         self._is_cancelled = True
 
-    def kill(self, standby_worker: StandbyWorker) -> None:
-        """End a worker that was taken and is not needed after all."""
-        self._kill(standby_worker.worker)
-
     def kill_on(self, node_ids: frozenset[str]) -> None:
         """Kill those on nodes that are going away, also those that are still being made ready."""
         self._drop([each for each in self._idle if each.info.node_id in node_ids])
-        coming = self._coming if node_ids else []
-        for worker, call in [each for each in coming if self._slots.node_of(each[0].slot) in node_ids]:
-            self._coming.remove((worker, call))
-            self._kill(worker)
+        for each in [*self._coming] if node_ids else ():
+            if self._slots.node_of(each[0].slot) in node_ids and _take_out(self._coming, each):
+                self.kill(each[0])
 
     def kill_all(self) -> None:
         """End all of them."""
-        workers, self._coming = [worker for worker, _ in self._coming], []
+        coming, self._coming = self._coming, []
         self._drop(self._idle)
-        for worker in workers:
-            self._kill(worker)
+        for worker, _ in coming:
+            self.kill(worker)
 
-    def _poll(self) -> None:
-        """See who is ready, from any thread: programs request a status outside of turns."""
+    def look_after(self) -> None:
+        """See who is ready, and who froze over it. To be called now and then while workers are made ready.
+
+        From any thread: programs request a status outside of turns.
+        """
         if not self._polling.acquire(blocking=False):  # another thread sees to it
             return
         try:
@@ -359,7 +356,7 @@ class StandbyWorkers:
         for each in [*self._ready]:
             if each.worker in self._startup.lost and _take_out(self._ready, each):
                 logger.warning("new worker (process %s) died", each.info.pid)
-                self._kill(each.worker)
+                self.kill(each.worker)
         num_died = 0
         for worker, call in [*self._coming]:
             result = self._platform.outcome(-1, call)
@@ -368,16 +365,17 @@ class StandbyWorkers:
             self._spec.relay.tell({"new worker": notes_of(result)})
             if result.failure is not None:
                 logger.warning("a new worker failed to start: %s", result.failure.fault.message)
-                self._kill(worker)
+                self.kill(worker)
                 num_died += result.failure.kind == "died"
             else:
                 note_processes([result.value.value])
                 self._ready.append(StandbyWorker(worker, result.value.value))
-        self.replace(num_died, self._world_size)
+        if num_died:
+            self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
         """End those that were ready and do not answer any more: they are not polled while they wait."""
-        self._poll()
+        self.look_after()
         idle = self._idle
         if not idle:
             return
@@ -392,12 +390,13 @@ class StandbyWorkers:
                     self._platform.kill_process(standby_worker.info)  # it may be stopped
 
     def _drop(self, idle: Sequence[StandbyWorker]) -> None:
-        self._ready[:] = [each for each in self._ready if each not in idle]
-        self._loans[:] = [each for each in self._loans if each.standby_worker not in idle]
         for each in idle:
-            self._kill(each.worker)
+            lent = [loan for loan in self._loans if loan.standby_worker == each and _take_out(self._loans, loan)]
+            if lent or _take_out(self._ready, each):
+                self.kill(each.worker)
 
-    def _kill(self, worker: RemoteWorker) -> None:
+    def kill(self, worker: RemoteWorker) -> None:
+        """End a worker, also one that was taken and is not needed after all."""
         self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)

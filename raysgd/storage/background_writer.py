@@ -48,10 +48,11 @@ class BackgroundWriter:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure(passing=WorkersLostError)
-            self._jobs.append((files.absolute(path), produce, write))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
+                thread.start()  # waits for this block
+                self._thread = thread
+            self._jobs.append((files.absolute(path), produce, write))
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
         """Write a file in this thread, after everything that was submitted. Arguments as for `submit`.

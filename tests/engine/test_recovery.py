@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine import keeper
+from raysgd.engine.keeper import Keeper
 from raysgd.engine.shared.types import ReplicaProgress
 from raysgd.engine.transfers import LostPartError
 from raysgd.exceptions import WorkerError, WorkersLostError
@@ -259,7 +261,72 @@ def test_a_call_that_can_grow_inside_does_not_wait_for_workers_that_are_not_read
     assert trainer.walk(1) == [7] * 4
 
 
+def test_the_next_call_waits_for_no_spares_where_enough_workers_are_ready() -> None:
+    trainer = Trainer(num_workers=2, nodes=(4,), num_spares=2).started()
+    trainer.kernel.sleep(5.0)
+    trainer.walk(2)
+
+    def lose_but_one(process: Process) -> None:
+        for each in trainer.cluster.processes[1:]:
+            die(each)
+
+    coming = [befalls(trainer.load_for(s), -1, at="prepare", nth=[n]) for n, s in ((1, 40.0), (2, 300.0))]
+    assert trainer.walk(5, befalls(lose_but_one, 0), *coming) == [7]
+    trainer.kernel.sleep(15.0)
+    began = trainer.kernel.now
+    assert trainer.walk(1) == [8] * 2
+    assert trainer.kernel.now - began < 3
+
+
+def test_spares_that_found_no_room_after_a_restart_start_when_there_is_some() -> None:
+    trainer = Trainer(num_workers=2, nodes=(2, 1), num_spares=1).started()
+    trainer.kernel.sleep(5.0)
+
+    def lose_all(process: Process) -> None:
+        trainer.cluster.lose_node("n1")
+        for each in trainer.cluster.live:
+            die(each)
+
+    assert trainer.note(1, befalls(lose_all, 0, at="note", nth=[1])) == [(1,)] * 2
+    trainer.add_node(2)
+    for _ in range(2):
+        trainer.walk(1)
+        trainer.kernel.sleep(5.0)
+    assert (len(trainer.group), trainer.group.standby.num_ready, len(trainer.group.slots)) == (2, 1, 3)
+
+
+@pytest.mark.parametrize("node_comes", [False, True])
+def test_another_process_that_finds_the_group_knows_of_all_its_room(
+    node_comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, kept = Trainer(nodes=(2,), resize_interval_s=0.5), list[set[int]]()
+
+    def room() -> set[int]:
+        slots = trainer.group.slots
+        return {id(each) for each in (*slots._reservations, *slots._asked)}
+
+    kept_by = Keeper("run", lambda group: None)
+    monkeypatch.setattr(kept_by, "keep_group", lambda group: kept.append(room()))
+    monkeypatch.setattr(keeper, "_KEEPER", kept_by)
+    trainer.started(as_fits=True)
+    assert (kept[-1], len(kept[-1])) == (room(), 2)
+    if node_comes:
+        trainer.add_node(1)
+        seen: list[bool] = []
+        trainer.walk(100, befalls(lambda process: seen.append(kept[-1] == room()), 0, nth=range(1, 100)))
+        assert (len(trainer.group), {*seen}) == (3, {True})
+
+
 # -------------------------------------------------------------------------------------------- too little memory
+
+
+def test_a_lack_of_memory_in_another_call_than_that_in_which_they_went_on_is_raised() -> None:
+    trainer = four()
+    assert trainer.walk(20, dies(1, nth=[10]), slowly(trainer, 100.0)) == [20] * 3
+    began = trainer.kernel.now
+    with pytest.raises(MemoryError):
+        trainer.walk(20, befalls(MemoryError("no room"), 0, nth=[4]))
+    assert trainer.kernel.now - began < 10
 
 
 def with_fewer_than(num_workers: int, error: Exception, *, after: int = 0) -> Any:

@@ -272,6 +272,64 @@ def test_a_worker_counts_once_when_two_threads_look_at_the_same_time() -> None:
     assert len(standby.take_ready(3)) == 2
 
 
+class LosesSpare(Spare):
+    """A machine whose spare dies while a thread waits for its answer, and another one asks for the status."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.standby: Any = None
+        self.is_dead = False
+        self.num_given_back = 0
+        self.num_asked = 0
+
+    def ready(self, calls: list[tuple[str, float]], timeout_s: float) -> list[tuple[str, float]]:
+        self.is_dead = True
+        for _ in range(3):
+            self.clock.sleep(1.0)
+            self.standby.look_after()
+        return super().ready(calls, timeout_s)
+
+    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
+        has_died = self.is_dead and call[0] == "describe"
+        return Outcome(rank, failure=Failure("died", fault())) if has_died else super().outcome(rank, call)
+
+    def take_usable(self, count: int, avoid: frozenset[str]) -> list[Any]:
+        self.num_asked += 1
+        return super().take_usable(count, avoid)
+
+    def give_back(self, slot: Any) -> None:
+        self.num_given_back += 1
+
+    def node_of(self, slot: Any) -> str:
+        self.standby.look_after()
+        return "node"
+
+
+@pytest.fixture
+def losing() -> Any:
+    machine: Any = LosesSpare()
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
+    machine.standby = StandbyWorkers(spec, machine, machine)
+    machine.standby.start_more(1, world_size=2)
+    return machine
+
+
+def test_the_slot_of_a_dead_spare_is_free_once_when_two_threads_find_it_dead(losing: Any) -> None:
+    losing.standby.kill_unresponsive()
+    assert (losing.standby.num_all, losing.num_given_back) == (0, 1)
+
+
+def test_a_worker_that_gets_ready_while_its_node_is_looked_up_is_left_to_the_next_look(losing: Any) -> None:
+    losing.standby.kill_on(frozenset({"node"}))
+    assert (losing.standby.num_ready, losing.num_given_back) == (1, 0)
+    losing.standby.kill_on(frozenset({"node"}))
+    assert (losing.standby.num_ready, losing.num_given_back) == (0, 1)
+
+
+def test_a_look_asks_for_no_room_unless_somebody_died(losing: Any) -> None:
+    assert (losing.standby.num_ready, losing.num_asked) == (1, 1)
+
+
 SPEC = GroupSpec(NoConnection(), lambda world: None, heartbeat_s=3.0)  # type: ignore[arg-type,return-value]
 INFO = WorkerInfo("node", "10.0.0.1", 7)
 

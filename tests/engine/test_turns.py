@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import PlaceInLine, Turns
 from raysgd.engine.lifecycle import Clock
 from raysgd.exceptions import TrainerShutdownError
@@ -129,3 +130,53 @@ def test_no_place_is_to_be_had_after_the_end(line: Line) -> None:
     line.lifecycle.stopped.set()
     with pytest.raises(TrainerShutdownError):
         line.turns.reserve()
+
+
+class Overtaken:
+    """A lock; somebody reserves a place as soon as it is taken because it was free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.reserve: Callable[[], Any] = lambda: None
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        found = self._lock.acquire(blocking)
+        if not blocking:
+            self.reserve()
+        return found
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *failure: object) -> None:
+        self.release()
+
+
+def test_who_found_the_line_empty_does_not_wait_for_those_who_wait_for_it(line: Line) -> None:
+    lock = Overtaken()
+    line.lifecycle.clock = Clock(make_lock=lambda: lock)
+    line.turns = Turns(line.lifecycle)  # type: ignore[arg-type]
+    places: list[PlaceInLine] = []
+    lock.reserve = lambda: places.append(line.turns.reserve())
+
+    def take() -> bool:
+        with line.turns.take_if_free() as is_free:
+            return is_free
+
+    taking: Future[bool] = Future()
+    threading.Thread(target=lambda: taking.set_result(take()), daemon=True).start()
+    assert taking.result(10)
+    line.call("overtaking", places[0]).result(10)
+
+
+def test_a_call_whose_thread_cannot_start_holds_up_no_other(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    calls = BackgroundCalls(line, at_once=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        calls.begin(lambda: None)
+    assert line.turns._line == []
+    calls.await_end()

@@ -306,7 +306,7 @@ class Program:
     @property
     def _has_spares(self) -> bool:
         group = self._controller.group
-        return group is not None and bool(group.standby.num_coming + group.standby.num_ready)
+        return group is not None and group.standby.num_all > 0
 
     def _landed(self, op: Op, budget: WatchedBudget) -> State | None:
         snapshot = self._controller.landed_snapshot()

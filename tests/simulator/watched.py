@@ -23,7 +23,7 @@ class WatchedStandby(StandbyWorkers):
 
     @property
     def processes(self) -> list[Process]:
-        self._poll()
+        self.look_after()
         workers = [worker for worker, _ in self._coming] + [each.worker for each in self._idle]
         return [worker.process for worker in workers]  # type: ignore[attr-defined]
 

@@ -240,3 +240,18 @@ def test_other_failures_stop_the_next_write_as_ever(writer: ToDisk) -> None:
         writer.write("third", {})
     with pytest.raises(WorkersLostError):
         writer.wait()
+
+
+def test_a_thread_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer, written = BackgroundWriter(), list[str]()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        writer.submit(tmp_path / "first", lambda: 1, lambda path, state: written.append(path))
+    monkeypatch.undo()
+    assert (writer._thread, len(writer._jobs)) == (None, 0)
+    writer.submit(tmp_path / "second", lambda: 2, lambda path, state: written.append(path))
+    writer.close()
+    assert written == [str(tmp_path / "second")]

@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -184,15 +184,16 @@ _NOTHING = nullcontext()
 _NO_CALL = LossCall("values", None, None, None)
 
 
-@contextmanager
-def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Make the gradients that come to parameters 0, before anybody else sees them: the mean over nothing is NaN."""
-    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
+    """Make the gradients that come to parameters 0, before anybody else sees them: the mean over nothing is NaN.
+
+    `DistributedDataParallel` with `find_unused_parameters=True` sends None to those of outputs that no loss uses.
+    """
+    handles = ExitStack()
+    for tensor in parameters:
+        if tensor.requires_grad:
+            handles.enter_context(tensor.register_hook(lambda each: None if each is None else torch.zeros_like(each)))
+    return handles
 
 
 class Gradients:

@@ -466,6 +466,27 @@ class LabellingByHand(Labelling):
         return {}
 
 
+class TwoHeads(torch.nn.Module):
+    def __init__(self, classes: torch.nn.Module) -> None:
+        super().__init__()
+        self.classes, self.other = classes, torch.nn.Conv1d(3, 1, 1)
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.classes(features), self.other(features)
+
+
+class LabellingByOneHead(Labelling):
+    """Its loss does not use all outputs of its model."""
+
+    def register(self, **parts: Any) -> Any:
+        parts["models"] = TwoHeads(parts["models"])
+        return super().register(**parts, ddp_args={"find_unused_parameters": True})
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output, _ = self.model(*features)
+        return output, self.criterion(output, target)
+
+
 def labelled_by_pytorch(
     name: str, global_size: int, num_epochs: int, has_empty: bool
 ) -> tuple[dict[str, Any], float, float]:
@@ -507,6 +528,12 @@ def check_labelling(run: Callable[[Experiment], Findings], num_workers: int) -> 
 
 def test_means_over_labels_are_those_of_one_process(two: TorchTrainer) -> None:
     check_labelling(partial(run_together, two), num_workers=2)
+
+
+def test_labels_are_ignored_where_an_output_is_not_used_either(two: TorchTrainer) -> None:
+    found = run_together(two, Experiment(LabellingByOneHead, {"criterion": "plain", "size": 4}))
+    expected = run_alone(Experiment(LabellingByOneHead, {"criterion": "plain", "size": 8}))
+    assert_close(found.model[0], expected.model[0], "one head")
 
 
 def test_one_worker_counts_labels_too() -> None:
