@@ -473,7 +473,7 @@ class WorkerGroup:
         """Kill the workers of these ranks, dead or alive; their slots are free for others."""
         for rank in ranks:
             worker = self._remote(rank)
-            if rank in self.silent | self.stuck:
+            if rank in self.silent or rank in self.stuck:
                 self.kill_rank(rank)
             else:
                 worker.kill()
