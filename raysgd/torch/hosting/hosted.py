@@ -26,6 +26,7 @@ from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.hosting.replica_state import TorchState
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo, overrides
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
+from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
@@ -215,9 +216,7 @@ class TorchHosted(hosted.Hosted):
 
     def _has_own_steps(self) -> bool:
         """Return whether its own `train_epoch` takes steps that the stock `train_batch` could not take."""
-        operator = self.operator
-        is_own, has_own_batch = (overrides(operator, name) for name in ("train_epoch", "train_batch"))
-        return is_own and not has_own_batch and not hasattr(operator, "model")
+        return self._is_stock("train_batch") and not (self._is_stock("train_epoch") or hasattr(self.operator, "model"))
 
     @property
     def group_obstacle(self) -> str | None:
@@ -257,6 +256,8 @@ class TorchHosted(hosted.Hosted):
         has_several_batches = parallel.step.has_several_batches
         if has_several_batches:
             gradients.begin_call()
+            if self._is_stock("train_epoch", "train_batch", "forward", "backward"):
+                refuse_sum(internals.criterion)
         # What would not be trained as it was wrapped is refused ahead of a pass.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
@@ -277,13 +278,15 @@ class TorchHosted(hosted.Hosted):
                 parallel.rows.close_call()
             parallel.step.close_call()
 
+    def _is_stock(self, *names: str) -> bool:
+        """Return whether these methods are all the library's."""
+        return not any(overrides(self.operator, name) or name in vars(self.operator) for name in names)
+
     def _open_rows(self, rows: StepRows, run: EpochRun, stream: Any) -> None:
         """Let the ranks tell each other what they have measured, where others could go on without one."""
         if self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return
-        operator, counted = self.operator, self.internals.counted_by_stock_loop
-        rungs = ("train_epoch", "train_batch")
-        is_stock = not any(overrides(operator, name) or name in vars(operator) for name in rungs)
+        counted, is_stock = self.internals.counted_by_stock_loop, self._is_stock("train_epoch", "train_batch")
 
         def read() -> dict[str, Part]:
             return {METRICS: run.meters.tally(*(counted() if is_stock else (None, 0)))}
@@ -362,8 +365,7 @@ class TorchHosted(hosted.Hosted):
 
     def close(self) -> None:
         super().close()
-        if self._prediction is not None:
-            self._prediction.close()
+        self._end_evaluation()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

@@ -67,21 +67,21 @@ class _Loss(NamedTuple):
 
 _FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # of later versions; its outputs are not scores yet
 _LOSSES: dict[Any, _Loss] = {
-    called: loss
-    for module, function, loss in (
-        (_FUSED, None, _Loss("values", counts_labels=True)),
-        (torch.nn.CrossEntropyLoss, functional.cross_entropy, _Loss("classes", counts_labels=True)),
-        (torch.nn.NLLLoss, functional.nll_loss, _Loss("classes", counts_labels=True)),
-        (torch.nn.MultiMarginLoss, functional.multi_margin_loss, _Loss("classes")),
-        (torch.nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits, _Loss("logits")),
-        (torch.nn.MultiLabelSoftMarginLoss, functional.multilabel_soft_margin_loss, _Loss("logits")),
-        (torch.nn.BCELoss, functional.binary_cross_entropy, _Loss("probabilities")),
-        (torch.nn.MSELoss, functional.mse_loss, _Loss("values")),
-        (torch.nn.L1Loss, functional.l1_loss, _Loss("values")),
-        (torch.nn.SmoothL1Loss, functional.smooth_l1_loss, _Loss("values")),
-        (torch.nn.HuberLoss, functional.huber_loss, _Loss("values")),
-        (torch.nn.PoissonNLLLoss, functional.poisson_nll_loss, _Loss("values")),
-        (torch.nn.GaussianNLLLoss, functional.gaussian_nll_loss, _Loss("values")),
+    called: _Loss(*loss)
+    for module, function, *loss in (
+        (_FUSED, None, "values", True),
+        (torch.nn.CrossEntropyLoss, functional.cross_entropy, "classes", True),
+        (torch.nn.NLLLoss, functional.nll_loss, "classes", True),
+        (torch.nn.MultiMarginLoss, functional.multi_margin_loss, "classes"),
+        (torch.nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits, "logits"),
+        (torch.nn.MultiLabelSoftMarginLoss, functional.multilabel_soft_margin_loss, "logits"),
+        (torch.nn.BCELoss, functional.binary_cross_entropy, "probabilities"),
+        (torch.nn.MSELoss, functional.mse_loss, "values"),
+        (torch.nn.L1Loss, functional.l1_loss, "values"),
+        (torch.nn.SmoothL1Loss, functional.smooth_l1_loss, "values"),
+        (torch.nn.HuberLoss, functional.huber_loss, "values"),
+        (torch.nn.PoissonNLLLoss, functional.poisson_nll_loss, "values"),
+        (torch.nn.GaussianNLLLoss, functional.gaussian_nll_loss, "values"),
     )
     if module is not None
     for called in (module.forward, function)
@@ -137,6 +137,16 @@ class LossCalls:
 def ignored_by(criterion: Any) -> int:
     """Return the label that a criterion ignores, whatever it does with it."""
     return _settings(criterion)[0]
+
+
+def refuse_sum(criterion: Any) -> None:
+    """Refuse a sum as the loss of the stock step, which takes the mean over all workers and batches of a step."""
+    if _settings(criterion)[1] == "sum":
+        raise ValueError(
+            'the registered criterion has `reduction="sum"`, and gradients are the mean over the batches of a step, so '
+            'training would depend on how many these are. Use `reduction="mean"`, or override `forward` and return '
+            "`output, loss / len(target)`. A learning rate for sums has to be larger then, by the size of a batch."
+        )
 
 
 def in_host(number: torch.Tensor) -> Any:

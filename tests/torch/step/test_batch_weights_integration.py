@@ -557,6 +557,40 @@ def test_logical_shards_refuse_losses_that_count_labels() -> None:
         run_alone(Experiment(Labelling, {"criterion": "classes", "size": 8}, options={"batch_options": batches}))
 
 
+# ------------------------------------------------------------------------------------------------ sums
+
+
+class Summing(LinearOperator):
+    """Has a criterion that is a sum."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.criterion = config["criterion"]
+
+
+class SummingByHand(Summing):
+    def forward(self, features: Any, target: torch.Tensor) -> Any:
+        output, total = super().forward(features, target)
+        return output, total / len(target)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    "criterion", [torch.nn.MSELoss(reduction="sum"), partial(torch.nn.functional.mse_loss, reduction="sum")]
+)
+def test_sums_are_refused_where_gradients_are_means_over_several_batches(two: TorchTrainer, criterion: Any) -> None:
+    config = {"criterion": criterion, "batch_size": 4}
+    windows = {"step_options": StepOptions(accumulate_grad_batches=2)}
+    refused = pytest.raises(ValueError, match=r"reduction=\"sum\".*`output, loss / len\(target\)`")
+    with refused:
+        run_together(two, Experiment(Summing, config))
+    with refused:
+        run_alone(Experiment(Summing, config, options=windows))
+    run_alone(Experiment(Summing, config))
+    found = run_together(two, Experiment(SummingByHand, {**config, **UNEVEN}))
+    assert_close(found.model[0], run_alone(Experiment(LinearOperator, {**UNEVEN, "batch_size": 16})).model[0], "sums")
+
+
 # ------------------------------------------------------------------------------------------------ those of collators
 
 
