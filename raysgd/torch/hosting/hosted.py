@@ -201,8 +201,10 @@ class TorchHosted(hosted.Hosted):
         operator, data = self.operator, self._data("train")
         if not operator.warms_up or self.group_obstacle or self.epoch_obstacle:
             return
-        if not isinstance(data, ShardedLoader) or self._has_own_steps():
+        if not isinstance(data, ShardedLoader):
             return
+        if self._is_stock("train_batch") and not (self._is_stock("train_epoch") or hasattr(operator, "model")):
+            return  # its own `train_epoch` takes steps that the stock `train_batch` could not take
         try:
             self.loop.arm(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
@@ -213,10 +215,6 @@ class TorchHosted(hosted.Hosted):
         finally:
             metric_objects.reset(operator, self.internals.registered)
             self.parallel.step.close_call()
-
-    def _has_own_steps(self) -> bool:
-        """Return whether its own `train_epoch` takes steps that the stock `train_batch` could not take."""
-        return self._is_stock("train_batch") and not (self._is_stock("train_epoch") or hasattr(self.operator, "model"))
 
     @property
     def group_obstacle(self) -> str | None:
@@ -365,7 +363,8 @@ class TorchHosted(hosted.Hosted):
 
     def close(self) -> None:
         super().close()
-        self._end_evaluation()
+        if self._prediction is not None:
+            self._prediction.close()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
