@@ -15,7 +15,7 @@ from raysgd.engine.shared import replica as replica_functions
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Heartbeat, Outcome
 from raysgd.exceptions import WorkersLostError
-from tests.engine.trainer import Trainer, befalls, die, dies
+from tests.engine.trainer import Trainer, befalls, dies
 from tests.simulator.processes import Process
 from tests.simulator.replica import SimReplica
 
@@ -228,8 +228,7 @@ def test_a_call_is_not_held_for_a_worker_that_does_not_answer_any_more(asked: li
 
 def test_a_call_is_held_once_for_all_who_are_coming() -> None:
     trainer = Trainer(num_workers=4, nodes=(4,), resize_interval_s=1.0).started()
-    coming = [befalls(trainer.load_for(s), -1, at="prepare", nth=[n]) for n, s in ((1, 3.0), (2, 12.0))]
-    assert trainer.walk(150, befalls(trainer.lose(1, 2), 1), *coming) == [150] * 4
+    assert trainer.walk(150, befalls(trainer.lose(1, 2), 1), *trainer.starting(3.0, 12.0)) == [150] * 4
     assert trainer.kinds == ["continued", "grown"]
 
 
@@ -237,13 +236,7 @@ def test_a_call_waits_for_no_spares_where_enough_workers_are_ready() -> None:
     trainer = Trainer(num_workers=2, nodes=(4,), num_spares=2, resize_interval_s=1.0).started()
     trainer.kernel.sleep(5.0)
     trainer.walk(2)
-
-    def lose_but_one(process: Process) -> None:
-        for each in trainer.cluster.processes[1:]:
-            die(each)
-
-    coming = [befalls(trainer.load_for(s), -1, at="prepare", nth=[n]) for n, s in ((1, 3.0), (2, 300.0))]
-    trainer.walk(150, befalls(lose_but_one, 0), *coming)
+    trainer.walk(150, befalls(trainer.lose_but_first, 0), *trainer.starting(3.0, 300.0))
     assert (trainer.kinds, len(trainer.group)) == (["continued", "grown"], 2)
 
 

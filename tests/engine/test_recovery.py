@@ -265,13 +265,7 @@ def test_the_next_call_waits_for_no_spares_where_enough_workers_are_ready() -> N
     trainer = Trainer(num_workers=2, nodes=(4,), num_spares=2).started()
     trainer.kernel.sleep(5.0)
     trainer.walk(2)
-
-    def lose_but_one(process: Process) -> None:
-        for each in trainer.cluster.processes[1:]:
-            die(each)
-
-    coming = [befalls(trainer.load_for(s), -1, at="prepare", nth=[n]) for n, s in ((1, 40.0), (2, 300.0))]
-    assert trainer.walk(5, befalls(lose_but_one, 0), *coming) == [7]
+    assert trainer.walk(5, befalls(trainer.lose_but_first, 0), *trainer.starting(40.0, 300.0)) == [7]
     trainer.kernel.sleep(15.0)
     began = trainer.kernel.now
     assert trainer.walk(1) == [8] * 2

@@ -166,6 +166,15 @@ class Trainer(Simulation):
 
         return load
 
+    def starting(self, *seconds: float) -> list[Befall]:
+        """The next workers that start, one after the other, take so long."""
+        return [befalls(self.load_for(each), -1, at="prepare", nth=[nth]) for nth, each in enumerate(seconds, start=1)]
+
+    def lose_but_first(self, process: Process) -> None:
+        """Only the process that started first stays, spares die too."""
+        for each in self.cluster.processes[1:]:
+            die(each)
+
     def lose(self, *ranks: int) -> Act:
         """These die at the same time."""
         return lambda process: [die(self.group.workers[rank].process) for rank in ranks]  # type: ignore[union-attr]
