@@ -24,7 +24,7 @@ from raysgd.torch.data.call_data import PredictionLoader
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.hosting.replica_state import TorchState
-from raysgd.torch.hosting.step_loop import StepLoop, make_undo, overrides
+from raysgd.torch.hosting.step_loop import StepLoop, is_stock, make_undo
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.objects.hyperparameters import Hyperparameters
@@ -158,7 +158,7 @@ class TorchHosted(hosted.Hosted):
             train_data=train.signature if isinstance(train, ShardedLoader | StreamData) else None,
             validation_data=validation.signature if isinstance(validation, ShardedLoader | StreamData) else None,
             seed=train.seed_hint if isinstance(train, ShardedLoader) else self._initial_seed,
-            keeps_own_state=overrides(self.operator, "state_dict"),
+            keeps_own_state=not is_stock(self.operator, "state_dict"),
             is_synchronous=self.parallel.synchronizes,
             is_sharded=self.parallel.is_sharded,
             epoch_obstacle=self.epoch_obstacle,
@@ -172,9 +172,9 @@ class TorchHosted(hosted.Hosted):
     def change_config(self, settings: TorchSettings) -> list[str]:
         internals, changed = self.internals, settings.config_changes[-1]
         chosen, internals.follows_rate = internals.chosen, False
-        is_stock = not overrides(self.operator, "config_changed")
+        follows_rate_only = is_stock(self.operator, "config_changed")
         numbers = {name for groups in chosen for group in groups for name in group if name != "lr"}
-        if is_stock and (names := sorted(changed.keys() & numbers)):
+        if follows_rate_only and (names := sorted(changed.keys() & numbers)):
             raise ValueError(
                 f"`update_config({names[0]}=...)`: an optimizer has a number of this name, and only `lr` follows the "
                 "config. Override `config_changed(self, config, changed)`: call `super().config_changed(config, "
@@ -183,7 +183,7 @@ class TorchHosted(hosted.Hosted):
         put_back = hyperparameters.remember(internals.registered.optimizers, internals.registered.schedulers)
         with OnFailure(put_back), OnFailure(partial(setattr, internals, "chosen", chosen)):
             super().change_config(settings)
-        return sorted(changed.keys() - ({"lr"} if internals.follows_rate else set())) if is_stock else []
+        return sorted(changed.keys() - ({"lr"} if internals.follows_rate else set())) if follows_rate_only else []
 
     def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
@@ -203,7 +203,7 @@ class TorchHosted(hosted.Hosted):
             return
         if not isinstance(data, ShardedLoader):
             return
-        if self._is_stock("train_batch") and not (self._is_stock("train_epoch") or hasattr(operator, "model")):
+        if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
             return  # its own `train_epoch` takes steps that the stock `train_batch` could not take
         try:
             self.loop.arm(0)
@@ -254,7 +254,7 @@ class TorchHosted(hosted.Hosted):
         has_several_batches = parallel.step.has_several_batches
         if has_several_batches:
             gradients.begin_call()
-            if self._is_stock("train_epoch", "train_batch", "forward", "backward"):
+            if is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
                 refuse_sum(internals.criterion)
         # What would not be trained as it was wrapped is refused ahead of a pass.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
@@ -276,18 +276,14 @@ class TorchHosted(hosted.Hosted):
                 parallel.rows.close_call()
             parallel.step.close_call()
 
-    def _is_stock(self, *names: str) -> bool:
-        """Return whether these methods are all the library's."""
-        return not any(overrides(self.operator, name) or name in vars(self.operator) for name in names)
-
     def _open_rows(self, rows: StepRows, run: EpochRun, stream: Any) -> None:
         """Let the ranks tell each other what they have measured, where others could go on without one."""
         if self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return
-        counted, is_stock = self.internals.counted_by_stock_loop, self._is_stock("train_epoch", "train_batch")
+        counted, counts = self.internals.counted_by_stock_loop, is_stock(self.operator, "train_epoch", "train_batch")
 
         def read() -> dict[str, Part]:
-            return {METRICS: run.meters.tally(*(counted() if is_stock else (None, 0)))}
+            return {METRICS: run.meters.tally(*(counted() if counts else (None, 0)))}
 
         def note(told: Mapping[str, Row]) -> None:
             run.rows.note(run.num_completed, told)

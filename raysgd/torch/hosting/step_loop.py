@@ -59,7 +59,7 @@ class StepLoop(Loop):
         self._waiting: list[torch.Tensor] = []  # parameters with gradients where this batch began
         self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
         self._watches = undo is not None or self._keeps_gradients  # what each batch does
-        self._may_run_backward = any(overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))
+        self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
         self._has_own_gradients = False  # that were not exchanged, and wait
         self._has_exchanged = self._has_taken_steps = False  # in the batches of this call
         self._is_in_batch = False
@@ -156,7 +156,7 @@ class StepLoop(Loop):
 
     @property
     def completes_metrics(self) -> bool:
-        return getattr(self._operator.train_epoch, "__func__", None) is TrainingOperator.train_epoch
+        return is_stock(self._operator, "train_epoch")
 
     @property
     def own_s(self) -> float | None:
@@ -296,6 +296,6 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     return (parameter for group in groups for parameter in group["params"])
 
 
-def overrides(operator: TrainingOperator, name: str) -> bool:
-    """Tell whether a method of the operator is not the library's."""
-    return getattr(type(operator), name) is not getattr(TrainingOperator, name)
+def is_stock(operator: TrainingOperator, *names: str) -> bool:
+    """Tell whether these methods of an operator are all the library's, and no others are set on the object."""
+    return all(getattr(getattr(operator, name), "__func__", None) is getattr(TrainingOperator, name) for name in names)
