@@ -230,11 +230,16 @@ class EpochCalls:
             can_resume: Whether it can continue with the batches that are left, in another group.
             check: Called with the answers before they count; raises where the replicas are not equal any more.
         """
-        runner, comparisons = self._runner_cls, self._comparisons
+        runner, comparisons, controller = self._runner_cls, self._comparisons, self._controller
+        number = cache(lambda: controller.num_calls)  # while it is run for the first time
 
         def requests(worlds: Sequence[World]) -> Requests:
-            compares = len(worlds) > 1 and (comparisons.is_due or self._controller.snapshots.is_due_after(call))
-            return self.requests("train", replace(asked, compares_ranks=compares), dataset, worlds)
+            compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
+            return self.requests("train", replace(asked, compares_ranks=compares, call=number()), dataset, worlds)
+
+        def check_all(answers: Sequence[EpochAnswer]) -> None:
+            assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
+            check(answers)
 
         call = Call(
             runner.train_epoch,
@@ -243,7 +248,7 @@ class EpochCalls:
             keeps_alike=True,
             on_wait=self._listeners.on_wait,
             resume=runner.resume_epoch if can_resume else None,
-            check=check,
+            check=check_all,
             parted=difference,
             is_short=True,
             is_repeatable=dataset is None,

@@ -207,6 +207,10 @@ class ElasticController(Lifecycle):
         failures: Decides what follows a failed call.
         start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
             costs nothing.
+
+    Attributes:
+        num_calls: The number of the call that is running, or was last: no two in a row that change the state have the
+            same.
     """
 
     def __init__(
@@ -229,6 +233,7 @@ class ElasticController(Lifecycle):
         self._monitor = Monitor(self)
         self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
+        self.num_calls = 0
         self._nodes_due = float("-inf")
 
     @property
@@ -518,6 +523,7 @@ class ElasticController(Lifecycle):
         """Run a call, again and again while that is allowed, and return the values of the attempt that succeeded."""
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
+        self.num_calls = number.call if number is not None else self.num_calls + 1
         is_inside = number is not None and number.is_resumed
         while True:
             function = call.resume if is_inside and call.resume is not None else call.function

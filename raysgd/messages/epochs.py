@@ -27,6 +27,7 @@ class EpochRequest:
     show progress. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
 
     `shard_key` names data that takes the place of what is registered. `compares_ranks` asks for sums of the weights.
+    `call` is the number of a training call: only what was begun under it is continued, and answers it.
     """
 
     num_steps: int | None
@@ -37,6 +38,7 @@ class EpochRequest:
     redraw: Callable[[], None] | None = None
     starts_over: bool = False
     compares_ranks: bool = False
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class EpochAnswer:
     training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that
     all ranks have to do alike, where that is recorded; `weight_sums` what its weights are, where that was asked;
     `num_inherited` how many samples of workers that are gone its metrics count; `num_used` how many samples all ranks
-    have trained on in the call, or in its last pass. It is 0 where that is not known.
+    have trained on in the call, or in its last pass. It is 0 where that is not known. `call` is the number of the
+    training call that it answers.
     """
 
     metrics: MetricSummary | None
@@ -60,6 +63,7 @@ class EpochAnswer:
     weight_sums: WeightSums | None = None
     num_inherited: float = 0
     num_used: int = 0
+    call: int = 0
 
 
 INHERITED = "inherited_samples"

@@ -19,6 +19,7 @@ from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
+from raysgd.worker.data import epoch_run
 from raysgd.worker.data.around_batch import around_batches, forget, take_outside
 from raysgd.worker.data.batch_streams import WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
@@ -90,7 +91,7 @@ class ReplicaCalls:
             share: This replica's part of data that the driver divides; None if it has that already.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        raised = self._unfinished
+        raised, self._run = self._unfinished, None  # what fails from here on, before it has begun, has no answer
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # to the batch in which user code raised
         self._ledger.begin_call()
@@ -101,21 +102,21 @@ class ReplicaCalls:
         self._set_timers(request.profile)
         if self._copies.every is not None:
             self._copies.forget_call()
-        run = self._run = self._new_run(loop.pass_index(stream), request.num_steps)
+        run = self._run = self._new_run(request.call, loop.pass_index(stream), request.num_steps)
         run.ledger_before = loop.ledger()
         return self._go_through(run, stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Go on with a call that broke off or was held, wherever in the data it is by now."""
-        run, loop = self._run, self._hosted.loop
-        if run is None:  # nothing was begun yet when it broke off
+        run, loop = epoch_run.run_of(self._run, request.call), self._hosted.loop
+        if run is None:  # this rank had not begun it yet when it broke off
             return self.train_epoch(request, share)
         if run.answer is not None:
             return self._complete(run, run.answer)
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
             return self._finish(run, loop.results(run), request)
         self._hosted.feed.begin_again(request, share, run.place)
-        return self._go_through(run, loop.stream(request), request)
+        return self._go_through(run, loop.stream(request, is_begun=True), request)
 
     def _go_through(self, run: EpochRun, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
         """Run the operator's `train_epoch` over these batches, once."""
@@ -184,7 +185,7 @@ class ReplicaCalls:
         num_used = after.used_since(before) if before and after else 0
         beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work, "num_used": num_used}
         beside["weight_sums"] = self._hosted.weight_sums() if request.compares_ranks else None
-        answer = replace(answer, epoch_idx=run.epoch_idx, **beside)
+        answer = replace(answer, epoch_idx=run.epoch_idx, call=run.call, **beside)
         run.finish(answer)
         loop.end_call()
         self._ledger.end_call()
@@ -306,18 +307,20 @@ class ReplicaCalls:
         if run is None:
             self._run = None
             return
-        self._run = self._run or self._new_run(run.epoch_idx, run.num_requested)
-        self._run.take_over(run)
+        own = epoch_run.run_of(self._run, run.call) or self._new_run(run.call, run.epoch_idx, run.num_requested)
+        own.take_over(run)
+        self._run = own
 
     def _go_on_from(self, first: RunState, parts: Iterable[RunState]) -> None:
         """Get ready to continue a call of which a snapshot was taken, with what these ranks had measured."""
-        run = self._new_run(first.epoch_idx, first.num_requested)
+        run = self._new_run(first.call, first.epoch_idx, first.num_requested)
         run.count(part.metrics for part in parts)
         run.take_over(first)
         self._run = run
 
-    def _new_run(self, epoch_idx: int, num_steps: int | None) -> EpochRun:
-        return EpochRun(epoch_idx, num_steps, self._hosted.operator._raysgd.new_meters(), RankRows(self._name))
+    def _new_run(self, call: int, epoch_idx: int, num_steps: int | None) -> EpochRun:
+        meters = self._hosted.operator._raysgd.new_meters()
+        return EpochRun(epoch_idx, num_steps, meters, RankRows(self._name), call=call)
 
     def _settle_run(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
         """Go on in another group.

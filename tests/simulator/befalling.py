@@ -20,7 +20,7 @@ ENDLESS = 7
 """As `which` of a fault: it has no end."""
 FOREVER_S = 10.0**6
 AWAITED = {"step", "half"}
-USER_CODE = {"step", "half", "note", "look", "load", "warm up", "validate"}
+USER_CODE = {"called", "step", "half", "note", "look", "load", "warm up", "validate"}
 
 
 class UserBugError(Exception):
@@ -87,14 +87,18 @@ class Befalling:
     def at_wait(self, thread: DriverThread) -> None:
         """The driver waits."""
         for fault in self._due("wait"):
-            live = self._simulation.cluster.live
             if fault.kind == "interrupt":
                 self._interrupt(fault)
             elif fault.kind == "stop":
                 self._note(fault, "")
                 self._simulation.program.stop_beside(force=bool(fault.which % 2))
-            elif live:
-                self._happen(fault, live[fault.which % len(live)])
+            else:
+                self.befall_one(fault)
+
+    def befall_one(self, fault: Fault) -> None:
+        """Something happens to one of the workers that live, if there are any."""
+        if live := self._simulation.cluster.live:
+            self._happen(fault, live[fault.which % len(live)])
 
     def _due(self, label: str) -> list[Fault]:
         self._counts[label] += 1

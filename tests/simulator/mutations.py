@@ -24,8 +24,11 @@ from raysgd.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.undo import Undo, _Copies
+from raysgd.worker.data import epoch_run
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.state.copies import StateCopies
+from tests.simulator.program import Program
+from tests.simulator.replica import Run, SimReplica
 from tests.simulator.schedule import Fault, Op, Schedule
 
 
@@ -458,6 +461,35 @@ def _form_with_the_stateless(real: Any) -> Any:
     return form
 
 
+def _begins_late(real: Any) -> Any:
+    def walk(self: SimReplica, call: int, num_steps: int | None) -> Any:
+        kept = self.run
+        if kept is not None:
+            kept.call = call
+        task = real(self, call, num_steps)
+        try:
+            reply = next(task)
+            self.run = self.run or kept
+            while True:
+                reply = task.send((yield reply))
+        except StopIteration as end:
+            return end.value
+
+    return walk
+
+
+def _any_run(real: Any) -> Any:
+    return lambda kept, call: kept
+
+
+def _begins_again(real: Any) -> Any:
+    return lambda self, call, num_steps: self.walk(call, num_steps)
+
+
+def _without_number(real: Any) -> Any:
+    return property(lambda self: real.fget(self)._replace(call=0))
+
+
 def _is_ready(self: StandbyWorkers) -> Any:
     return list(self._ready)
 
@@ -583,5 +615,10 @@ MUTATIONS = (
     Mutation("what optimizers know is not put back", Undo, "_look_into", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),
     Mutation("a call begins before the state is copied", StateCopies, "unmade", always([]), (16,)),
+    Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),
+    Mutation("any call that a rank remembers is the one that goes on", epoch_run, "run_of", _any_run, (1513,)),
+    Mutation("ranks that take a call over do not know which it is", Run, "progress", _without_number, (13,)),
+    Mutation("a call that goes on begins again", SimReplica, "walk_on", _begins_again, (13,)),
+    Mutation("all calls have one number", Program, "_next_number", always(1), (1513,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.driver.calls import EpochCalls
@@ -15,7 +14,7 @@ from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, Wor
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Stopped
 from tests.simulator.replica import State, Walked, load, look, note, validate, walk, walk_on
-from tests.simulator.schedule import LOSSES, Op
+from tests.simulator.schedule import LOSSES, Fault, Op
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
@@ -71,7 +70,7 @@ class Program:
         self._is_exact = True
         self._has_stop, self._stopped_at = False, float("inf")
         self._file = Snapshot(State(), ((0, 0),))
-        self._num_loads, self._numbers = 0, count(1)
+        self._num_loads = self._num_calls = 0
         self._possible: list[State] = []
         self._before_raised: list[State] = []  # what a loss may go back to until a snapshot has what a failed call did
         schedule = simulation.schedule
@@ -196,7 +195,7 @@ class Program:
         return state
 
     def _walked(self, num_steps: int | None, budget: WatchedBudget) -> State:
-        number = next(self._numbers)
+        number = self._next_number()
         call = Call(
             walk,
             lambda worlds: [(number, num_steps)] * len(worlds),
@@ -213,6 +212,10 @@ class Program:
         self._check_measured(walked, state, before if is_known else None)
         self._commit(state)
         return state
+
+    def _next_number(self) -> int:
+        self._num_calls += 1
+        return self._num_calls
 
     def _note(self, op: Op, budget: WatchedBudget) -> State:
         return self._noted(op, budget, is_repeatable=True)
@@ -321,6 +324,11 @@ class Program:
 
     def _rest(self, op: Op, budget: WatchedBudget) -> None:
         self._simulation.kernel.sleep((op.argument or 1) / 10)
+
+    def _lose(self, op: Op, budget: WatchedBudget) -> None:
+        """A worker dies between two calls, and the next one comes at once."""
+        self._simulation.befalling.befall_one(Fault("die", "between calls", 0, (op.argument or 0) % 6))
+        self._simulation.kernel.sleep(0.05)
 
     def _kill(self, op: Op, budget: WatchedBudget) -> None:
         if self._is_alone:

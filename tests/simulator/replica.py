@@ -13,6 +13,7 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
+from raysgd.worker.data import epoch_run
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.copies import StateCopies, StateCopy
@@ -137,6 +138,7 @@ class Surroundings(Protocol):
     is_large: bool
     has_halves: bool
     undo: bool | None
+    joins_late: bool
 
     def point(self, label: str, replica: SimReplica) -> Iterable[float]:
         """A place where something may happen."""
@@ -195,6 +197,7 @@ class SimReplica:
         self.run: Run | None = None
         self.is_walking = False
         self.last_left = 0
+        self._has_joined = False
         self._last_hold = 0, False
         self.copies = StateCopies(around.snapshot_every, Ledger())
         self._newest_token = 0
@@ -276,7 +279,7 @@ class SimReplica:
 
     def regroup(self, world: World, handover: StateHandover) -> Task:
         self.copies.forget_call()
-        self.world = world
+        self.world, self._has_joined = world, False
         if self.run is not None:
             self.run.proposed = self.run.agreed = None
         yield from self.around.point("regroup", self)
@@ -300,7 +303,7 @@ class SimReplica:
         if told is None:
             self.run = None
             return
-        before, self.run = self.run, self._run_like(told)
+        before, self.run = epoch_run.run_of(self.run, told.call), self._run_like(told)
         if before is not None:
             is_behind = before.steps < told.steps
             self.run.measured = told.others.get(self.name, before.measured) if is_behind else before.measured
@@ -347,14 +350,18 @@ class SimReplica:
     def walk(self, call: int, num_steps: int | None) -> Task:
         """Trains for so many steps; None for the rest of the pass."""
         self.copies.forget_call()
+        self.run = None
+        if self.around.joins_late and not self._has_joined:
+            yield from self.around.point("begin", self)
+            yield from self.connection.exchange("begin", self.name, lambda given: None)
+            self._has_joined = True
         self.run = Run(call, num_steps, RankRows(self.name))
         return (yield from self._go_through(self.run))
 
     def walk_on(self, call: int, num_steps: int | None) -> Task:
-        run = self.run
+        run = epoch_run.run_of(self.run, call)
         if run is None:
             return (yield from self.walk(call, num_steps))
-        assert run.call == call, f"call {call} goes on inside call {run.call}"
         if run.answer is not None:
             return self._with_lost(run)
         if run.is_finished:

@@ -192,6 +192,10 @@ class Simulation:
         return self.schedule.has_halves
 
     @property
+    def joins_late(self) -> bool:
+        return self.schedule.joins_late
+
+    @property
     def undo(self) -> bool | None:
         return self.schedule.undo
 

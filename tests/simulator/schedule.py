@@ -53,6 +53,7 @@ SIMPLER = (
     "is_large",
     "has_halves",
     "undo",
+    "joins_late",
     "snapshot_every",
     "resize_interval_s",
     "tells",
@@ -102,6 +103,7 @@ class Schedule:
         seed: Decides how long everything takes, and who is first.
         use_local: Whether rank 0 is the driver.
         snapshot_every_s: As for `GroupSpec`.
+        joins_late: Whether the first training call of a group connects its ranks once more before it begins.
         copy_s: How long a copy of the state takes.
         late_s: How long what is asked of a worker beside its work waits at most.
     """
@@ -119,6 +121,7 @@ class Schedule:
     is_large: bool = False
     has_halves: bool = False
     undo: bool | None = False
+    joins_late: bool = False
     snapshot_every: int | None = None
     resize_interval_s: float | Literal["auto"] | None = None
     tells: bool = True
@@ -182,6 +185,7 @@ def drawn(seed: int) -> Schedule:
         late_s=rng.choice([0.0, 0.0, 0.0, 0.4, 1.2, 2.5]),
     )
     schedule = replace(schedule, ops=_ops(rng), faults=_faults(rng))
+    schedule = _with_late_joins(schedule) if seed % 4 == 1 else schedule
     return _with_validations(schedule) if schedule.num_spares and seed % 3 == 2 else schedule
 
 
@@ -218,6 +222,20 @@ def _ops(rng: random.Random) -> tuple[Op, ...]:
         thread = int(rng.random() < 0.08)
         ops.append(Op(kind, argument, rng.choice([0, 1, 3, 3, 3, 6]), thread))
     return (*ops, Op("train", None, 6))
+
+
+def _with_late_joins(schedule: Schedule) -> Schedule:
+    """The same with calls that connect the ranks before they begin, and what befalls them there."""
+    rng = random.Random(schedule.seed)
+    ops = [each for op in schedule.ops for each in ([Op("lose", rng.randrange(6)), op] if rng.random() < 0.4 else [op])]
+    kinds = rng.choices([*LOSSES, "die", "die", "raise"], k=rng.randint(0, 4))
+    faults = [_at_beginning(rng, kind) for kind in kinds]
+    return replace(schedule, joins_late=True, ops=tuple(ops), faults=(*schedule.faults, *faults))
+
+
+def _at_beginning(rng: random.Random, kind: str) -> Fault:
+    point = "called" if kind == "raise" or rng.random() < 0.3 else "begin"
+    return Fault(kind, point, rng.randint(1, 12), rng.randrange(8))
 
 
 def _with_validations(schedule: Schedule) -> Schedule:

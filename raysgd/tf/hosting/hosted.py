@@ -383,7 +383,7 @@ class FitLoop(OperatorLoop):
     def end_call(self) -> None:
         self.fit.end()
 
-    def stream(self, request: EpochRequest) -> FitStream:
+    def stream(self, request: EpochRequest, *, is_begun: bool = False) -> FitStream:
         return self.fit
 
     def pass_index(self, stream: Any) -> int:

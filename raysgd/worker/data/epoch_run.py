@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from raysgd._numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd._numbers.results import num_samples_of, with_lost
@@ -19,6 +19,24 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics"
 """The part of a rank's row that has the running sums of its metrics."""
+
+
+class NumberedRun(Protocol):
+    """What a rank keeps of a training call, also after its end.
+
+    Attributes:
+        call: The number of the call.
+    """
+
+    call: int
+
+
+RunT = TypeVar("RunT", bound=NumberedRun)
+
+
+def run_of(kept: RunT | None, call: int) -> RunT | None:
+    """Return what is kept of this call; None where the rank has not begun it: what it keeps is of an earlier one."""
+    return kept if kept is not None and kept.call == call else None
 
 
 class HeldAtBoundary(BaseException):
@@ -85,6 +103,7 @@ class RunState:
         others: What other ranks had measured by then, by name, as far as it knows; nothing where that does not travel.
         lost: What ranks had measured that are gone.
         place: Where it is in data that only this call has; None for registered data.
+        call: The number of the call.
     """
 
     num_steps: int
@@ -97,6 +116,7 @@ class RunState:
     others: Mapping[str, MetricSummary] = field(default_factory=dict)
     lost: Mapping[str, MetricSummary] = field(default_factory=dict)
     place: DataPosition | None = None
+    call: int = 0
 
     def __str__(self) -> str:
         return f"after {self.num_steps} steps"
@@ -117,6 +137,7 @@ class EpochRun:
         is_exhausted: Whether no step is left, as of the last `detach`.
         place: Where it is in data that only this call has, as of the last `detach`.
         ledger_before: The samples before it, by what became of them; None where this rank was not there.
+        call: The number of the call, by which its request is told from that of another one.
     """
 
     epoch_idx: int
@@ -130,6 +151,7 @@ class EpochRun:
     place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
     ledger_before: DataLedger | None = None
+    call: int = 0
     _stream: Any = None  # hands out the batches, and remembers where it is
     _began_at: int = 0
 
@@ -193,6 +215,7 @@ class EpochRun:
             others={} if with_metrics else self._told,
             lost=dict(self.rows.lost),
             place=self.place,
+            call=self.call,
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:

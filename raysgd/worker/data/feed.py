@@ -12,6 +12,7 @@ from typing import Any
 from raysgd.arrays.data_kinds import CallData, DataPosition
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.engine.shared.types import DataLedger
+from raysgd.exceptions import OnFailure
 from raysgd.messages.epochs import EpochRequest
 
 logger = logging.getLogger(__name__)
@@ -102,9 +103,20 @@ class Feed(ABC):
         if name == "train":
             self.train_stream = None
 
-    def training(self, request: EpochRequest) -> Any:
-        """Return the stream to train on: over data of the request if it has some, else over the registered data."""
+    def training(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
+        """Return the stream to train on: over data of the request if it has some, else over the registered data.
+
+        Args:
+            request: What is asked.
+            is_begun: Whether the call goes on: its pass over data that only it has is counted already.
+        """
+        epoch = self.epoch
+        with OnFailure(lambda: self._count(epoch)):  # a call that was not begun is no pass
+            return self._joined(request, is_begun)
+
+    def _joined(self, request: EpochRequest, is_begun: bool) -> Any:
         if request.shard_key is not None:
+            self._count(self.epoch + (not is_begun))
             stream = self._stream_of_call(request)
         elif self.train_stream is None:
             stream = self._stream_over(self._source("train", request, training=True), self.begin_pass)
@@ -114,6 +126,9 @@ class Feed(ABC):
             stream = self.train_stream
         stream.source.join(self._ranks)
         return stream
+
+    def _count(self, epoch: int) -> None:
+        self.epoch = epoch
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:
@@ -133,7 +148,6 @@ class Feed(ABC):
 
     def _stream_of_call(self, request: EpochRequest) -> Any:
         """Return one that continues where the last call with the same data stopped."""
-        self.epoch += 1
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
             source = self._source_of_call("train", request, training=True)
@@ -181,7 +195,6 @@ class Feed(ABC):
         if request.shard_key is not None:
             self.take_share("train", request, share)
             self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
-            self.epoch -= 1  # it is not another call
 
     def place_of_call(self, stream: Any) -> DataPosition | None:
         """Return where a call stopped in data that only it had; None at the end of a pass, or where unknown."""

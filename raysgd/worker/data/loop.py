@@ -81,9 +81,9 @@ class Loop:
     def end_call(self) -> None:
         """Called when a training call has its answer."""
 
-    def stream(self, request: EpochRequest) -> Any:
+    def stream(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
         """Return where the batches of a training call come from; a `Stream`."""
-        return self._feed.training(request)
+        return self._feed.training(request, is_begun=is_begun)
 
     def pass_index(self, stream: Any) -> int:
         """Index of the pass that the next batch belongs to."""
