@@ -185,4 +185,4 @@ class KeptTrainer:
         if found is not None and found.call > self._keeper.num_calls:
             self._keeper.num_calls = found.call
             if is_interrupted:
-                self._trainer._controller.kill_group()
+                self._trainer._controller.end_left_call()

@@ -46,6 +46,10 @@ _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
 _SPARE_POLL_S = 0.1
 _NUM_COPIES = 4
+_LOST_ON_ITS_WAY = (
+    f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
+    "too little memory in Ray's object store is a frequent one."
+)
 
 _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
@@ -358,9 +362,8 @@ class ElasticController(Lifecycle):
             try:
                 if self._follows_cluster:
                     self._adapt(call)
-                # Where only workers have the state, unless those that survive a failure could continue the call.
-                if self.group is not None and self.snapshots.is_only_in_workers and not call.can_continue:
-                    self._run(copy_call(), budget)
+                if self.holds_only_state and not (call.captures or self._is_taken_up):
+                    self._copy_only_state(call, budget)
                 values = self._run(call, budget)
                 if self.spec.captures_after_calls and self.snapshots.is_overdue:  # it took much longer than expected
                     self._run(copy_call(), budget)
@@ -372,6 +375,29 @@ class ElasticController(Lifecycle):
                 if has_failed:
                     self._monitor.observe()
                 self._monitor.is_on = False
+
+    @property
+    def _is_taken_up(self) -> bool:
+        """True if the workers may be in a call that another process has made."""
+        kept_by = keeper()
+        return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
+
+    def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
+        """Before a call: copy a state that only workers have. A call that survivors cannot continue waits for it."""
+        for _ in range(_NUM_COPIES):
+            if not self.snapshots.is_coming:
+                self._run(copy_call(), budget)
+            if not call.can_continue:
+                self._monitor.await_snapshot()
+            if call.can_continue or not self.holds_only_state:
+                return
+        raise WorkersLostError(_LOST_ON_ITS_WAY)
+
+    def end_left_call(self) -> None:
+        """End the call that another process has made, and that is not taken up."""
+        with self._turn_to_copy():
+            self.recovery.fetch_only_state()
+            self.end_call("KeyboardInterrupt")
 
     def lend_spare(self) -> Loan | None:
         """A spare for `run_on_spare`, which steps in all the same when it is needed; None where none is ready."""
@@ -447,10 +473,7 @@ class ElasticController(Lifecycle):
                 if landed is not None and self._is_known:
                     return landed
                 self.run(copy_call())
-        raise WorkersLostError(
-            f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
-            "too little memory in Ray's object store is a frequent one."
-        )
+        raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def newest_snapshot(self) -> NewestSnapshot:
         """The same as soon as it is copied: it may be on its way to the driver."""
@@ -541,6 +564,8 @@ class ElasticController(Lifecycle):
                 # A worker that is the driver itself, alone, waits for no other, and is kept as it is.
                 left = None if isinstance(error, kept) else self.group
                 if left is not None and not left.is_driver_only:
+                    self.interrupted = None  # it is being answered
+                    self.recovery.fetch_only_state()
                     self.end_call(type(error).__name__)
                 if isinstance(error, RanksDifferError):
                     self.snapshots.forget_calls()  # in one of them they may have parted
@@ -565,6 +590,8 @@ class ElasticController(Lifecycle):
 
         def on_wait() -> None:
             self._monitor.poll()
+            if self.interrupted is not None:
+                self.check_active()
             if call.on_wait is not None:
                 call.on_wait()
 
@@ -686,6 +713,6 @@ class ElasticController(Lifecycle):
 
     def restart(self) -> None:
         """Do the same in new processes, for replicas that leave something behind in theirs."""
-        self.kill_group()
         self.snapshots.begin_again()
+        self.kill_group()
         self.ensure_group()

@@ -298,6 +298,7 @@ class WorkerGroup:
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
+        self._unanswered = remote  # where Ctrl-C ends the wait
         local = {rank: call for rank, call in calls.items() if rank not in remote}
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
@@ -421,6 +422,13 @@ class WorkerGroup:
         lost |= {rank for rank, found in answers.items() if not found.ok}
         lost |= self._let_finish({rank: call for rank, call in waiting.items() if rank not in lost}, tell_stuck)
         return [rank for rank in range(len(self.workers)) if rank not in lost]
+
+    def settle_any(self) -> list[int]:
+        """Do what `settle` does where the ranks may be in calls that another process has made."""
+        self.interrupt()
+        behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
+        self._unanswered = {**self._unanswered, **behind}
+        return self.settle(GroupReport(()))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
         """Of these ranks, which do nothing, those that live and answer; who does neither is noted as silent."""
@@ -597,6 +605,10 @@ class WorkerGroup:
                 worker.kill()
         finally:
             self.slots.close(timeout_s)
+
+
+def _nothing() -> None:
+    """Do nothing, behind what a worker does."""
 
 
 class GroupHooks:

@@ -102,6 +102,9 @@ class Lifecycle(ABC):
         facts: What the replicas told of themselves when they were set up, by rank.
         stopped: Set once there are to be no workers any more: from then on no group is started.
         interrupted: The thread whose call is to end; None without.
+        gives_state_up: Whether the state that only workers have could not be fetched.
+        is_fetching: Whether it is being fetched.
+        newcomers: Workers that were to take over the state, and may not have it.
     """
 
     def __init__(
@@ -129,6 +132,15 @@ class Lifecycle(ABC):
         self._num_short = 0  # workers with which memory ran out, at most
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
+        self.gives_state_up = self.is_fetching = False
+        self.newcomers: set[Any] = set()
+
+    @property
+    def holds_only_state(self) -> bool:
+        """True if workers have a state that is nowhere else: it is fetched before any of them is ended."""
+        group = self.group
+        has_workers = group is not None and not group.is_driver_only and not self.has_session_ended
+        return has_workers and self.snapshots.is_only_in_workers and not self.gives_state_up
 
     @property
     def num_workers(self) -> int:
@@ -237,7 +249,8 @@ class Lifecycle(ABC):
             return False
         if len(group) < num_workers:
             logger.warning("started %s of %s workers; the others step in later", len(group), num_workers)
-        self.group = group
+        self.group, self.gives_state_up = group, False
+        self.newcomers.clear()
         self.take_answers(report)
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
@@ -492,15 +505,18 @@ class Lifecycle(ABC):
     def interrupt_thread(self, thread: int) -> None:
         """From another thread: ends the call that a thread is in as Ctrl-C inside it would; another one can follow."""
         self.interrupted = thread
-        self.kill_workers()
+        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # else that thread fetches it
+            self.kill_workers()
 
     def end_interrupt(self) -> None:
         """The call that was interrupted is over: no one is to use the workers that were killed for it."""
         self.interrupted = None
-        self.kill_group()
+        if not self.holds_only_state:
+            self.kill_group()
 
     def kill_group(self) -> None:
         """Kill the processes; the next call starts new ones from the last snapshot."""
+        assert not self.holds_only_state, "a state that only workers have is fetched before they are ended"
         if self.group is not None:
             group, self.group = self.group, None
             self._end_group(group)

@@ -101,6 +101,7 @@ class Change:
         orphans: How far those are.
         wait_s: How long to wait.
         goes_on: Whether those who stay go on from the state that they have.
+        only_copies: Whether their state is all that is wanted: no one joins, and however few there are are enough.
     """
 
     kind: EventKind
@@ -113,6 +114,7 @@ class Change:
     orphans: tuple[Any, ...] = ()
     wait_s: float = STANDBY_WAIT_S
     goes_on: bool = True
+    only_copies: bool = False
 
 
 Failed = tuple[EventKind, str]
@@ -168,7 +170,7 @@ class Recovery:
             if diagnosis.kind == "disconnected":  # some saw only a connection break: who does not answer?
                 everyone = range(len(self._lifecycle.running))
                 behind = set(everyone) - set(self._lifecycle.running.answering(everyone))
-            self._give_up(diagnosis, budget, words(diagnosis, behind))
+            self._give_up(diagnosis, report, budget, words(diagnosis, behind))
         cause = words(diagnosis)
         if decision == "continue":
             failed, self._went_on_in = self._continue_in_place(report, budget), call
@@ -178,7 +180,10 @@ class Recovery:
         if diagnosis.kind == "disconnected" and not self._spec.keeps_survivors:
             self._monitor.tell_stuck()
         if budget.is_spent:
-            self._give_up(diagnosis, budget, cause)
+            self._give_up(diagnosis, report, budget, cause)
+        self.await_only_state()
+        if self._lifecycle.holds_only_state and not call.can_continue:
+            self._refuse_to_repeat(diagnosis, report, cause)
         budget.pay_for_restart()
         self._lifecycle.hooks.on_failure(diagnosis)
         self.restart_workers("restored", cause, after=report)
@@ -208,8 +213,9 @@ class Recovery:
         """True if the snapshot that was just restored was taken inside the running call."""
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
-    def _give_up(self, diagnosis: Diagnosis, budget: RetryBudget, cause: str) -> NoReturn:
+    def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
         """Raise a failure for good."""
+        self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()
         hint = (
@@ -221,6 +227,15 @@ class Recovery:
             f"{hint if diagnosis.kind == 'died' else ''}{self._spec.words.when_spent}"
         )
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
+
+    def _refuse_to_repeat(self, diagnosis: Diagnosis, report: GroupReport, cause: str) -> NoReturn:
+        """Raise where the state from before a call is lost, and what survivors have may hold half of what it does."""
+        self.fetch_only_state(report)
+        self._lifecycle.end_call(cause, "lost")
+        raise WorkersLostError(
+            f"{cause}, in a call that cannot be repeated: a copy of the state from before it was with the process that "
+            "was lost shortly before. The next call continues with the state of the workers that were left."
+        ) from diagnosis.faults[0].error
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
         """After an exception in user code: kills a group whose ranks are not at the same place, and says so.
@@ -235,6 +250,7 @@ class Recovery:
             self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
         else:
             return ""
+        self.fetch_only_state(report)
         self._lifecycle.end_call(
             f"rank {listed(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}"
         )
@@ -254,6 +270,58 @@ class Recovery:
             return False
         progress = self._ask_progress()
         return progress.ok and are_alike([answer.value for answer in progress.values])
+
+    # ------------------------------------------------------------------------------ before workers are ended
+
+    def fetch_only_state(self, after: GroupReport | None = None) -> None:
+        """Fetch the state that only workers have, also from the middle of a call. Called before any of them is ended.
+
+        Where no worker is left that has it whole, the log says so, and it is given up.
+
+        Args:
+            after: What is known of the call that failed; None where the ranks may be anywhere.
+        """
+        lifecycle = self._lifecycle
+        self.await_only_state()
+        if not lifecycle.holds_only_state:
+            return
+        lifecycle.is_fetching = True
+        try:
+            self._monitor.watch()
+            group = lifecycle.running
+            survivors = group.settle_any() if after is None else group.settle(after)
+            while lifecycle.holds_only_state:
+                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a long step is waited for
+                survivors = list(range(len(group)))
+            logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
+        except CannotForm as failed:
+            reason = failed.reason or "no worker is left"
+            logger.warning("the state that only workers have cannot be fetched: %s", reason)
+            lifecycle.gives_state_up = True
+        finally:
+            lifecycle.is_fetching = False
+
+    def await_only_state(self) -> None:
+        """Wait for a copy of the state that only workers have, if one is on its way."""
+        if self._lifecycle.holds_only_state and self._snapshots.is_coming:
+            self._monitor.await_snapshot()
+
+    def _fetch_from(self, living: Collection[int]) -> None:
+        """Let those who live form a group of their own, which has one state, and fetch that.
+
+        Raises:
+            CannotForm: No one is left who has it.
+        """
+        group, now, newcomers = self._lifecycle.running, self._lifecycle.now(), self._lifecycle.newcomers
+        staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
+        self._try_to_make(Change("ended", lambda gone: "", staying, now, 0, only_copies=True))
+        everyone = dict.fromkeys(range(len(group)), ())
+        report = group.on_replica(replica.capture_here, everyone, on_wait=self._monitor.poll)
+        if report.ok:
+            self._snapshots.take_from(group, [answer.value for answer in report.values])
+            self._monitor.await_snapshot()
+        else:
+            group.settle(report)
 
     # --------------------------------------------------------------------------------------- changes in place
 
@@ -378,6 +446,7 @@ class Recovery:
         def end_unless_unformed(error: BaseException) -> None:
             """A group that is formed half-way must never be used, also after Ctrl-C."""
             if not isinstance(error, CannotForm):
+                self.fetch_only_state()
                 lifecycle.end_call(type(error).__name__)
 
         try:
@@ -420,8 +489,10 @@ class Recovery:
             behind = takers(formed.progress_reports, formed.source)
             takers_of_state = (*(places[index] for index in behind), *places[len(formed.staying) :])
             handover = StateHandover(places[formed.source], takers_of_state, change.orphans)
-            group = self._lifecycle.running
+            group, newcomers = self._lifecycle.running, self._lifecycle.newcomers
+            newcomers.update(each.worker for each in formed.joining)
             report = group.regroup(formed.staying, formed.joining, handover, self._monitor.poll, places)
+            newcomers.difference_update(group.workers[found.rank] for found in report.outcomes if found.ok)
             if report.ok:
                 self._lifecycle.keep_facts(list(report.values))
                 return formed
@@ -461,6 +532,10 @@ class Recovery:
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
+        if change.only_copies:  # what keeps a replica from continuing keeps no one from copying its state
+            reports = [replace(each, obstacle=None) for each in formed.progress_reports]
+            self._remove_others(formed.staying)
+            return replace(formed, progress_reports=reports)
 
         def kill_new_ones() -> None:
             for each in formed.joining:
@@ -501,6 +576,10 @@ class Recovery:
             raise CannotForm("", ())
         return NextGroup([], [], [])
 
+    def _remove_others(self, staying: Collection[int]) -> None:
+        group = self._lifecycle.running
+        group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
+
     def _fill_up(self, change: Change, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
         """Let others join, and wait for them: until they are `num_awaited`, and for those that are needed.
 
@@ -517,7 +596,7 @@ class Recovery:
                 obstacle = change.budget.obstacle_to_continuing(progress) if change.budget is not None else None
                 if obstacle is not None:
                     raise CannotForm(obstacle, formed.staying)
-            group.remove_workers([r for r in range(len(group)) if r not in formed.staying and r not in group.gone])
+            self._remove_others(formed.staying)
             if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
                 return formed
             answering = group.answering(formed.staying)  # they were not polled while they waited
@@ -571,6 +650,7 @@ class Recovery:
                 lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
 
         with OnFailure(told=end):
+            self.fetch_only_state(after)
             self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else SETTLE_S)
             self._snapshots.drop_incoming()
             num_kept = self._try_renew(after) if after is not None else None

@@ -465,8 +465,8 @@ class Snapshots:
 
     @property
     def is_only_in_workers(self) -> bool:
-        """True if calls changed the state, and no snapshot was ever taken of it, as one would be."""
-        return self.is_lost and not self._spec.loses_state
+        """True if calls changed the state, and no snapshot of it has landed, as one would."""
+        return self.has_gap and self._spec.captures and self.landed is None and not self._spec.loses_state
 
     def restored_from(self) -> str:
         """Return which state the next workers go on from, in words."""

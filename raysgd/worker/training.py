@@ -15,6 +15,7 @@ from typing import Any
 from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary, is_weight
 from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd._numbers.timers import TimerCollection
+from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.joint_work import JointWork
@@ -240,13 +241,20 @@ class ReplicaCalls:
         if run.gate.proposed is not None and run.gate.stops(run.num_completed):
             raise HeldAtBoundary
 
-    def _snapshot(self, run: EpochRun) -> Any:
+    def _snapshot(self, run: EpochRun) -> Capture:
         self._note_place(run)
         return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, run.state(with_metrics=True))
 
     def _note_place(self, run: EpochRun) -> None:
         if run.stream is not None:
             run.place = self._hosted.feed.place_of_call(run.stream)
+
+    def capture_here(self) -> Capture:
+        """Copy the state of the last completed step; see `RegroupingReplica`."""
+        run, hosted = self._unfinished, self._hosted
+        if run is None or hosted.epoch_obstacle is not None or hosted.feed.obstacle_of_call(run.stream) is not None:
+            return self._copies.after_call(hosted.state, hosted.world.rank, None)
+        return self._snapshot(run)
 
     # ------------------------------------------------------------------------------------ a call in another group
 

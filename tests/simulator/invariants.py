@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.group import GroupHooks
 from raysgd.engine.policies import Diagnosis, RetryBudget, classify
@@ -124,7 +124,8 @@ class Invariants:
 
     def check_size(self, num_workers: int) -> None:
         schedule = self._simulation.schedule
-        self.require(num_workers >= schedule.min_workers, f"a group of {num_workers} workers is too small")
+        is_enough = num_workers >= schedule.min_workers or self._simulation.controller.is_fetching
+        self.require(is_enough, f"a group of {num_workers} workers is too small")
         self.require(num_workers <= schedule.num_workers, f"a group of {num_workers} workers is too large")
 
     def check_given_up(self, report: GroupReport, num_replacements: int) -> None:
@@ -135,6 +136,30 @@ class Invariants:
         has_bug = classify(report).kind == "user" or kinds["raise"] or kinds["stop"]  # another thread ends the trainer
         left = f"{num_replacements} more workers may be started in the place of dead ones"
         self.require(not (has_room and num_replacements) or bool(has_bug), f"a start is given up, though {left}")
+
+    def watch_only_state(self) -> None:
+        """From now on: a state that only workers have is given up only if none of them is left that could send it."""
+        recovery, controller = self._simulation.controller.recovery, self._simulation.controller
+        fetch = type(recovery).fetch_only_state
+
+        def watched(*args: Any, **options: Any) -> None:
+            befallen, is_only = dict(self._simulation.befalling.kinds), controller.holds_only_state
+            group = controller.group
+            living = [] if group is None else [each for each in group.processes if not each.is_dead]
+            fetch(recovery, *args, **options)
+            self.check_fetched(is_only and controller.gives_state_up, living, befallen)
+
+        recovery.fetch_only_state = watched
+
+    def check_fetched(self, is_given_up: bool, living: Sequence[Process], befallen: Mapping[str, int]) -> None:
+        """A state is fetched that a healthy worker has."""
+        kinds = self._simulation.befalling.kinds
+        is_torn = self._simulation.schedule.has_halves and not self._simulation.schedule.undo
+        is_disturbed = dict(kinds) != befallen or is_torn or any(kinds[kind] for kind in ("freeze", "stall", "slow"))
+        self.require(
+            not is_given_up or is_disturbed or not living,
+            f"a state is given up that {', '.join(map(str, living))} have",
+        )
 
     def check_recalled(self, took_s: float) -> None:
         """A spare that validates steps in after a batch, where nothing holds it up."""

@@ -620,5 +620,6 @@ MUTATIONS = (
     Mutation("ranks that take a call over do not know which it is", Run, "progress", _without_number, (13,)),
     Mutation("a call that goes on begins again", SimReplica, "walk_on", _begins_again, (13,)),
     Mutation("all calls have one number", Program, "_next_number", always(1), (1513,)),
+    Mutation("workers are ended that have the only state", Lifecycle, "holds_only_state", always_is(False)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -370,6 +370,10 @@ class Process:
         yield from self._point("answer")
         return WorkerAnswer(value, part)
 
+    def _execute(self, function: Callable[..., Any]) -> Task:
+        yield 0.0
+        return function()
+
     def _beside(self, function: Callable[..., Any], *args: Any) -> Task:
         yield 0.0
         return None if self.replica is None else function(self.replica, *args)

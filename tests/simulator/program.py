@@ -110,7 +110,8 @@ class Program:
         budget = WatchedBudget(op.max_retries, self._invariants)
         failures_before = self._invariants.hooks.num_failures
         snapshots = self._controller.snapshots
-        was_coming, must_follow = snapshots.is_coming, snapshots.must_follow
+        was_coming = snapshots.is_coming or self._controller.holds_only_state  # then one is sent before the call
+        must_follow = snapshots.must_follow
         waiting, leaving = self._invariants.waiting(), self._invariants.nodes_to_leave()
         num_events, reasons = len(simulation.controller.history.events), self._invariants.reasons
         self.is_in_call = self.is_in_call or is_first
@@ -330,8 +331,17 @@ class Program:
         self._simulation.befalling.befall_one(Fault("die", "between calls", 0, (op.argument or 0) % 6))
         self._simulation.kernel.sleep(0.05)
 
+    def _take_over(self, op: Op, budget: WatchedBudget) -> None:
+        """Another process of the driver goes on with the workers. It has no copy of their state."""
+        schedule, controller = self._simulation.schedule, self._controller
+        is_kept = schedule.regroups and schedule.snapshot_every_s is not None and not schedule.use_local
+        if self._is_alone and is_kept and controller.group is not None and not self._num_validating:
+            controller.snapshots.clear()
+            controller.snapshots.completed(None)
+            self._simulation.invariants.watch_only_state()
+
     def _kill(self, op: Op, budget: WatchedBudget) -> None:
-        if self._is_alone:
+        if self._is_alone and not self._controller.holds_only_state:
             self._controller.kill_group()
 
     # ------------------------------------------------------------------------------------ what is known

@@ -342,6 +342,10 @@ class SimReplica:
     def leave_call(self, number: int) -> None:
         self.last_left = max(self.last_left, number)
 
+    def capture_here(self) -> Capture:
+        run = self.run
+        return self.capture(None) if run is None or run.is_finished else self._capture_inside(run)
+
     def part_of_snapshot(self, number: int) -> Capture | None:
         return self.copies.part_of_snapshot(number)
 

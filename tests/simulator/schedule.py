@@ -186,6 +186,7 @@ def drawn(seed: int) -> Schedule:
     )
     schedule = replace(schedule, ops=_ops(rng), faults=_faults(rng))
     schedule = _with_late_joins(schedule) if seed % 4 == 1 else schedule
+    schedule = _with_other_processes(schedule) if seed % 4 == 3 else schedule
     return _with_validations(schedule) if schedule.num_spares and seed % 3 == 2 else schedule
 
 
@@ -231,6 +232,13 @@ def _with_late_joins(schedule: Schedule) -> Schedule:
     kinds = rng.choices([*LOSSES, "die", "die", "raise"], k=rng.randint(0, 4))
     faults = [_at_beginning(rng, kind) for kind in kinds]
     return replace(schedule, joins_late=True, ops=tuple(ops), faults=(*schedule.faults, *faults))
+
+
+def _with_other_processes(schedule: Schedule) -> Schedule:
+    """The same with workers that go on with another process of the driver, before some calls."""
+    rng = random.Random(schedule.seed)
+    ops = [each for op in schedule.ops for each in ([Op("take_over"), op] if rng.random() < 0.4 else [op])]
+    return replace(schedule, ops=tuple(ops))
 
 
 def _at_beginning(rng: random.Random, kind: str) -> Fault:

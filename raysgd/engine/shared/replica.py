@@ -101,6 +101,9 @@ class RegroupingReplica(Replica, Protocol):
             parts: How far those ranks were whose metrics this one counts.
         """
 
+    def capture_here(self) -> Capture:
+        """Copy the state of the last completed step; with how far the call is that broke off, where it can continue."""
+
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot `number` taken inside the running call; None if it is not kept any more."""
 
@@ -150,6 +153,11 @@ def sign_of_life(replica: Any) -> Heartbeat | None:
 def part_of_snapshot(replica: RegroupingReplica, number: int) -> Capture | None:
     """Return this rank's part of a snapshot from inside the running call."""
     return replica.part_of_snapshot(number)
+
+
+def capture_here(replica: RegroupingReplica) -> Capture:
+    """Copy the state, also in the middle of a call that broke off."""
+    return replica.capture_here()
 
 
 def hold(replica: Any) -> None:
