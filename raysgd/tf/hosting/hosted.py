@@ -211,7 +211,8 @@ class TFHosted(hosted.Hosted):
         arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # one at a time
         rows = [(sums_of_array(array), tolerance_of(array.itemsize)) for array in arrays]
         numbers, tolerances = np.array([sums for sums, _ in rows]), tuple(tolerance for _, tolerance in rows)
-        return WeightSums(tuple(names), numbers, tolerances, time.perf_counter() - began)
+        shapes = tuple(tuple(variable.shape) for _, _, variable in found)
+        return WeightSums(tuple(names), shapes, numbers, tolerances, time.perf_counter() - began)
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:
