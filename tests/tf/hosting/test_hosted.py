@@ -41,6 +41,27 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     assert "8 samples used" in loop.progress_text()
 
 
+@pytest.mark.keras_in_turns("keras3")
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("operator_cls", [Line, make_operator(make_model, make_data)])
+def test_training_goes_on_in_the_order_that_followed_the_state_that_was_loaded(
+    keras_here: Any, operator_cls: Any, num_workers: int
+) -> None:
+    def trained() -> Any:
+        runner.train_epoch(EpochRequest(None, {}, False, seed=0))
+        return np.concatenate([array.reshape(-1) for array in runner.state()["models"][0]])
+
+    runner = TFRunner(TFSettings(operator_cls, {"shuffles": True}, seed=0, num_workers=num_workers), World(0, 1))
+    runner.setup()
+    for _ in range(2):  # from the beginning, and after an epoch
+        saved = runner.state()
+        expected = trained()
+        trained()
+        runner.restore(saved, None)
+        runner.restore(runner.state(), None)  # as where a worker steps in before the next call
+        np.testing.assert_array_equal(trained(), expected)
+
+
 class Raises(Line):
     """Raises in the third batch of its first call, and tells what it has trained on."""
 
