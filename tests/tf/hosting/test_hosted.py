@@ -62,6 +62,22 @@ def test_training_goes_on_in_the_order_that_followed_the_state_that_was_loaded(
         np.testing.assert_array_equal(trained(), expected)
 
 
+class Unnamed(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        self.register(models=self.model, optimizers=self.optimizer, loss=self.loss, metrics=tf.keras.metrics.Recall())
+
+
+def test_results_have_the_names_of_a_new_process_after_another_setup(keras_here: Any) -> None:
+    runner, _ = loop_of(Unnamed)
+    first = runner.validate(REQUEST).metrics
+    runner.renew(TFSettings(Unnamed, {}, seed=0, num_workers=2))
+    assert first is not None
+    assert (runner.validate(REQUEST).metrics or {}).keys() == first.keys()
+
+
 class Raises(Line):
     """Raises in the third batch of its first call, and tells what it has trained on."""
 
