@@ -231,6 +231,12 @@ TABLE = (
         f"{_RAISES} when a model is registered",
     ),
     PrivateNames(
+        "keras.src.backend.common.global_state",
+        ("get_global_attribute",),
+        "tf.objects.naming",
+        "metrics without a name of their own are called `auc_1` after a second `setup` in a process",
+    ),
+    PrivateNames(
         "keras.src.trainers.trainer:Trainer",
         ("_compile_config",),
         "tf.parallel.keras_sync",

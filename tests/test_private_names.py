@@ -34,7 +34,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.streams.iterables import HuggingFaceStream
 from raysgd.tf.checkpoints import former_optimizer
-from raysgd.tf.objects import datasets, registration
+from raysgd.tf.objects import datasets, naming, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving
@@ -454,6 +454,19 @@ def compiled_model(package: str) -> Any:
     model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse", jit_compile=True)
     return model
+
+
+@without("get_global_attribute")
+def test_keras_counts_on_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keras = pytest.importorskip("keras")
+
+    def named() -> str:
+        naming.begin_names()
+        return str(keras.metrics.AUC().name)
+
+    assert named() == named()
+    monkeypatch.delattr("keras.src.backend.common.global_state." + name)
+    naming.begin_names()
 
 
 @without("_compile_config")

@@ -148,8 +148,8 @@ class KeptTrainer:
         """Return the entries that are to be kept now."""
         from ray import cloudpickle
 
-        trainer, history = self._trainer, self._trainer.history
-        found: dict[str, Any] = {"state": (self._keeper.num_calls, list(history.events))}
+        trainer, history, snapshots = self._trainer, self._trainer.history, self._trainer._controller.snapshots
+        found: dict[str, Any] = {"state": (self._keeper.num_calls, list(history.events), snapshots.last_file)}
         if history.extent.records > self._seen.records:
             found[f"{_RECORDS}{self._seen.records}"] = history.part(self._seen, history.extent).records
             self._seen = history.extent
@@ -161,7 +161,7 @@ class KeptTrainer:
     def take_over(self, kept: Mapping[str, bytes]) -> None:
         """Let the trainer know what was kept."""
         trainer = self._trainer
-        self._keeper.num_calls, events = pickle.loads(kept["state"])
+        self._keeper.num_calls, events, trainer._controller.snapshots.last_file = pickle.loads(kept["state"])
         trainer.history.events[:] = events
         for name in [name for name in kept if name.startswith(_RECORDS)]:
             for record in pickle.loads(kept[name]):

@@ -43,13 +43,16 @@ class WeightSums:
     """The report of a rank on its weights.
 
     Attributes:
-        names: The names of the weights, with those of their models.
+        names: The names of the weights, with those of their models. Keras counts objects in each process, so two ranks
+            may have other names for the same weights.
+        shapes: The shapes of the weights.
         numbers: A row for each weight. Integers are compared exactly.
         tolerances: How far other numbers may be apart, relative to their size.
         seconds: How long it took to find them.
     """
 
     names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     numbers: np.ndarray[Any, Any]
     tolerances: tuple[float, ...]
     seconds: float
@@ -125,7 +128,7 @@ def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: st
 def _difference(sums: Mapping[int, WeightSums]) -> str:
     first, *others = sorted(sums)
     own = sums[first]
-    odd = [rank for rank in others if sums[rank].names != own.names]
+    odd = [rank for rank in others if sums[rank].shapes != own.shapes]
     if odd:
         return f"{named(odd)} have other parameters than rank {first}"
     apart = {rank: _apart(own, sums[rank]) for rank in others}

@@ -96,8 +96,10 @@ class CreatorOperator(TrainingOperator):
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
         if isinstance(options.get("validation_data"), datasets.PackedDataset):
             options["validation_data"] = options["validation_data"].make()
+        stream = self._raysgd.fit
+        stream.go_to_next_pass()
         # Keras makes an iterator that it does not use, which advances a shuffle, but not one whose passes are counted.
-        history = self.model.fit(self._raysgd.fit.passes.counted(0), **options)
+        history = self.model.fit(stream.passes.counted(0), **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:

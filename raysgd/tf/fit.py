@@ -105,7 +105,8 @@ class FitStream:
     def state(self) -> dict[str, Any]:
         """Return what another rank, or another process later, needs to go on."""
         if self.place is None:
-            return {"num_passes": self.passes.num_begun, "logs": dict(self.logs)}
+            restored = self._num_passes_elsewhere
+            return {"num_passes": self.passes.num_begun if restored is None else restored, "logs": dict(self.logs)}
         return asdict(self._present_place())
 
     def _present_place(self) -> FitPlace:
@@ -151,13 +152,17 @@ class FitStream:
     def begin_fit(self, first_epoch: int) -> bool:
         """Get ready for a `fit`; return whether it continues one that broke off."""
         if self.place is None:
-            if self._num_passes_elsewhere is not None:
-                self.passes.go_to(self._num_passes_elsewhere)
+            self.go_to_next_pass()
             self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
-            self._num_passes_elsewhere = None
             return False
         self._num_passes_elsewhere = None
         return True
+
+    def go_to_next_pass(self) -> None:
+        """Begin the next `fit` with the pass that a restored state says, if there is one."""
+        if self._num_passes_elsewhere is not None:
+            self.passes.go_to(self._num_passes_elsewhere)
+        self._num_passes_elsewhere = None
 
     def data(self) -> Any:
         """Return the dataset from here on, not divided."""

@@ -147,7 +147,9 @@ def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(a
     assert not journal.exists()
 
 
-def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker(address: str, log: Path) -> None:
+def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker(
+    address: str, log: Path, tmp_path: Path
+) -> None:
     with Program(address) as program, Program(address) as other:
         program.run(OPERATOR)
         program.run(
@@ -179,6 +181,12 @@ def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker
         assert "TrainerLostError" in found["error"]
         assert "has died in `fit`, 3 times at the same place" in found["text"]
         assert program.run("trainer.train()['epoch']") == 5
+        path = tmp_path / "last.pt"
+        program.run(f"trainer.save({str(path)!r})")
+        left = program.run("pids(trainer)")
+        for each in (host_pid(other), *left):
+            os.kill(each, signal.SIGKILL)
+        assert f"The last file is {path}" in program.fail("trainer.train()")["text"]
         program.run("trainer.shutdown()")
     assert [samples(log, f"train{epoch}") for epoch in (0, 2)] == [ALL_ONCE] * 2
     assert set(samples(log, "train1")) == set(range(40))

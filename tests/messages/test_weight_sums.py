@@ -20,11 +20,12 @@ from raysgd.messages.weight_sums import (
 WEIGHT = np.random.default_rng(0).normal(size=10_000)
 
 
-def told(*weights: Any, num_bytes: int = 4, is_exact: bool = False) -> WeightSums:
-    names = tuple(f"`weight {index}` of model 1 (`Net`)" for index in range(len(weights)))
+def told(*weights: Any, num_bytes: int = 4, is_exact: bool = False, name: str = "weight") -> WeightSums:
+    names = tuple(f"`{name} {index}` of model 1 (`Net`)" for index in range(len(weights)))
+    shapes = tuple(np.shape(weight) for weight in weights)
     rows = [sums_of_array(np.asarray(weight, dtype=np.float64)) for weight in weights]
     numbers = np.array(rows).astype(np.int64 if is_exact else np.float64)
-    return WeightSums(names, numbers, (tolerance_of(num_bytes),) * len(weights), 0.0)
+    return WeightSums(names, shapes, numbers, (tolerance_of(num_bytes),) * len(weights), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ def told(*weights: Any, num_bytes: int = 4, is_exact: bool = False) -> WeightSum
         [told([1.0], num_bytes=2), told([1.1], num_bytes=2)],
         [told(WEIGHT, [1e-4]), told(WEIGHT, [1.01e-4])],
         [told([3.0], is_exact=True), told([3.0], is_exact=True)],
+        [told(WEIGHT, name="dense"), told(WEIGHT, name="dense_1")],
         [told(WEIGHT), None],
         [None, None],
         [told(WEIGHT)],
@@ -85,8 +87,9 @@ def test_the_error_names_weights_and_ranks_reasons_and_the_way_out() -> None:
 
 
 def test_ranks_that_have_other_parameters_differ() -> None:
-    with pytest.raises(RanksDifferError, match="rank 1 have other parameters than rank 0"):
-        check_equal({0: told(WEIGHT), 1: told(WEIGHT, WEIGHT)}, "")
+    for other in (told(WEIGHT, WEIGHT), told(WEIGHT.reshape(100, 100))):
+        with pytest.raises(RanksDifferError, match="rank 1 have other parameters than rank 0"):
+            check_equal({0: told(WEIGHT), 1: other}, "")
 
 
 def test_an_operator_says_which_of_its_models_are_compared() -> None:

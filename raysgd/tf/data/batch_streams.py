@@ -119,6 +119,8 @@ class TFDividedSource:
         """Do nothing: all of them divide alike, without a word."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
+        if self._pads:  # the order of a pass to train on goes by its index alone, whatever was done before
+            self._passes.go_to(pass_index)
         self._passes.begin_pass()
         batches = self._global(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total, weights in datasets.counted_part_of(batches, self._world.rank, self._world.size):

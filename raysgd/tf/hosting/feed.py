@@ -110,10 +110,7 @@ class TFFeed(feed.Feed):
         internals = self._operator_of()._raysgd
         is_of_worker = share.kind == "rows" and not internals.context.settings.batch_options.split_batches
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
-        source = TFDividedSource(Passes(dataset), sharding, world, pads=training)
-        if training and share.place is None:
-            source.go_to_pass(self.epoch - 1)
-        return source
+        return TFDividedSource(Passes(dataset), sharding, world, pads=training)
 
     def _make(self, name: str) -> Any:
         return call_data.batches_of(self.data_of_call[name], self._world.is_distributed)

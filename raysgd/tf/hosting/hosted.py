@@ -23,7 +23,7 @@ from raysgd.tf.data import call_data
 from raysgd.tf.fit import FitStream
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.hosting.replica_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
-from raysgd.tf.objects import datasets, learning_rates, registration
+from raysgd.tf.objects import datasets, learning_rates, naming, registration
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
@@ -90,6 +90,7 @@ class TFHosted(hosted.Hosted):
         """Run the user's `setup`, or creator functions, alike on all ranks."""
         settings = self.settings
         seed_alike(settings.seed)
+        naming.begin_names()
         context = OperatorContext(settings, self.world, self.synchronizer)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
         try:
@@ -211,7 +212,8 @@ class TFHosted(hosted.Hosted):
         arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # one at a time
         rows = [(sums_of_array(array), tolerance_of(array.itemsize)) for array in arrays]
         numbers, tolerances = np.array([sums for sums, _ in rows]), tuple(tolerance for _, tolerance in rows)
-        return WeightSums(tuple(names), numbers, tolerances, time.perf_counter() - began)
+        shapes = tuple(tuple(variable.shape) for _, _, variable in found)
+        return WeightSums(tuple(names), shapes, numbers, tolerances, time.perf_counter() - began)
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:

@@ -107,7 +107,8 @@ def sums_of(
     rows = [_row(parameter, is_exact) for parameter in found.values()]
     numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # waits for a GPU once
     tolerances = tuple(tolerance_of(parameter.element_size()) for parameter in found.values())
-    return WeightSums(tuple(found), numbers, tolerances, time.perf_counter() - began)
+    shapes = tuple(tuple(parameter.shape) for parameter in found.values())
+    return WeightSums(tuple(found), shapes, numbers, tolerances, time.perf_counter() - began)
 
 
 def _has_numbers(parameter: torch.Tensor) -> bool:

@@ -72,6 +72,17 @@ def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
     assert second.epoch == first.epoch == 2
 
 
+def test_a_position_names_the_order_of_a_pass_also_after_calls_that_brought_other_data() -> None:
+    first, second = feed_of(), feed_of()
+    first.epoch = 2  # of two such calls
+    used = take(first, 4)
+    second.go_to(first.epoch, first.position())
+    assert sorted(used + take(second)) == list(range(12))
+    assert take(first)[:4] != used
+    first.go_to(2, None)
+    assert take(first, 4) == used
+
+
 def test_the_position_stays_in_another_group_and_the_rest_is_divided_again() -> None:
     feed = feed_of(shuffle=False)
     assert take(feed, 2) == [0, 1, 2, 3]

@@ -41,6 +41,43 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     assert "8 samples used" in loop.progress_text()
 
 
+@pytest.mark.keras_in_turns("keras3")
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("operator_cls", [Line, make_operator(make_model, make_data)])
+def test_training_goes_on_in_the_order_that_followed_the_state_that_was_loaded(
+    keras_here: Any, operator_cls: Any, num_workers: int
+) -> None:
+    def trained() -> Any:
+        runner.train_epoch(EpochRequest(None, {}, False, seed=0))
+        return np.concatenate([array.reshape(-1) for array in runner.state()["models"][0]])
+
+    runner = TFRunner(TFSettings(operator_cls, {"shuffles": True}, seed=0, num_workers=num_workers), World(0, 1))
+    runner.setup()
+    for _ in range(2):  # from the beginning, and after an epoch
+        saved = runner.state()
+        expected = trained()
+        trained()
+        runner.restore(saved, None)
+        runner.restore(runner.state(), None)  # as where a worker steps in before the next call
+        np.testing.assert_array_equal(trained(), expected)
+
+
+class Unnamed(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        self.register(models=self.model, optimizers=self.optimizer, loss=self.loss, metrics=tf.keras.metrics.Recall())
+
+
+def test_results_have_the_names_of_a_new_process_after_another_setup(keras_here: Any) -> None:
+    runner, _ = loop_of(Unnamed)
+    first = runner.validate(REQUEST).metrics
+    runner.renew(TFSettings(Unnamed, {}, seed=0, num_workers=2))
+    assert first is not None
+    assert (runner.validate(REQUEST).metrics or {}).keys() == first.keys()
+
+
 class Raises(Line):
     """Raises in the third batch of its first call, and tells what it has trained on."""
 
