@@ -56,11 +56,13 @@ class TorchConnection(Connection):
         transport: "gloo" or "nccl".
         timeout_s: How long a collective may wait for the other ranks before it raises.
         form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
+        joins_alone: Whether to form a group also of a single rank, which others may join later.
     """
 
     transport: str = "gloo"
     timeout_s: float = 1800.0
     form_timeout_s: float = FORM_TIMEOUT_S
+    joins_alone: bool = False
     _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _board: Board | None = field(default=None, repr=False, compare=False)
     _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
@@ -110,7 +112,7 @@ class TorchConnection(Connection):
         Raises:
             RuntimeError: If this process has a default process group already, which then belongs to someone else.
         """
-        if not world.is_distributed and not even_alone:
+        if not (world.is_distributed or even_alone or self.joins_alone):
             return
         import torch.distributed as dist
 

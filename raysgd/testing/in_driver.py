@@ -15,7 +15,7 @@ from raysgd.testing.targets import controller_of
 if TYPE_CHECKING:
     from raysgd.engine.group import WorkerGroup
     from raysgd.engine.shared.group_spec import GroupSpec
-    from raysgd.engine.shared.types import World
+    from raysgd.engine.shared.types import GroupReport, World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
 """For each trainer and armed moment what disarms it."""
@@ -66,6 +66,16 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         undo()
         doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
         doomed: WorkerGroup = original(doomed_spec, num_workers)
+        doomed.standby._spec = spec  # those that start in their place, or later, are set up as usual
+        start = doomed.start
+
+        def start_once(*args: Any) -> GroupReport:
+            try:
+                return start(*args)
+            finally:
+                doomed._spec = spec
+
+        doomed.start = start_once  # type: ignore[assignment]
         return doomed
 
     def undo() -> None:

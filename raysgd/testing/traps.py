@@ -81,7 +81,7 @@ class Trap:
         if hosted.feed.train_stream is not None:
             watched(hosted.feed.train_stream)
         original = hosted.loop.stream
-        hosted.loop.stream = lambda *request: watched(original(*request))
+        hosted.loop.stream = lambda *args, **options: watched(original(*args, **options))
 
 
 _traps: list[Trap] = []  # of this process

@@ -239,6 +239,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             spare_workers=spare_workers,
         )
         arguments.check_spares(group, chosen_strategy)
+        keeps_survivors = chosen_strategy == "ddp" and chosen_backend != "horovod" and group.recovery.in_place
+        settings = replace(settings, may_grow=keeps_survivors and num_workers > 1 and not use_local)
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
@@ -274,7 +276,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     def _make_connection(self) -> Connection:
         if self.backend == "horovod":
             return HorovodConnection(self.timeout_s, self.recovery.form_timeout_s)
-        return TorchConnection(self.backend, self.timeout_s, self.recovery.form_timeout_s)
+        may_grow = self._settings.may_grow
+        return TorchConnection(self.backend, self.timeout_s, self.recovery.form_timeout_s, joins_alone=may_grow)
 
     @property
     def _keeps_survivors(self) -> bool:

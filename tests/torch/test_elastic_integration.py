@@ -103,6 +103,23 @@ def test_four_workers_with_a_constant_global_batch_lose_one_and_go_on_at_once(
     assert status.global_batch == ""
 
 
+def test_a_trainer_that_was_restarted_with_one_worker_keeps_it_when_it_grows(
+    ray_cluster: None, trainers: list[TorchTrainer]
+) -> None:
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2)
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 1, at="setup")
+    testing.kill_worker(trainer, [0, 1], at="step:3")
+    trainer.train()
+    assert kinds(trainer) == ["restored"]
+    [left] = [worker.pid for worker in trainer.status().workers if worker.pid]
+    while trainer.num_workers < 2:
+        trainer.train()
+    assert kinds(trainer) == ["restored", "grown"]
+    assert trainer.apply_all_workers(os.getpid)[0] == left
+    assert len(uses(trainer)) == 1
+
+
 def test_one_of_two_workers_waits_for_a_new_one(
     ray_cluster: None, trainers: list[TorchTrainer], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -482,6 +482,13 @@ def survivor(
     return runner
 
 
+@pytest.mark.parametrize("may_grow", [False, True])
+def test_a_worker_that_starts_alone_can_be_joined_if_others_may_come(process_group: None, may_grow: bool) -> None:
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, may_grow=may_grow), ALONE)
+    runner.setup()
+    assert (runner.replica_progress().obstacle is None) == may_grow
+
+
 class LearnsItsLoss(LinearOperator):
     """Has a criterion with a parameter, and one more that belongs to nothing."""
 

@@ -381,7 +381,7 @@ def _make_parallel(settings: TorchSettings, world: World, device: torch.device) 
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
         return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
-    if not world.is_distributed or settings.strategy == "none":
+    if not (world.is_distributed or settings.may_grow) or settings.strategy == "none":
         return NoParallel(has_others=world.is_distributed)
     if settings.strategy == "ddp":
         return DDP(tells_rows=device.type == "cpu")  # elsewhere it would wait for the device

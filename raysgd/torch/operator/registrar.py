@@ -287,7 +287,7 @@ def register(
 def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
     """Return what is done to a model before it is wrapped. The names in its state stay as they are."""
     options = context.settings.step_options
-    if options.sync_batchnorm and context.world.is_distributed:
+    if options.sync_batchnorm and context.is_one_of_several:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if options.activation_checkpointing:
         checkpoint_activations(model)

@@ -24,6 +24,9 @@ from raysgd.torch.parallel.strategy import NoParallel, trainable
 class TorchSettings(ReplicaSettings):
     """The settings that every replica is made from. The docstring of `TorchTrainer` explains each field.
 
+    Attributes:
+        may_grow: Whether a worker that starts alone is connected and wrapped as one of several: others may join it.
+
     Raises:
         ValueError: A value cannot work.
         ImportError: The precision needs a package that is missing.
@@ -40,6 +43,7 @@ class TorchSettings(ReplicaSettings):
     fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
     worker_callbacks: tuple[WorkerCallback, ...] = ()
     seed: int | None = None
+    may_grow: bool = False
 
     def __post_init__(self) -> None:
         if self.scheduler_step_freq and self.scheduler_step_freq not in tuple(VALID_SCHEDULER_STEP):
@@ -79,6 +83,11 @@ class OperatorContext:
     def use_gpu(self) -> bool:
         """True if the trainer requested a GPU and there is one."""
         return self.device.type == "cuda"
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """True if there are other workers, or others may join."""
+        return self.world.is_distributed or self.settings.may_grow
 
     @property
     def wrap_ddp(self) -> bool:
