@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
-from weakref import finalize
 
 from raysgd.detached.call_log import journal_path
 from raysgd.detached.process import CallRequest
@@ -33,6 +32,7 @@ from raysgd.detached.protocol import (
 )
 from raysgd.engine.keeper import NAMESPACE, end_workers
 from raysgd.engine.placement import session
+from raysgd.engine.program_end import end_with
 from raysgd.engine.shared.call import CallHandle
 from raysgd.engine.worker import SentData
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
@@ -74,7 +74,7 @@ class DetachedTrainer:
         self._is_ended = False
         self._presence = actor.stay.remote(self._program)  # has no answer while this program lives
         self._ask("attach", self._program, self._words, [self._presence])
-        self._finalizer = finalize(self, _detach, actor, self._program, self._session)
+        self._finalizer = end_with(self, _detach, actor, self._program, self._session)
 
     def pending(self) -> DetachedCall | None:
         """Return a call of a program that is gone, running or ended; None if there is none.
