@@ -166,7 +166,8 @@ class DetachedTrainer:
         return f"<detached {self._name}: {known['trainer']}>"
 
     def _repr_html_(self) -> Any:
-        return None if self._is_ended else self._look("_repr_html_", True, _NO_ARGUMENTS)
+        with suppress(TrainerLostError, TrainerShutdownError):  # a notebook then shows what `repr` returns
+            return self._look("_repr_html_", True, _NO_ARGUMENTS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self._name,)
@@ -347,7 +348,10 @@ class DetachedCall(CallHandle[Any]):
         self._answer: CallOutcome | None = None
 
     def __repr__(self) -> str:
-        return f"<{self.method}: {'ended' if self.done() else 'running'}>"
+        try:
+            return f"<{self.method}: {'ended' if self.done() else 'running'}>"
+        except (TrainerLostError, TrainerShutdownError):
+            return f"<{self.method} of {self._trainer!r}>"
 
     def done(self) -> bool:
         """Return whether the call has ended, with a result or an error."""
