@@ -2,18 +2,21 @@
 
 A write goes to a temporary file beside the target, which takes the target's name only when all of it is on the disk. A
 process killed in the middle leaves the earlier file intact, and a file `.raysgd-*.tmp`. Such a leftover is deleted by
-the next write into the folder that finds it old: a training that is preempted again and again would fill the disk with
-them.
+the next write into the folder: at once where the process ran on this machine, which its name says, else when it is old.
+A training that is preempted again and again would fill the disk with them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from typing import IO, Any
 from raysgd._text.secrets import masked
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
+_OF_PROCESS = re.compile(rf"{re.escape(_PREFIX)}([0-9a-f]{{16}})-([0-9]+)-[0-9a-f]+{re.escape(_SUFFIX)}")
 _LEFTOVER_S = 3600.0  # for which nothing was written to it: a writer that lives writes more often
 _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
@@ -42,7 +46,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
             target,
         )
     remove_leftovers(folder)
-    temporary = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+    temporary = os.path.join(folder, f"{_PREFIX}{_home_of_processes()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}")
     file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -63,6 +67,30 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     flush_to_disk(folder)
 
 
+@functools.cache
+def _home_of_processes() -> str:
+    """Return what tells apart machines, and containers on them: a number is one process in there; "" if unknown."""
+    try:
+        boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux
+        return ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot} {processes}".encode()).hexdigest()[:16]
+
+
+def _is_of_dead_process(name: str) -> bool:
+    """Return whether a process of this machine made a temporary file of this name, and has ended since."""
+    found = _OF_PROCESS.fullmatch(name)
+    if found is None or found[1] != _home_of_processes():
+        return False
+    try:
+        os.kill(int(found[2]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is another user's
+        return False
+    return False
+
+
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Delete what writers that were killed have left in this folder, as far as that can be told and done."""
     old = time.time() - _LEFTOVER_S
@@ -70,7 +98,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
         for entry in entries:
             if entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX):
                 with contextlib.suppress(OSError):
-                    if _last_change(entry) >= old:
+                    if _last_change(entry) >= old and not _is_of_dead_process(entry.name):
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry)

@@ -306,6 +306,12 @@ TABLE = (
         "Ray prints what it knows of each lost worker; a detached trainer ends with a program that has started Ray",
     ),
     PrivateNames(
+        "ray._private.auto_init_hook",
+        ("enable_auto_connect",),
+        "engine.program_end",
+        "a call that is still running when the program ends may start another Ray",
+    ),
+    PrivateNames(
         "ray._private.authentication.authentication_token_setup",
         ("maybe_enable_token_auth_if_token_available",),
         "engine.placement",

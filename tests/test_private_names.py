@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from raysgd.connections.torch import end_process_group, is_connection_error
 from raysgd.detached import cluster
 from raysgd.engine import placement
 from raysgd.engine.platform import Platform
+from raysgd.engine.program_end import ProgramEnd
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.streams.iterables import HuggingFaceStream
@@ -570,6 +572,15 @@ def test_ray_is_used_as_it_is_without(name: str, monkeypatch: pytest.MonkeyPatch
     placement._quiet_ray() if name == "print_to_stdstream" else placement._use_token()
     assert not (name == "_global_node" and cluster._ends_with_program())
     assert not hasattr(module, name)
+
+
+@without("enable_auto_connect")
+def test_what_runs_ends_with_the_program_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(importlib.import_module("ray._private.auto_init_hook"), name)
+    program_end, owner, ended = ProgramEnd(), ModuleType("owner"), list[int]()
+    program_end.finalizers.append(finalize(owner, ended.append, 1))
+    program_end.run()
+    assert ended == [1]
 
 
 @without("_in_tune_session")

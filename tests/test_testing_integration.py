@@ -89,6 +89,15 @@ def test_what_was_taken_back_does_not_happen(pair: TorchTrainer, tmp_path: Path)
     assert "save" not in vars(pair)
 
 
+def test_a_fault_is_armed_on_no_rank_if_one_of_them_is_dead(ray_cluster: None) -> None:
+    with TorchTrainer(training_operator_cls=Ledger, num_workers=2) as trainer:
+        testing.kill_worker(trainer, 1)
+        with pytest.raises(RuntimeError, match=r"`rank=1`: its worker has died .* Make a call first"):
+            testing.kill_worker(trainer, [0, 1], at="step:0")
+        trainer.train(num_steps=1)
+        assert count(trainer) == 1
+
+
 def test_a_cluster_keeps_its_head_and_the_drivers_node(pair: TorchTrainer) -> None:
     cluster = Cluster()
     with pytest.raises(ValueError, match="not in this cluster"):

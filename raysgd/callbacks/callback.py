@@ -91,7 +91,14 @@ class Callback:
         """Called after the epoch in which workers were lost, added, or replaced."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Called once at the end, whatever the end is. `error` is what ended the run, if something did."""
+        """Called once at the end, whatever the end is, also when another callback fails.
+
+        Not called if a callback before this one failed in `on_run_begin`, so that this one was not told of the run.
+
+        Args:
+            run: The run.
+            error: What ended the run, if something did.
+        """
 
     def left_behind(self, run: Run) -> str | None:
         """Return what this callback has written and where, such as "report: /tmp/run/report.html"; None for nothing."""

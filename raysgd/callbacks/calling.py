@@ -143,7 +143,7 @@ class Dispatcher:
     def finish(
         self, hooks: Sequence[str], *args: Any, has_failed: bool, only: Iterable[Any] | None = None, **info: Any
     ) -> None:
-        """Call the last hooks of each callback, whatever fails. Failures that are not raised are logged.
+        """Call the last hooks of each callback, whatever fails. Only one failure is raised; the others are logged.
 
         Args:
             hooks: Their names.
@@ -153,19 +153,23 @@ class Dispatcher:
             info: What is passed to them as far as they take it.
 
         Raises:
+            KeyboardInterrupt: Ctrl-C in one of them; `SystemExit` in the same way.
             CallbackError: The first failure in a run that had not failed.
         """
-        first: Exception | None = None
+        failures: list[tuple[Any, BaseException]] = []
         for callback in self.callbacks if only is None else only:
             try:
                 for hook in hooks:
                     self.call(callback, hook, *args, **info)
-            except Exception as error:  # user code: the others see the end all the same
-                if has_failed or first is not None:
-                    logger.error("the callback `%s` failed at the end: %s", type(callback).__name__, error)
-                first = first or error
-        if first is not None and not has_failed:
-            raise first
+            except BaseException as error:  # user code, and Ctrl-C: the others see the end all the same
+                failures.append((callback, error))
+        interrupts = [failure for _, failure in failures if not isinstance(failure, Exception)]
+        raised = next(iter(interrupts or ([] if has_failed else [failure for _, failure in failures])), None)
+        for callback, failure in failures:
+            if failure is not raised:
+                logger.error("the callback `%s` failed at the end: %s", type(callback).__name__, failure)
+        if raised is not None:
+            raise raised
 
 
 def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -85,7 +85,12 @@ def start(
     packed = packed_arguments(trainer_cls.__name__, (trainer_cls, *args), kwargs)
     connect()
     _make_room(settings)
-    handle = DetachedTrainer(settings.name, _new_actor(settings, is_lasting))
+    try:
+        actor = _new_actor(settings, is_lasting)
+    except ValueError:  # Ray's, where another program has taken the name meanwhile
+        _check_free(settings.name)
+        raise
+    handle = DetachedTrainer(settings.name, actor)
     with OnFailure(handle.shutdown):
         handle._run("start", trainer_cls.__name__, packed)
     return handle
@@ -93,16 +98,19 @@ def start(
 
 def _make_room(settings: Detached) -> None:
     """Refuse a name that is in use, or end the trainer that has it."""
-    found = find(settings.name)
-    if found is None:
-        return
     if not settings.replace:
+        _check_free(settings.name)
+    elif (found := find(settings.name)) is not None:
+        _stop(settings.name, found)
+
+
+def _check_free(name: str) -> None:
+    """Refuse a name that is in use."""
+    if find(name) is not None:
         raise ValueError(
-            f'`detached="{settings.name}"`: there is a trainer of this name. Go on with it by '
-            f'`raysgd.attach("{settings.name}")`, or end it: '
-            f'`detached=raysgd.Detached("{settings.name}", replace=True)`.'
+            f'`detached="{name}"`: there is a trainer of this name. Go on with it by `raysgd.attach("{name}")`, or end '
+            f'it: `detached=raysgd.Detached("{name}", replace=True)`.'
         )
-    _stop(settings.name, found)
 
 
 def _new_actor(settings: Detached, is_lasting: bool) -> Any:

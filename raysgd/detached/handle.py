@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
-from weakref import finalize
 
 from raysgd.detached.call_log import journal_path
 from raysgd.detached.process import CallRequest
@@ -33,6 +32,7 @@ from raysgd.detached.protocol import (
 )
 from raysgd.engine.keeper import NAMESPACE, end_workers
 from raysgd.engine.placement import session
+from raysgd.engine.program_end import end_with
 from raysgd.engine.shared.call import CallHandle
 from raysgd.engine.worker import SentData
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
@@ -74,7 +74,7 @@ class DetachedTrainer:
         self._is_ended = False
         self._presence = actor.stay.remote(self._program)  # has no answer while this program lives
         self._ask("attach", self._program, self._words, [self._presence])
-        self._finalizer = finalize(self, _detach, actor, self._program, self._session)
+        self._finalizer = end_with(self, _detach, actor, self._program, self._session)
 
     def pending(self) -> DetachedCall | None:
         """Return a call of a program that is gone, running or ended; None if there is none.
@@ -166,7 +166,8 @@ class DetachedTrainer:
         return f"<detached {self._name}: {known['trainer']}>"
 
     def _repr_html_(self) -> Any:
-        return None if self._is_ended else self._look("_repr_html_", True, _NO_ARGUMENTS)
+        with suppress(TrainerLostError, TrainerShutdownError):  # a notebook then shows what `repr` returns
+            return self._look("_repr_html_", True, _NO_ARGUMENTS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self._name,)
@@ -347,7 +348,10 @@ class DetachedCall(CallHandle[Any]):
         self._answer: CallOutcome | None = None
 
     def __repr__(self) -> str:
-        return f"<{self.method}: {'ended' if self.done() else 'running'}>"
+        try:
+            return f"<{self.method}: {'ended' if self.done() else 'running'}>"
+        except (TrainerLostError, TrainerShutdownError):
+            return f"<{self.method} of {self._trainer!r}>"
 
     def done(self) -> bool:
         """Return whether the call has ended, with a result or an error."""

@@ -20,7 +20,6 @@ from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
-from weakref import finalize
 
 from raysgd import _arguments as checks
 from raysgd._numbers.results import Metrics
@@ -40,6 +39,7 @@ from raysgd.driver.sharing import DataSharing, place_share
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.keeper import Keeper
+from raysgd.engine.program_end import end_with
 from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger
@@ -209,7 +209,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             used=self._used_options(),
         )
         self._once = Once()
-        self._finalizer = finalize(self, _abandon, controller)
+        self._finalizer = end_with(self, _abandon, controller, self._background)
         self._saves = FileSaves(controller, self._writer)
         with _naming_config_entries(self._settings.config):
             controller.start()
@@ -1092,9 +1092,10 @@ def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
         raise (UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error) from error.__cause__
 
 
-def _abandon(controller: ElasticController) -> None:
+def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
     """End a trainer that was never shut down, at its collection or at the end of the program."""
     controller.stop(force=True)
+    background.await_end()
 
 
 def _send_by_value(operator_cls: type[Any]) -> None:

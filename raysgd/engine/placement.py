@@ -21,6 +21,7 @@ from typing import Any
 from raysgd._private_names import find_name
 from raysgd.engine.keeper import NAMESPACE, keeper
 from raysgd.engine.policies import capacity
+from raysgd.engine.program_end import prepare_to_use_ray
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.exceptions import OnFailure, ReservationTimeoutError
 
@@ -46,6 +47,7 @@ def _ray() -> Any:
 def ensure_ray() -> None:
     """Connect to Ray; start a local single-node one when nothing is running."""
     ray = _ray()
+    prepare_to_use_ray()
     if not ray.is_initialized():
         logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
         init_ray(include_dashboard=False)
@@ -57,8 +59,10 @@ def init_ray(**options: Any) -> None:
 
     Where `RAY_AUTH_MODE` is not set, Ray goes by the file `~/.ray/auth_token` only if it starts a cluster.
     """
+    ray = _ray()
+    prepare_to_use_ray()
     _use_token()
-    _ray().init(**options)
+    ray.init(**options)
 
 
 def _use_token() -> None:

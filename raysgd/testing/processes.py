@@ -44,7 +44,8 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
 
     Raises:
         ValueError: There is no such rank or moment, or the rank is the driver itself.
-        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+        RuntimeError: The trainer was shut down, its workers are being replaced at this moment, or one of these ranks
+            has died and the trainer has not noticed yet.
     """
     _end_with(signal.SIGKILL, trainer, rank, at)
 
@@ -61,7 +62,8 @@ def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
 
     Raises:
         ValueError: There is no such rank or moment, or the rank is the driver itself.
-        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+        RuntimeError: The trainer was shut down, its workers are being replaced at this moment, or one of these ranks
+            has died and the trainer has not noticed yet.
     """
     _end_with(signal.SIGSTOP, trainer, rank, at)
 
@@ -77,7 +79,8 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
 
     Raises:
         ValueError: There is no such rank, or `seconds` is not a positive number.
-        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+        RuntimeError: The trainer was shut down, its workers are being replaced at this moment, or one of these ranks
+            has died and the trainer has not noticed yet.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ValueError(f"`seconds={seconds!r}`: need a positive number of seconds to pause before each step.")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.exceptions import TrainerShutdownError
+from raysgd.exceptions import OnFailure, TrainerShutdownError
 from raysgd.testing.targets import controller_of, group_of
 
 _LATE_S = 60.0
@@ -116,12 +116,18 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
 
     Raises:
         ValueError: The trainer's workers never come to its place.
+        RuntimeError: A worker has died, or does not answer. The trap is set nowhere.
     """
-    group = group_of(trainer)
-    for transfer in [group.beside(rank, _set, trap) for rank in ranks]:
-        reason = transfer.result(_ANSWER_S)
-        if reason is not None:
-            raise ValueError(f"`at={trap.place!r}` is not for this trainer: {reason}.")
+    with OnFailure(functools.partial(disarm_everywhere, trainer, trap.key)):
+        reasons = group_of(trainer).ask_beside("beside", _set, trap, ranks=ranks, timeout_s=_ANSWER_S)
+        for rank in ranks:
+            if rank not in reasons:
+                raise RuntimeError(
+                    f"`rank={rank}`: its worker has died or does not answer, and the trainer has not noticed yet. Make "
+                    "a call first, such as `trainer.validate()`, which replaces the worker."
+                )
+            if reasons[rank] is not None:
+                raise ValueError(f"`at={trap.place!r}` is not for this trainer: {reasons[rank]}.")
 
 
 def disarm_everywhere(trainer: Any, key: str | None) -> None:

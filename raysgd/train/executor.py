@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import WeakMethod
 
 from raysgd._arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
 from raysgd._text.log_lines import LogRelay
@@ -21,6 +21,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.placement import drain_deadlines, draining_nodes, ensure_ray
 from raysgd.engine.policies import Diagnosis, FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.engine.program_end import end_with
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
@@ -251,10 +252,10 @@ class BackendExecutor:
         controller = self._make_controller(self._group_spec(initialization_hook))
         ensure_ray()
         self._budget.renew()
-        with OnFailure(partial(controller.stop, force=True)):
+        self._finalizer = end_with(self, controller.stop, force=True)
+        with OnFailure(self._finalizer):
             controller.start(as_fits=self._is_range)
         self._controller = controller
-        self._finalizer = finalize(self, controller.stop, force=True)
 
     def _group_spec(self, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
         """Return what the engine starts every group from."""

@@ -508,10 +508,9 @@ class TrainerCallbacks:
 
     def _finish(self, calls: FunctionCalls, failure: BaseException | None) -> None:
         has_failed = failure is not None
-        try:
+        with OnFailure(told=calls.end_run):
             self._of_trainer.finish(["finish_training"], error=has_failed, has_failed=has_failed)
-        finally:
-            calls.end_run(failure)
+        calls.end_run(failure)
 
 
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:

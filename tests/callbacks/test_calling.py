@@ -124,6 +124,22 @@ class TestTheEnd:
         calls.end_run(RuntimeError("the run"))
         assert "`Noting` failed in `on_run_end`" in caplog.text
 
+    @pytest.mark.parametrize("error", [None, RuntimeError("the run")])
+    def test_is_told_to_all_though_ctrl_c_is_pressed_over_it(
+        self, error: RuntimeError | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class PressesCtrlC(Callback):
+            def on_run_end(self, run: Run, error: BaseException | None) -> None:
+                raise KeyboardInterrupt
+
+        noted: list[tuple[Any, ...]] = []
+        calls = calls_of(Noting(noted, "a", fails_in="end"), PressesCtrlC(), Noting(noted, "b", fails_in="end"))
+        calls.begin_run()
+        with pytest.raises(KeyboardInterrupt):
+            calls.end_run(error)
+        assert noted[2:] == [("a", "end", error), ("b", "end", error)]
+        assert caplog.text.count("`Noting` failed in `on_run_end`") == 2
+
 
 class TestProgress:
     NEWS = CallProgress(1, 2, 0, None, None)

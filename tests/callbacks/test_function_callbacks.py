@@ -268,6 +268,19 @@ def test_callbacks_of_trainers_are_called_in_their_order_hear_of_a_failed_run_an
     assert "the callback `OfTrainer` failed at the end: disk full" in caplog.text
 
 
+def test_the_first_failure_at_the_end_is_raised_and_the_next_one_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailsAtTheEnd(Callback):
+        def on_run_end(self, run: Run, error: BaseException | None) -> None:
+            raise KeyError("gone")
+
+    callbacks = TrainerCallbacks([OfTrainer([], "a", "finish", OSError("disk full")), FailsAtTheEnd()])
+    with pytest.raises(OSError, match="disk full"), callbacks.around(tmp_path, None):
+        pass
+    assert "`FailsAtTheEnd` failed in `on_run_end`" in caplog.text
+
+
 class Reading(TrainingCallback):
     """Writes a file at the start, and notes the checkpoints at the end."""
 

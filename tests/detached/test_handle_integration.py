@@ -89,6 +89,7 @@ def test_a_program_whose_ray_session_has_ended_attaches_again(program: Program, 
     with Program(address) as other:
         other.run("import ray, raysgd; trainer = raysgd.attach('run'); rows = trainer.epochs(5); next(rows)")
         other.run("ray.shutdown()")
+        assert other.run("repr(trainer), trainer._repr_html_()") == ["<detached run: its Ray session has ended>", None]
         for use in ("trainer.train()", "trainer.status()", "trainer.num_workers", "next(rows)"):
             assert "`raysgd.attach('run')`" in other.fail(use)["text"]
         other.run("trainer.shutdown(); del rows, trainer")
@@ -231,13 +232,25 @@ def test_an_argument_that_is_wrong_leaves_no_process(program: Program) -> None:
     assert program.run("[each.name for each in raysgd.detached_trainers()]") == ["run"]
 
 
+def test_a_name_that_another_program_has_just_taken_is_refused_as_others_are(program: Program) -> None:
+    usual = program.fail("make('log', 'run')")
+    program.run("import raysgd.detached.cluster as c; usual, c._make_room = c._make_room, lambda settings: None")
+    found = program.fail("make('log', 'run')")  # the look at the names came too early
+    program.run("c._make_room = usual")
+    message = 'ValueError: `detached="run"`: there is a trainer of this name. Go on with it by'
+    assert message in usual["text"]
+    assert (found["error"], message in found["text"]) == (usual["error"], True)
+
+
 def test_a_detached_trainer_is_replaced_and_with_ends_one(program: Program, log: Path) -> None:
     program.run(f"import os; old = pids(make({str(log)!r}, 'second', num_workers=1))")
     replaced = (
-        f"new = make({str(log)!r}, raysgd.Detached('second', replace=True), num_workers=1)\nwith new: ids = pids(new)\n"
+        f"new = make({str(log)!r}, raysgd.Detached('second', replace=True), num_workers=1)\n"
+        "with new: ids, call = pids(new), new.train(blocking=False)\n"
     )
     assert program.run(f"{replaced}ids != old, [each.name for each in raysgd.detached_trainers()]") == [True, ["run"]]
     assert "TrainerShutdownError" in program.fail("new.train()")["error"]
+    assert program.run("repr(call), new._repr_html_()") == ["<train of <detached second: ended>>", None]
 
 
 def test_the_command_line_lists_follows_and_stops(program: Program, log: Path) -> None:

@@ -83,7 +83,7 @@ INSIDE = {
     ),
     "connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),
     "engine": (
-        "call_lines shared",
+        "call_lines program_end shared",
         "keeper liveness policies ranks",
         "placement",
         "worker",

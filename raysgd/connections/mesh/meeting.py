@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from raysgd.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous
@@ -194,14 +195,15 @@ class _Pending:
     Attributes:
         connection: To the other side.
         handshake: What goes on there.
-        is_accepted: Whether the other side has connected. Its failure is not this rank's: it may be any process.
+        call: The connection that this rank makes; None where the other side has connected. A failure of that is not
+            this rank's: it may be any process.
         events: What it waits for.
     """
 
-    __slots__ = ("connection", "events", "handshake", "is_accepted")
+    __slots__ = ("call", "connection", "events", "handshake")
 
-    def __init__(self, connection: socket.socket, handshake: Handshake, is_accepted: bool) -> None:
-        self.connection, self.handshake, self.is_accepted = connection, handshake, is_accepted
+    def __init__(self, connection: socket.socket, handshake: Handshake, call: ConnectionAttempt | None) -> None:
+        self.connection, self.handshake, self.call = connection, handshake, call
         self.events = select.POLLIN
 
 
@@ -211,7 +213,7 @@ class _Handshakes:
     Args:
         credentials: Those of this rank.
         listener: Where others connect.
-        most_accepted: How many of those may be in progress; of more, the oldest are disconnected.
+        most_accepted: How many of those may be in progress; of more, the oldest are disconnected, strangers first.
 
     Attributes:
         peers: Those that have succeeded.
@@ -225,6 +227,7 @@ class _Handshakes:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._postponed: list[ConnectionAttempt] = []
+        self._greeted: set[int] = set()  # file descriptors of those that know the secret, or repeat who knows it
 
     def call(self, call: ConnectionAttempt) -> None:
         """Connect to a rank and start to prove who this one is."""
@@ -236,7 +239,7 @@ class _Handshakes:
                 raise OSError(code, os.strerror(code))
             self._postponed.append(call)  # too many wait there to be accepted
             return
-        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), is_accepted=False)
+        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), call)
         self._advance(connection.fileno())
 
     def _accept(self) -> None:
@@ -251,11 +254,12 @@ class _Handshakes:
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._start(connection, self._credentials.respond(connection), is_accepted=True)
+            note_greeting = partial(self._greeted.add, connection.fileno())
+            self._start(connection, self._credentials.respond(connection, note_greeting), None)
             self._advance(connection.fileno())
 
-    def _start(self, connection: socket.socket, handshake: Handshake, is_accepted: bool) -> None:
-        self.pending[connection.fileno()] = _Pending(connection, handshake, is_accepted)
+    def _start(self, connection: socket.socket, handshake: Handshake, call: ConnectionAttempt | None) -> None:
+        self.pending[connection.fileno()] = _Pending(connection, handshake, call)
         self._poll.register(connection, select.POLLIN)
 
     def poll(self) -> None:
@@ -271,20 +275,22 @@ class _Handshakes:
                 self._advance(number)
         if is_called:
             self._accept()
-            accepted = [number for number, one in self.pending.items() if one.is_accepted]
-            self.drop(accepted[: max(0, len(accepted) - self._most_accepted)])  # the oldest
+            accepted = [number for number, one in self.pending.items() if one.call is None]
+            accepted.sort(key=self._greeted.__contains__)
+            self.drop(accepted[: max(0, len(accepted) - self._most_accepted)])
 
     def _advance(self, number: int) -> None:
         one = self.pending[number]
         try:
             events = next(one.handshake)
         except StopIteration as end:
-            del self.pending[number]
-            self._poll.unregister(number)
+            self._forget(number)
             self.peers.append(end.value)
-        except OSError:
-            if not one.is_accepted:
-                raise
+        except OSError as error:
+            if one.call is not None:
+                if not isinstance(error, ConnectionResetError | BrokenPipeError):
+                    raise
+                self._postponed.append(one.call)  # too many strangers connect there, or no one listens any more
             self.drop([number])
         else:
             if events != one.events:
@@ -294,8 +300,12 @@ class _Handshakes:
     def drop(self, numbers: Iterable[int]) -> None:
         """Disconnect processes that have proved nothing."""
         for number in list(numbers):
-            self._poll.unregister(number)
-            self.pending.pop(number).connection.close()
+            self._forget(number).connection.close()
+
+    def _forget(self, number: int) -> _Pending:
+        self._poll.unregister(number)
+        self._greeted.discard(number)
+        return self.pending.pop(number)
 
 
 def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
@@ -340,7 +350,7 @@ def _disable_nagle(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-_HELLO = struct.Struct("<II16s")  # the rank that connects, the lane, and a nonce
+_HELLO = struct.Struct("<II16s32s")  # the rank that connects, the lane, a nonce, and what only a rank can say of it
 _NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)  # the last one is what a Mac says while it connects
 
 
@@ -380,7 +390,8 @@ class Credentials:
     def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:
         """The side that connects to rank `responder`, and may not be connected yet."""
         own = secrets.token_bytes(_NONCE_LENGTH)
-        yield from _sent(connection, _HELLO.pack(self.rank, lane, own))
+        greeting = self.proof(b"greeting", self.rank, responder, lane, own)
+        yield from _sent(connection, _HELLO.pack(self.rank, lane, own, greeting))
         answer = yield from _received(connection, _NONCE_LENGTH + _PROOF_LENGTH)
         nonces, proof = own + answer[:_NONCE_LENGTH], answer[_NONCE_LENGTH:]
         if not hmac.compare_digest(proof, self.proof(b"responder", self.rank, responder, lane, nonces)):
@@ -388,9 +399,11 @@ class Credentials:
         yield from _sent(connection, self.proof(b"initiator", self.rank, responder, lane, nonces))
         return Peer(connection, responder, lane)
 
-    def respond(self, connection: socket.socket) -> Handshake:
-        """The side that has accepted a connection."""
-        initiator, lane, other = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
+    def respond(self, connection: socket.socket, note_greeting: Callable[[], None]) -> Handshake:
+        """The side that has accepted a connection. `note_greeting` is called if it is from a rank, or repeats one."""
+        initiator, lane, other, greeting = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
+        if hmac.compare_digest(greeting, self.proof(b"greeting", initiator, self.rank, lane, other)):
+            note_greeting()
         own = secrets.token_bytes(_NONCE_LENGTH)
         nonces = other + own
         yield from _sent(connection, own + self.proof(b"responder", initiator, self.rank, lane, nonces))
@@ -413,12 +426,14 @@ def _sent(connection: socket.socket, message: bytes) -> Generator[int, None, Non
 def _received(connection: socket.socket, length: int) -> Generator[int, None, bytes]:
     received = b""
     while len(received) < length:
-        yield select.POLLIN
         try:
             part = connection.recv(length - len(received))
-        except BlockingIOError:
+        except OSError as error:
+            if error.errno not in _NOT_YET:
+                raise
+            yield select.POLLIN
             continue
         if not part:
-            raise ConnectFailed("another rank left before the group was formed")
+            raise ConnectionResetError(errno.ECONNRESET, "another rank left before the group was formed")
         received += part
     return received

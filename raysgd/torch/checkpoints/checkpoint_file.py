@@ -283,26 +283,28 @@ class _ChecksummedStream:
 
         self._file = file
         self.checksum = xxhash.xxh3_128()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     def save(self, content: dict[str, Any]) -> None:
-        """Write the archive.
+        """Write the archive. Where that breaks off, torch alone would report an unexpected position instead.
 
         Raises:
-            OSError: A write failed. torch alone would report an unexpected position instead.
+            OSError: A write failed.
+            KeyboardInterrupt: Ctrl-C; in the same way what a handler of another signal raises, as `SystemExit`.
         """
         try:
             torch.save(content, self)  # type: ignore[arg-type]
-        except RuntimeError:
-            if self._failure is None:
+        except RuntimeError as error:
+            cause = self._failure or error.__context__
+            if cause is None or (isinstance(cause, Exception) and cause is not self._failure):
                 raise
-            raise self._failure from None
+            raise cause from None
 
     def write(self, content: memoryview | bytes) -> int:
         """Write bytes; called by torch."""
         try:
             num_written = self._file.write(content)
-        except (OSError, ValueError, KeyboardInterrupt) as error:
+        except (OSError, ValueError) as error:
             self._failure = error
             raise
         self.checksum.update(content)

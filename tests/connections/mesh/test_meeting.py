@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -35,7 +36,7 @@ from tests.connections.ranks import connect_to
 HERE = LOOPBACK
 HOSTS = [LOOPBACK, "127.0.0.2"]  # where ranks listen under a name, and where at a port
 SECRET = secrets.token_bytes(32)
-HELLO = struct.pack("<II16s", 1, 0, b"n" * 16)
+HELLO = struct.pack("<II16s32s", 1, 0, b"n" * 16, b"g" * 32)
 SOON_S = 25.0  # a busy machine may stand still for seconds
 
 
@@ -198,6 +199,36 @@ def test_of_many_strangers_only_the_latest_stay_connected(
         assert waiting.result() == [(1, 0)]
 
 
+@pytest.mark.parametrize("where", HOSTS)
+def test_strangers_do_not_crowd_out_a_rank(stack: ExitStack, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(meeting, "_MOST_STRANGERS", 2)
+    host = Rank(stack, 0, host=where)
+    rank = stack.enter_context(connect_to(host.address))
+    handshake = Credentials(1, SECRET).initiate(rank, 0, 0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(host.lanes, [], 1, 1, Deadline(60))
+        rank.setblocking(False)
+        next(handshake)
+        select.select([rank], [], [], 20)  # the host has its greeting
+        strangers = [stack.enter_context(connect_to(host.address)) for _ in range(20)]
+        for stranger in strangers[:17]:
+            assert heard_by(stranger) == b""
+        for _ in handshake:
+            time.sleep(0.01)
+        assert waiting.result() == [(1, 0)]
+
+
+@pytest.mark.parametrize("where", HOSTS)
+def test_a_rank_that_strangers_have_crowded_out_tries_again(stack: ExitStack, where: str) -> None:
+    host, peer = Rank(stack, 0, host=where), Rank(stack, 1, host=where)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(peer.lanes, [host], 0, 1, Deadline(60))
+        select.select([host.listener._listener], [], [], 20)
+        host.listener._listener.accept()[0].close()
+        assert host.lanes([], 1, 1, Deadline(60)) == [(1, 0)]
+        assert waiting.result() == [(0, 0)]
+
+
 def heard_by(stranger: socket.socket) -> bytes:
     heard = b""
     while part := stranger.recv(1000):
@@ -226,14 +257,14 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
 
     def pretend() -> None:
         with impostor.accept()[0] as connection:
-            hello = connection.recv(24)
+            hello = connection.recv(len(HELLO))
             connection.sendall(bytes(16) + bytes(32))
             heard.extend(hello + heard_by(connection))
 
     address = impostor.getsockname()
     failed, _ = at_once(lambda: peer.connect([ConnectionAttempt(0, 0, address)], 0, Deadline(20)), pretend)
     assert isinstance(failed, ConnectFailed)
-    assert len(heard) == 24, "only who it says it is, and a number that it drew"
+    assert len(heard) == len(HELLO), "only who it says it is, a number that it drew, and what a rank can say of these"
     assert SECRET not in heard
 
 
@@ -340,7 +371,7 @@ def test_both_know_each_other_afterwards_or_neither(knows: bool) -> None:
         near.setblocking(False)
         far.setblocking(False)
         other = Credentials(4, SECRET if knows else bytes(32))
-        sides = Credentials(2, SECRET).initiate(near, 4, lane=1), other.respond(far)
+        sides = Credentials(2, SECRET).initiate(near, 4, lane=1), other.respond(far, lambda: None)
         if not knows:
             with pytest.raises(ConnectFailed, match="in place of rank 4 does not belong to the group"):
                 both(*sides)

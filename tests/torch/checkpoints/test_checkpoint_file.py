@@ -21,6 +21,7 @@ import pytest
 import torch
 import xxhash
 
+from raysgd._files import replacing
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import (
     CheckpointCorruptedError,
@@ -235,6 +236,26 @@ class TestWrite:
         rest = [name for name in os.listdir(tmp_path) if name != "last.pt"]
         assert len(rest) == 1
         assert rest[0].startswith(".raysgd-")
+        with replacing(str(tmp_path / "other.pt")) as file:
+            file.write(b"other")
+            write(tmp_path / "last.pt", training_state(2))  # removes what is left of the writer that was killed
+        assert sorted(os.listdir(tmp_path)) == ["last.pt", "other.pt"]
+
+    @pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+    def test_a_write_that_a_signal_ends_raises_what_its_handler_raises(
+        self, raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_all = checkpoint_file._ChecksummedStream.write
+
+        def write_or_end(stream: Any, content: memoryview | bytes) -> int:
+            if len(content) > 2**20:
+                raise raised
+            return write_all(stream, content)
+
+        monkeypatch.setattr(checkpoint_file._ChecksummedStream, "write", write_or_end)
+        with pytest.raises(raised):
+            write(tmp_path / "last.pt", {**training_state(1), "models": [{"w": torch.zeros(2**20)}]})
+        assert os.listdir(tmp_path) == []
 
     def test_what_killed_writers_left_is_deleted_once_it_is_old(self, tmp_path: Path) -> None:
         old, new = tmp_path / ".raysgd-old.tmp", tmp_path / ".raysgd-new.tmp"
