@@ -141,10 +141,48 @@ def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(a
         program.interrupt()
         found = program.found()
         assert found["error"][0] == "KeyboardInterrupt", found["text"]
-        assert "WorkersLostError" in program.fail("trainer.train()")["error"]
+        assert program.run("trainer.train()['epoch']") == 4
         program.run("trainer.shutdown()")
     assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
     assert not journal.exists()
+
+
+RAISES_ONCE = """
+def raising(operator):
+    train_batch = operator.train_batch
+    def once(batch, batch_info):
+        operator.train_batch = train_batch
+        raise ValueError('a bad sample')
+    if operator.world_rank:
+        operator.train_batch = once
+"""
+
+
+def test_a_state_that_only_workers_have_outlives_what_ends_them(address: str, log: Path) -> None:
+    with Program(address) as program, Program(address) as other:
+        program.run(OPERATOR)
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.3}}); pids(trainer)")
+        other.run("import os, raysgd; trainer = raysgd.attach('run')")
+        program.begin("trainer.train()")
+        await_samples(log, "train0", 8)
+        gate = Path(f"{log}.wait")  # no step ends while it is there
+        gate.touch()
+        os.kill(host_pid(other), signal.SIGKILL)
+        host_pid(other)
+        program.interrupt()  # of workers that another process has started
+        gate.unlink()
+        found = program.found()
+        assert found["error"] is not None and found["error"][0] == "KeyboardInterrupt", found["text"]
+        result = program.run("result = trainer.train(); result['epoch'], result['num_samples'] < 40")
+        assert result == [1, True], "the rest of the pass"
+        assert not set(program.run("pids(trainer)")) & set(pids)
+        assert set(samples(log, "train0")) == set(range(40))
+        program.run(RAISES_ONCE)
+        os.kill(host_pid(other), signal.SIGKILL)
+        program.run("armed = trainer.apply_all_operators(raising)")
+        assert "a bad sample" in program.fail("trainer.train()")["text"]
+        assert program.run("trainer.train()['epoch']") == 2
+        program.run("trainer.shutdown()")
 
 
 def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker(
