@@ -1,0 +1,29 @@
+"""The kinds of trainers that there are sequences for."""
+
+from __future__ import annotations
+
+import importlib
+
+from tests.sequences.subjects import Subject
+
+MODULES = {
+    "torch_trainers": (
+        "stock",
+        "own-batch",
+        "two-optimizers",
+        "collate",
+        "sampler",
+        "stream",
+        "dataset",
+        "dataset-collate",
+        "dataset-stream",
+    ),
+}
+KINDS = {kind: module for module, kinds in MODULES.items() for kind in kinds}
+
+
+def subject_class(kind: str) -> type[Subject]:
+    """Return what sequences of a kind happen to."""
+    module = importlib.import_module(f"tests.sequences.{KINDS[kind]}")
+    found: type[Subject] = module.SUBJECTS[kind]
+    return found
