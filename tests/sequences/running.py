@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -200,7 +201,7 @@ class Runner:
                 subject.start_over()
             num_events = len(subject.events())
             step = " ".join(map(str, words))
-            with _alarm(HANG_S):
+            with _alarm(HANG_S, subject):
                 Run(subject, self.sums).go_through(words)
             found = None
             events = subject.events()[num_events:]
@@ -208,9 +209,9 @@ class Runner:
             found, events = self._fault(error), self._events()
         self.sums.num_sequences += 1
         self.sums.seconds += time.monotonic() - began
-        self.sums.num_growths += sum("resized" in event or "joined" in event or "grown" in event for event in events)
+        self.sums.num_growths += events.count("grown")
         if found is None:
-            self._seeds.append(-1 if seed is None else seed)
+            self._seeds += [] if seed is None else [seed]
             return None
         again = f"--only {seed}" if seed is not None else f'--only "{step}"'
         line = f"--kind {self._kind} {again} | {step} | {found} | events {events}"
@@ -247,12 +248,16 @@ class Runner:
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise `Hang` in the main thread if the block takes longer."""
+def _alarm(seconds: float, subject: Subject | None = None) -> Iterator[None]:
+    """Raise `Hang` in the main thread if the block takes longer. It says where all are."""
 
     def ring(number: int, frame: FrameType | None) -> None:
-        where = "".join(traceback.format_stack(frame)[-6:])
-        raise Hang(f"{seconds:g} s have passed, here:\n{where}")
+        frames = {**sys._current_frames(), threading.get_ident(): frame}
+        stacks = [f"a thread of the driver: {_places(each)}" for each in frames.values()]
+        asking = threading.Thread(target=lambda: stacks.extend(subject.stacks() if subject else ()), daemon=True)
+        asking.start()
+        asking.join(20)
+        raise Hang("\n    ".join([f"{seconds:g} s have passed", *stacks]))
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -261,6 +266,11 @@ def _alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _places(frame: FrameType | None) -> str:
+    places = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in traceback.extract_stack(frame)]
+    return " > ".join(places[-10:])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -9,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.helpers.doors import controller_of
 from tests.sequences import books
 from tests.sequences.books import Books, Wrong
 from tests.sequences.grammar import NUM_WORKERS, Grammar, Word
 
 LATE_S = 60.0
+_PLACE = re.compile(r'([^/"]+", line \d+, in \w+)')
 
 
 class Subject(ABC):
@@ -69,6 +72,10 @@ class Subject(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all."""
+
+    def stacks(self) -> list[str]:
+        """Return where the workers are in their code, as far as they answer."""
+        return []
 
     def end_process(self) -> None:
         """Kill the process of a detached trainer."""
@@ -198,6 +205,11 @@ class ClassTrainer(Subject):
 
     def events(self) -> list[str]:
         return [str(event.kind) for event in self.trainer.status().events]
+
+    def stacks(self) -> list[str]:
+        group = controller_of(self.trainer).group
+        stacks = group.ask_beside("stack") if group is not None else {}
+        return [f"rank {rank}: {' > '.join(re.findall(_PLACE, stack)[-10:])}" for rank, stack in stacks.items()]
 
     def close(self) -> None:
         self.trainer.shutdown(force=True)
