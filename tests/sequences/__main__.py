@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,16 +19,22 @@ from contextlib import suppress
 from tests.helpers.forked import forks, to_lend
 from tests.helpers.ray_start import VARIABLES
 from tests.sequences.grammar import read
-from tests.sequences.kinds import KINDS, subject_class
+from tests.sequences.kinds import KINDS, preloaded, subject_class
 from tests.sequences.running import NUM_OF_ONE_TRAINER, Runner, Sums, laboratory
 
 SUMS = "sums: "
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 
 def run_here(arguments: argparse.Namespace) -> Sums:
     """Run sequences in this process."""
     sums = Sums()
-    with suppress(KeyboardInterrupt), laboratory() as folder:
+    with suppress(KeyboardInterrupt), laboratory(arguments.kind) as folder:
         runner = Runner(arguments.kind, subject_class(arguments.kind), folder, sums)
         try:
             if arguments.only is None:
@@ -46,7 +53,7 @@ def run_in_processes(arguments: argparse.Namespace) -> Sums:
     num_trainers = -(-arguments.sequences // (arguments.processes * NUM_OF_ONE_TRAINER))
     num_each, end = num_trainers * NUM_OF_ONE_TRAINER, arguments.seed + arguments.sequences
     sums = Sums()
-    with forks():
+    with forks(preloaded(arguments.kind)):
         threads = [
             threading.Thread(target=_run_another, args=(arguments.kind, first, min(num_each, end - first), sums))
             for first in range(arguments.seed, end, num_each)
@@ -91,8 +98,9 @@ def main() -> int:
     parser.add_argument("--as-json", action="store_true", help="print the sums for a program")
     arguments = parser.parse_args()
     logging.getLogger("raysgd").setLevel(logging.INFO if arguments.verbose else logging.ERROR)
-    for name, value in {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **VARIABLES}.items():
+    for name, value in {**ENVIRONMENT, **VARIABLES}.items():
         os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     is_alone = arguments.processes == 1 or arguments.only is not None
     sums = run_here(arguments) if is_alone else run_in_processes(arguments)
     tell(f"{SUMS}{sums.to_json() if arguments.as_json else sums}")

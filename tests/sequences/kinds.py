@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from tests.helpers.forked import FOR_TENSORFLOW, FOR_TORCH
 from tests.sequences.subjects import Subject
 
 MODULES = {
@@ -11,6 +12,7 @@ MODULES = {
         "stock",
         "own-batch",
         "two-optimizers",
+        "lightning",
         "collate",
         "sampler",
         "stream",
@@ -18,6 +20,7 @@ MODULES = {
         "dataset-collate",
         "dataset-stream",
     ),
+    "keras_trainers": ("keras-operator", "keras-creators"),
 }
 KINDS = {kind: module for module, kinds in MODULES.items() for kind in kinds}
 
@@ -27,3 +30,8 @@ def subject_class(kind: str) -> type[Subject]:
     module = importlib.import_module(f"tests.sequences.{KINDS[kind]}")
     found: type[Subject] = module.SUBJECTS[kind]
     return found
+
+
+def preloaded(kind: str) -> tuple[str, ...]:
+    """Return what workers of a kind import first."""
+    return FOR_TENSORFLOW if KINDS[kind] == "keras_trainers" else FOR_TORCH

@@ -24,6 +24,7 @@ from tests.helpers.ray_start import patient_ray
 from tests.sequences import deaths
 from tests.sequences.books import Wrong
 from tests.sequences.grammar import GROWTH, Word
+from tests.sequences.kinds import preloaded
 from tests.sequences.subjects import Subject
 
 HANG_S = 90.0
@@ -274,9 +275,9 @@ def _places(frame: FrameType | None) -> str:
 
 
 @contextmanager
-def laboratory() -> Iterator[Path]:
+def laboratory(kind: str) -> Iterator[Path]:
     """Have a Ray cluster whose workers fork, and a folder."""
-    with forks() as found, tempfile.TemporaryDirectory() as folder:
+    with forks(preloaded(kind)) as found, tempfile.TemporaryDirectory() as folder:
         with found.starting(), patient_ray():
             ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
         try:

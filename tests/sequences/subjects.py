@@ -86,18 +86,23 @@ class ClassTrainer(Subject):
     """A trainer that is a class: what PyTorch and Keras have in common.
 
     Attributes:
+        num_changes: How often the config was changed.
+        suffix: Of the file that the trainer saves.
+        names: What its results have.
         counts_all: Whether a result counts the samples of lost workers; the documentation says for what it does not.
     """
 
+    suffix: ClassVar[str] = ".pt"
     counts_all: ClassVar[bool] = True
+    names: ClassVar[Sequence[str]] = books.NAMES
 
     def __init__(self, folder: Path, number: int) -> None:
         super().__init__(folder, number)
         self.trainer = self.made()
-        self._num_changes = 0
+        self.num_changes = 0
         self._num_rows = 0
         self._other: Any = None
-        self._file = self.folder / "saved"
+        self._file = self.folder / f"saved{self.suffix}"
 
     @abstractmethod
     def made(self) -> Any:
@@ -138,8 +143,8 @@ class ClassTrainer(Subject):
             time.sleep(0.1)
 
     def _update(self) -> None:
-        self._num_changes += 1
-        self.trainer.update_config(x=self._num_changes)
+        self.num_changes += 1
+        self.trainer.update_config(x=self.num_changes)
 
     def call(self, word: Word, is_whole: bool) -> None:
         calls: Mapping[str, Callable[[Word, bool], None]] = {
@@ -163,7 +168,7 @@ class ClassTrainer(Subject):
         else:
             result = self.trainer.train(num_steps=word.number, blocking=False).result()
         expected = self.books.train(word.number)
-        books.compare(str(word), result, expected, is_whole or self.counts_all)
+        self._compare(str(word), result, expected, is_whole or self.counts_all)
 
     def _train_on_others(self, word: Word, is_whole: bool) -> None:
         is_new = word.name == "new"
@@ -171,7 +176,7 @@ class ClassTrainer(Subject):
             self._other = self.new_other()
         result = self.trainer.train(num_steps=word.number, dataset=self._other)
         expected = self.books.train_on_others(word.number, is_new)
-        books.compare(str(word), result, expected, is_whole or self.counts_all)
+        self._compare(str(word), result, expected, is_whole or self.counts_all)
 
     def _fit(self, word: Word, is_whole: bool) -> None:
         num_epochs = word.number or 2
@@ -180,13 +185,16 @@ class ClassTrainer(Subject):
         if len(history) != num_epochs:
             raise Wrong(f"{word} returned {len(history)} rows")
         for row in history:
-            books.compare(str(word), row, self.books.train(), is_whole or self.counts_all)
+            self._compare(str(word), row, self.books.train(), is_whole or self.counts_all)
 
     def _validate(self, word: Word, is_whole: bool) -> None:
-        books.compare(str(word), self.trainer.validate(), self.books.validate(), is_whole)
+        self._compare(str(word), self.trainer.validate(), self.books.validate(), is_whole)
 
     def _predict(self, word: Word, is_whole: bool) -> None:
         self.books.check_weights([self.predict()])
+
+    def _compare(self, what: str, found: Any, expected: Mapping[str, float], is_whole: bool) -> None:
+        books.compare(what, found, expected, is_whole, self.names)
 
     def _save(self, word: Word, is_whole: bool) -> None:
         self.trainer.save(self._file)
@@ -201,7 +209,7 @@ class ClassTrainer(Subject):
 
     def check(self) -> None:
         self.books.check_weights(self.tables())
-        self.books.check_rows(self.trainer.history[self._num_rows :])
+        self.books.check_rows(self.trainer.history[self._num_rows :], self.names)
 
     def events(self) -> list[str]:
         return [str(event.kind) for event in self.trainer.status().events]

@@ -185,7 +185,7 @@ class TorchSubject(ClassTrainer):
     others: ClassVar[str] = "plain"
 
     def made(self) -> Any:
-        return TorchTrainer(training_operator_cls=self.operator, config=self._config(0), **self.options())
+        return TorchTrainer(training_operator_cls=self.operator, config=self.config(0), **self.options())
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of a trainer: each third one has a spare worker."""
@@ -198,11 +198,11 @@ class TorchSubject(ClassTrainer):
             "spare_workers": int(self.number % 3 == 2),
         }
 
-    def _config(self, number: int) -> dict[str, Any]:
+    def config(self, number: int) -> dict[str, Any]:
         return {"folder": str(self.folder / "deaths"), "data": self.data, "x": number}
 
     def begin_again(self) -> None:
-        self.trainer.reset_config(self._config(self._num_changes))
+        self.trainer.resetconfig(self.config(self.num_changes))
 
     def new_other(self) -> Any:
         return loader(self.others, NUM_SAMPLES, NUM_OTHERS)
@@ -252,10 +252,28 @@ class DatasetStreamSubject(TorchSubject):
     others, grammar = "stream", Grammar(MORE_DATA, MOST, ("item", "model"), MOMENTS)
 
 
+class LightningSubject(TorchSubject):
+    """The same model as a module of Lightning."""
+
+    def made(self) -> Any:
+        from tests.sequences.lightning_module import Module
+
+        operator = TrainingOperator.from_ptl(
+            Module,
+            train_dataloader=loader("plain", 0, NUM_SAMPLES, shuffle=True),
+            val_dataloader=loader("plain", 0, NUM_VALIDATED),
+        )
+        return TorchTrainer(training_operator_cls=operator, config=self.config(0), **self.options())
+
+    def tables(self) -> Sequence[Sequence[float]]:
+        return [self.trainer.get_model().counts.weight.detach().flatten().tolist()]
+
+
 SUBJECTS: dict[str, type[TorchSubject]] = {
     "stock": TorchSubject,
     "own-batch": OwnBatchSubject,
     "two-optimizers": TwoOptimizersSubject,
+    "lightning": LightningSubject,
     "collate": CollateSubject,
     "sampler": SamplerSubject,
     "stream": StreamSubject,
