@@ -50,12 +50,17 @@ def _watched(reply_of: Any) -> Any:
 def _counted(function: Any) -> Any:
     @functools.wraps(function)
     def counted(*args: Any, **keywords: Any) -> Any:
-        order = _order()
-        if order[:1] == ["call"] and sys.getprofile() is None:
-            sys.setprofile(_countdown(int(order[1])))
+        begin()
         return function(*args, **keywords)
 
     return counted
+
+
+def begin() -> None:
+    """Count from here on, if that was asked for."""
+    order = _order()
+    if order[:1] == ["call"] and sys.getprofile() is None:
+        sys.setprofile(_countdown(int(order[1])))
 
 
 def _countdown(num_functions: int) -> Any:

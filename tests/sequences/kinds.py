@@ -20,6 +20,8 @@ MODULES = {
         "dataset-collate",
         "dataset-stream",
     ),
+    "functions": ("functions",),
+    "detached_trainers": ("detached", "detached-collate"),
     "keras_trainers": ("keras-operator", "keras-creators"),
 }
 KINDS = {kind: module for module, kinds in MODULES.items() for kind in kinds}

@@ -11,17 +11,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
-import ray
-
 from tests.helpers.forked import forks
 from tests.helpers.patience import awaiting_new_workers
-from tests.helpers.ray_start import patient_ray
-from tests.sequences import deaths
+from tests.sequences import cluster, deaths
 from tests.sequences.books import Wrong
 from tests.sequences.grammar import GROWTH, Word
 from tests.sequences.kinds import preloaded
@@ -277,11 +274,10 @@ def _places(frame: FrameType | None) -> str:
 @contextmanager
 def laboratory(kind: str) -> Iterator[Path]:
     """Have a Ray cluster whose workers fork, and a folder."""
-    with forks(preloaded(kind)) as found, tempfile.TemporaryDirectory() as folder:
-        with found.starting(), patient_ray():
-            ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-        try:
-            with awaiting_new_workers():
-                yield Path(folder)
-        finally:
-            ray.shutdown()
+    with ExitStack() as stack:
+        found = stack.enter_context(forks(preloaded(kind)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(awaiting_new_workers())
+        is_detached = kind.startswith("detached")
+        stack.enter_context(cluster.of_another_process() if is_detached else cluster.of_this_process(found))
+        yield Path(folder)

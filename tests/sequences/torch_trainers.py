@@ -202,7 +202,7 @@ class TorchSubject(ClassTrainer):
         return {"folder": str(self.folder / "deaths"), "data": self.data, "x": number}
 
     def begin_again(self) -> None:
-        self.trainer.resetconfig(self.config(self.num_changes))
+        self.trainer.reset_config(self.config(self.num_changes))
 
     def new_other(self) -> Any:
         return loader(self.others, NUM_SAMPLES, NUM_OTHERS)
