@@ -20,11 +20,12 @@ from tests.helpers.forked import forks, to_lend
 from tests.helpers.ray_start import VARIABLES
 from tests.sequences.grammar import read
 from tests.sequences.kinds import KINDS, preloaded, subject_class
-from tests.sequences.running import NUM_OF_ONE_TRAINER, Runner, Sums, laboratory
+from tests.sequences.running import NUM_OF_ONE_TRAINER, Runner, Sums, interrupt, laboratory
 
 SUMS = "sums: "
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "token",  # as Ray does in the process that starts a cluster, where this one may only connect
     "RAY_USAGE_STATS_ENABLED": "0",
     "CUDA_VISIBLE_DEVICES": "",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -40,6 +41,7 @@ def run_here(arguments: argparse.Namespace) -> Sums:
             if arguments.only is None:
                 for seed in range(arguments.seed, arguments.seed + arguments.sequences):
                     tell(runner.run_seed(seed))
+                    print(f"\r{sums.num_sequences} sequences, {len(sums.wrong)} wrong", end="", file=sys.stderr)
             for _ in range(arguments.times if arguments.only is not None else 0):
                 is_seed = arguments.only.isdigit()
                 tell(runner.run_seed(int(arguments.only)) if is_seed else runner.run(read(arguments.only)))
@@ -86,6 +88,13 @@ def tell(line: str | None) -> None:
         sys.stdout.flush()
 
 
+def begin_again_with_variables() -> None:
+    """Let this program begin with the variables that Ray, TensorFlow and others read when they are imported."""
+    variables = {**ENVIRONMENT, **VARIABLES}
+    if not variables.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, "-m", "tests.sequences", *sys.argv[1:]], {**variables, **os.environ})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kind", choices=KINDS, required=True)
@@ -97,10 +106,10 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="log what happens")
     parser.add_argument("--as-json", action="store_true", help="print the sums for a program")
     arguments = parser.parse_args()
+    begin_again_with_variables()
     logging.getLogger("raysgd").setLevel(logging.INFO if arguments.verbose else logging.ERROR)
-    for name, value in {**ENVIRONMENT, **VARIABLES}.items():
-        os.environ.setdefault(name, value)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     is_alone = arguments.processes == 1 or arguments.only is not None
     sums = run_here(arguments) if is_alone else run_in_processes(arguments)
     tell(f"{SUMS}{sums.to_json() if arguments.as_json else sums}")

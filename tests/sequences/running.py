@@ -33,6 +33,15 @@ class Hang(BaseException):
     """Something took too long; no code of the library takes it for an error of a user."""
 
 
+_interrupts: list[int] = []  # signals that came
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C: remember it, because a library may turn its exception into another one."""
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
 @dataclass
 class Sums:
     """What happened in some sequences.
@@ -204,6 +213,8 @@ class Runner:
             found = None
             events = subject.events()[num_events:]
         except (Exception, Hang) as error:
+            if _interrupts:
+                raise KeyboardInterrupt from error
             found, events = self._fault(error), self._events()
         self.sums.num_sequences += 1
         self.sums.seconds += time.monotonic() - began
