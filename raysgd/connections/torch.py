@@ -9,9 +9,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from raysgd.connections._compiler import defer_compiler
 from raysgd.connections._gloo import DelayedCalls, GlooConnections, as_written, open_sockets, opened_since
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
 _ABORT_S = 60.0
+_FORM_BESIDE_S = 20.0  # all ranks were there a moment before
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -206,12 +209,22 @@ class TorchConnection(Connection):
             os.environ[_VISIBLE] = own
             torch.cuda.set_device(0)
 
-    def new_group_beside(self) -> Any:
-        """Another group of all ranks, over gloo; `interrupt` ends what waits in it, too. All ranks have to ask."""
+    def new_group_beside(self, form_timeout_s: float | None = None) -> Any:
+        """Another group of all ranks, over gloo; `interrupt` ends what waits in it, too. All ranks have to ask.
+
+        Args:
+            form_timeout_s: How long a rank waits for one that died while the group forms, which nothing else ends. It
+                is also the time-out of the group; None for that of the default group.
+        """
         import torch.distributed as dist
 
+        if self._group is not None:
+            self._group.add_up(np.zeros(1))  # all ranks come at the same time, or learn here that one is gone
         before = open_sockets() if self.transport != "gloo" else {}
-        group = dist.new_group(backend="gloo")
+        if self._gloo is not None:
+            self._gloo.found = None  # also what is about to be opened can be cut
+        timeout = None if form_timeout_s is None else datetime.timedelta(seconds=form_timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
         self._beside.append(group)
         if self._gloo is not None:
             if self.transport != "gloo":  # gloo told it to PyTorch's own store
@@ -342,6 +355,18 @@ def new_group_beside() -> Any:
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo") if _joined is None else _joined.new_group_beside()
+
+
+def summation_beside() -> Callable[[Any], Any]:
+    """What starts sums of tensors over all ranks in such a group, and returns a work to wait for; all have to ask."""
+    import torch.distributed as dist
+
+    if _joined is None:
+        group = dist.new_group(backend="gloo")
+        return lambda numbers: dist.all_reduce(numbers, group=group, async_op=True)
+    group, options = _joined.new_group_beside(_FORM_BESIDE_S), dist.AllreduceOptions()
+    options.timeout = datetime.timedelta(seconds=_joined.timeout_s)
+    return lambda numbers: group.allreduce([numbers], options)
 
 
 def board_of_group() -> Board:

@@ -546,6 +546,30 @@ def test_the_connections_of_each_group_are_found_so_that_they_can_be_cut(rig: Ri
     rig.leave(3)
 
 
+def knows_of_a_broken_group(replica: Any, dies: bool) -> bool:
+    import torch
+
+    connection = replica.connection
+    if dies:  # the others know where it listens by then, and wait for it to come to them
+        connection._store.get = lambda key: end_process(replica)
+    try:
+        connection.new_group_beside(form_timeout_s=2.0).allreduce([torch.zeros(1)]).wait()
+    except Exception as error:
+        return bool(connection.is_connection_error(error))
+    return False
+
+
+def test_a_rank_that_dies_while_a_second_group_forms_does_not_hold_up_the_others(ray_cluster: None) -> None:
+    rig = Rig()
+    try:
+        rig.join_silently(replace(CASES["gloo"], connection=TorchConnection("gloo", timeout_s=600)), NUM_PROCESSES)
+        survivors = [rig.on(rank, knows_of_a_broken_group, False) for rank in (0, 1)]
+        rig.on(2, knows_of_a_broken_group, True)
+        assert [answer.value for answer in ray.get(survivors, timeout=60)] == [True, True]
+    finally:
+        rig.group.kill(10)
+
+
 # -------------------------------------------------------------------------------------------- leaving gloo later
 
 

@@ -172,7 +172,7 @@ def test_a_state_that_only_workers_have_outlives_what_ends_them(address: str, lo
         program.interrupt()  # of workers that another process has started
         gate.unlink()
         found = program.found()
-        assert found["error"] is not None and found["error"][0] == "KeyboardInterrupt", found["text"]
+        assert (found["error"] or ["none"])[0] == "KeyboardInterrupt", found["text"]
         result = program.run("result = trainer.train(); result['epoch'], result['num_samples'] < 40")
         assert result == [1, True], "the rest of the pass"
         assert not set(program.run("pids(trainer)")) & set(pids)

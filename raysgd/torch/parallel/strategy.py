@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from raysgd.connections.group import Group
-from raysgd.connections.torch import exchanges_at_once, new_group_beside
+from raysgd.connections.torch import exchanges_at_once, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.exchanges import Exchanges, StepRows
@@ -259,12 +259,8 @@ class NoParallel:
         All ranks must ask for it at the same time.
         """
         # A separate group: on the default one these calls could overtake those of the backward pass.
-        group = new_group_beside()
-
-        def start(numbers: torch.Tensor) -> Callable[[], Any]:
-            return dist.all_reduce(numbers, group=group, async_op=True).wait
-
-        return start
+        start_sum = summation_beside()
+        return lambda numbers: start_sum(numbers).wait
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
