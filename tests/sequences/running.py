@@ -25,7 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -48,11 +48,13 @@ class Hang(BaseException):
     """Something took too long; no code of the library takes it for an error of a user."""
 
 
-_interrupts: list[int] = []  # signals that came
+# What the handlers of signals have seen: Cython, which Ray is written in, may turn their exceptions into others.
+_interrupts: list[int] = []
+_hangs: list[str] = []
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C: remember it, because a library may turn its exception into another one."""
+    """Handle Ctrl-C."""
     _interrupts.append(number)
     raise KeyboardInterrupt
 
@@ -92,7 +94,7 @@ class Sums:
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def from_json(cls, text: str) -> Sums:
@@ -257,11 +259,12 @@ class Runner:
         (folder / "deaths").mkdir()
         return self._class(folder, number)
 
-    def _fault(self, error: BaseException) -> str:
+    @staticmethod
+    def _fault(error: BaseException) -> str:
+        if _hangs:
+            return f"HANG {_hangs.pop()}"
         if isinstance(error, Wrong):
             return f"WRONG {error}"
-        if isinstance(error, Hang):
-            return f"HANG {error}"
         last = traceback.format_exception_only(error)[-1].strip().replace("\n", " ")
         return f"RAISED {last[:600]}"
 
@@ -288,7 +291,8 @@ def _alarm(seconds: float, subject: Subject | None = None) -> Iterator[None]:
         asking = threading.Thread(target=lambda: stacks.extend(subject.stacks() if subject else ()), daemon=True)
         asking.start()
         asking.join(20)
-        raise Hang("\n    ".join([f"{seconds:g} s have passed", *stacks]))
+        _hangs.append("\n    ".join([f"{seconds:g} s have passed", *stacks]))
+        raise Hang
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
