@@ -41,7 +41,12 @@ def run_here(arguments: argparse.Namespace) -> Sums:
             if arguments.only is None:
                 for seed in range(arguments.seed, arguments.seed + arguments.sequences):
                     tell(runner.run_seed(seed))
-                    print(f"\r{sums.num_sequences} sequences, {len(sums.wrong)} wrong", end="", file=sys.stderr)
+                    print(
+                        f"\r{sums.num_sequences} sequences, {len(sums.wrong)} wrong",
+                        end="",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             for _ in range(arguments.times if arguments.only is not None else 0):
                 is_seed = arguments.only.isdigit()
                 tell(runner.run_seed(int(arguments.only)) if is_seed else runner.run(read(arguments.only)))

@@ -17,7 +17,9 @@ _numbers = itertools.count()
 
 
 class DetachedSubject(TorchSubject):
-    """The handle on a detached `TorchTrainer`."""
+    """The handle on a detached `TorchTrainer`. Once its process has died, the state may live in the workers alone."""
+
+    num_kept = 1
 
     grammar = Grammar(CALLS, MOST, ("item", "model"), {**MOMENTS, "process": 6})
 

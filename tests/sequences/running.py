@@ -1,8 +1,21 @@
-"""Runs sequences one after the other, and judges them."""
+"""Runs sequences one after the other, and judges them by what `docs/fault-tolerance.md` and `docs/data.md` promise.
+
+The settings are those with which all of it is promised: the default `Recovery`, a global batch that stays, data that
+the library divides. Then, whoever dies and steps in:
+
+* each sample of a pass is used once, in the weights;
+* `epoch`, and each row of the history, are those of an undisturbed training;
+* `num_samples` and the loss are those of all samples that trained the weights. With code and frameworks for which the
+  page names an exception, and in validations, a call in which a worker dies may count fewer samples;
+* predictions are those of the weights, and `load` goes back to what `save` wrote;
+* as many workers as before come back, and no call takes longer than `HANG_S`;
+* nothing is raised. `REFUSALS` lists what the documentation allows.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -12,7 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -27,17 +40,21 @@ from tests.sequences.subjects import Subject
 HANG_S = 90.0
 NUM_OF_ONE_TRAINER = 8
 NOTICED_S = 0.4
+REFUSALS: tuple[str, ...] = ()
+"""Patterns of messages that may be raised. The sequence ends there, and is not wrong."""
 
 
 class Hang(BaseException):
     """Something took too long; no code of the library takes it for an error of a user."""
 
 
-_interrupts: list[int] = []  # signals that came
+# What the handlers of signals have seen: Cython, which Ray is written in, may turn their exceptions into others.
+_interrupts: list[int] = []
+_hangs: list[str] = []
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C: remember it, because a library may turn its exception into another one."""
+    """Handle Ctrl-C."""
     _interrupts.append(number)
     raise KeyboardInterrupt
 
@@ -77,7 +94,7 @@ class Sums:
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def from_json(cls, text: str) -> Sums:
@@ -129,6 +146,8 @@ class Run:
             return
         ranks = word.arguments if word.name in ("kill", "lose") else word.arguments[:1]
         victims = list(dict.fromkeys(pids[int(rank) % len(pids)] for rank in ranks))
+        doomed = {*self._armed, *(pid for pid, _, _ in self._timers)}
+        victims = victims[: max(0, len({*pids} - doomed - {*victims}) + len(victims) - subject.num_kept)]
         for pid in victims:
             if word.name in ("kill", "lose"):
                 deaths.end(pid)
@@ -216,11 +235,16 @@ class Runner:
             if _interrupts:
                 raise KeyboardInterrupt from error
             found, events = self._fault(error), self._events()
+        refusal = next((each for each in REFUSALS if found is not None and re.search(each, found)), None)
         self.sums.num_sequences += 1
         self.sums.seconds += time.monotonic() - began
         self.sums.num_growths += events.count("grown")
         if found is None:
             self._seeds += [] if seed is None else [seed]
+            return None
+        if refusal is not None:
+            self.sums.refused[refusal] += 1
+            self.close()
             return None
         again = f"--only {seed}" if seed is not None else f'--only "{step}"'
         line = f"--kind {self._kind} {again} | {step} | {found} | events {events}"
@@ -235,11 +259,12 @@ class Runner:
         (folder / "deaths").mkdir()
         return self._class(folder, number)
 
-    def _fault(self, error: BaseException) -> str:
+    @staticmethod
+    def _fault(error: BaseException) -> str:
+        if _hangs:
+            return f"HANG {_hangs.pop()}"
         if isinstance(error, Wrong):
             return f"WRONG {error}"
-        if isinstance(error, Hang):
-            return f"HANG {error}"
         last = traceback.format_exception_only(error)[-1].strip().replace("\n", " ")
         return f"RAISED {last[:600]}"
 
@@ -266,7 +291,8 @@ def _alarm(seconds: float, subject: Subject | None = None) -> Iterator[None]:
         asking = threading.Thread(target=lambda: stacks.extend(subject.stacks() if subject else ()), daemon=True)
         asking.start()
         asking.join(20)
-        raise Hang("\n    ".join([f"{seconds:g} s have passed", *stacks]))
+        _hangs.append("\n    ".join([f"{seconds:g} s have passed", *stacks]))
+        raise Hang
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -25,9 +25,14 @@ class Subject(ABC):
     Args:
         folder: For files; all workers see it.
         number: Trainers with different numbers have different options.
+
+    Attributes:
+        grammar: What may happen to it.
+        num_kept: How many workers are never killed.
     """
 
     grammar: ClassVar[Grammar]
+    num_kept: ClassVar[int] = 0
 
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.number = folder, number
