@@ -138,9 +138,9 @@ class Lifecycle(ABC):
     @property
     def holds_only_state(self) -> bool:
         """True if workers have a state that is nowhere else: it is fetched before any of them is ended."""
-        group = self.group
-        has_workers = group is not None and not group.is_driver_only and not self.has_session_ended
-        return has_workers and self.snapshots.is_only_in_workers and not self.gives_state_up
+        if not self.snapshots.is_only_in_workers or self.gives_state_up:
+            return False
+        return self.group is not None and not self.group.is_driver_only and not self.has_session_ended
 
     @property
     def num_workers(self) -> int:
