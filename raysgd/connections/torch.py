@@ -415,11 +415,15 @@ def _abort_process_group() -> None:
 
 
 def end_process_group() -> None:
-    """Leave the default group, if there is one."""
+    """Leave the default group. Where forming it failed, PyTorch forgets that it has tried.
+
+    It numbers groups, and ranks find each other by the number. Without this, a rank whose attempt failed would wait in
+    the next group for ranks that failed before they had begun to form this one, and count one less.
+    """
     import torch.distributed as dist
 
-    if not dist.is_initialized():  # forming the group failed
-        return
+    if not dist.is_initialized():  # leaving a group resets the number
+        dist.init_process_group("gloo", store=_c10d("HashStore")(), rank=0, world_size=1)
     # What takes the group down waits for its threads and holds the interpreter's lock meanwhile, which a thread that is
     # not quite done with the last collective may need in order to give a tensor back: let it have the lock first.
     time.sleep(_SETTLE_S)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -544,6 +545,35 @@ def test_the_connections_of_each_group_are_found_so_that_they_can_be_cut(rig: Ri
     rig.join_silently(CASES["gloo"], 3)
     assert rig.on_each(3, numbers_found, transport) == [(2, 4)] * 3
     rig.leave(3)
+
+
+def fail_to_join(replica: Any, rendezvous: Rendezvous, world: World) -> None:
+    """Rank 0 loses the others while PyTorch forms the group, rank 1 just before."""
+    import torch.distributed as dist
+
+    from raysgd.connections.mesh.store import BoardStore
+
+    def lose(*_: Any, **__: Any) -> None:
+        raise MeshBroken("rank 2 is gone")
+
+    owner, name = (BoardStore, "set") if world.rank == 0 else (dist, "init_process_group")
+    original = getattr(owner, name)
+    setattr(owner, name, lose)
+    with suppress(Exception):
+        replica.connection.join(rendezvous, world)
+    setattr(owner, name, original)
+
+
+def test_ranks_that_failed_to_form_a_group_at_different_moments_form_the_next_one(ray_cluster: None) -> None:
+    rig, case = Rig(), replace(CASES["gloo"], connection=TorchConnection("gloo", timeout_s=10))
+    try:
+        rig.on_each(2, load, case.connection)
+        place = rig.open_endpoints(case, 2)
+        ray.get([rig.on(rank, fail_to_join, place, World(rank, 2, rank, 2)) for rank in range(2)])
+        rig.leave(2)
+        assert rig.join(case, 2) == [11.0, 11.0]
+    finally:
+        rig.group.kill(10)
 
 
 def knows_of_a_broken_group(replica: Any, dies: bool) -> bool:
