@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
 _ABORT_S = 60.0
-_FORM_BESIDE_S = 20.0  # all ranks were there a moment before
+_FORM_BESIDE_S = 6.0  # all ranks were there a moment before; gloo waits five times as long for one to connect
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
