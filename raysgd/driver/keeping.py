@@ -149,7 +149,9 @@ class KeptTrainer:
         from ray import cloudpickle
 
         trainer, history, snapshots = self._trainer, self._trainer.history, self._trainer._controller.snapshots
-        found: dict[str, Any] = {"state": (self._keeper.num_calls, list(history.events), snapshots.last_file)}
+        places = trainer._calls.sharing.places_to_keep()
+        state = self._keeper.num_calls, list(history.events), snapshots.last_file, places
+        found: dict[str, Any] = {"state": state}
         if history.extent.records > self._seen.records:
             found[f"{_RECORDS}{self._seen.records}"] = history.part(self._seen, history.extent).records
             self._seen = history.extent
@@ -161,7 +163,8 @@ class KeptTrainer:
     def take_over(self, kept: Mapping[str, bytes]) -> None:
         """Let the trainer know what was kept."""
         trainer = self._trainer
-        self._keeper.num_calls, events, trainer._controller.snapshots.last_file = pickle.loads(kept["state"])
+        self._keeper.num_calls, events, last_file, places = pickle.loads(kept["state"])
+        trainer._controller.snapshots.last_file = last_file
         trainer.history.events[:] = events
         for name in [name for name in kept if name.startswith(_RECORDS)]:
             for record in pickle.loads(kept[name]):
@@ -171,6 +174,7 @@ class KeptTrainer:
             self._settings = pickle.loads(kept["settings"])
             trainer._take_settings(self._settings)
             trainer._calls.sharing = trainer._new_sharing()
+        trainer._calls.sharing.take_over(places)
         if "fit" in kept:
             progress: FitProgress = pickle.loads(kept["fit"])
             trainer._fit_progress = progress

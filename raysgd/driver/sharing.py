@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,6 +107,14 @@ class DataSharing:
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
         """Note where a call stopped, for the next one with the same object."""
         self._places[name] = identity(dataset), place
+
+    def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
+        """Return where calls stopped in data that a program sends again, for another process."""
+        return {name: (token, place) for name, (token, place) in self._places.items() if isinstance(token, str)}
+
+    def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
+        """Go on at places that another process has kept."""
+        self._places = {name: (sys.intern(token), place) for name, (token, place) in kept.items()}
 
     def follow(self, config: Mapping[str, Any]) -> None:
         """Make new shares of what functions make of the config, which is another one from now on."""

@@ -178,10 +178,17 @@ def test_a_state_that_only_workers_have_outlives_what_ends_them(address: str, lo
         assert not set(program.run("pids(trainer)")) & set(pids)
         assert set(samples(log, "train0")) == set(range(40))
         program.run(RAISES_ONCE)
+        program.run("fast = trainer.apply_all_operators(pace(0.0))")
         os.kill(host_pid(other), signal.SIGKILL)
         program.run("armed = trainer.apply_all_operators(raising)")
         assert "a bad sample" in program.fail("trainer.train()")["text"]
         assert program.run("trainer.train()['epoch']") == 2
+        program.run(
+            "own = DataLoader([(torch.tensor([float(i)]), torch.tensor([0.0])) for i in range(40)], batch_size=2)"
+        )
+        assert program.run("trainer.train(dataset=own, num_steps=3)['num_samples']") == 12
+        os.kill(host_pid(other), signal.SIGKILL)
+        assert program.run("trainer.train(dataset=own)['num_samples']") == 40 - 12, "the place in the data is kept, too"
         program.run("trainer.shutdown()")
 
 

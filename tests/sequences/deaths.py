@@ -125,7 +125,7 @@ def lives(pid: int) -> bool:
     """Return whether there is such a process, which is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second one where it ends while it is read
         return False
 
 
