@@ -205,10 +205,10 @@ def test_strangers_do_not_crowd_out_a_rank(stack: ExitStack, monkeypatch: pytest
     host = Rank(stack, 0, host=where)
     rank = stack.enter_context(connect_to(host.address))
     handshake = Credentials(1, SECRET).initiate(rank, 0, 0)
+    rank.setblocking(False)
+    next(handshake)  # there is no answer yet
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(host.lanes, [], 1, 1, Deadline(60))
-        rank.setblocking(False)
-        next(handshake)
         select.select([rank], [], [], 20)  # the host has its greeting
         strangers = [stack.enter_context(connect_to(host.address)) for _ in range(20)]
         for stranger in strangers[:17]:
