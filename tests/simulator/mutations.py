@@ -26,7 +26,6 @@ from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.undo import Undo, _Copies
 from raysgd.worker.data import epoch_run
 from raysgd.worker.data.rank_rows import RankRows
-from raysgd.worker.state.copies import StateCopies
 from tests.simulator.program import Program
 from tests.simulator.replica import Run, SimReplica
 from tests.simulator.schedule import Fault, Op, Schedule
@@ -614,7 +613,6 @@ MUTATIONS = (
     Mutation("weights are not put back", _Copies, "put_back", nothing, (92,)),
     Mutation("what optimizers know is not put back", Undo, "_look_into", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),
-    Mutation("a call begins before the state is copied", StateCopies, "unmade", always([]), (16,)),
     Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),
     Mutation("any call that a rank remembers is the one that goes on", epoch_run, "run_of", _any_run, (1513,)),
     Mutation("ranks that take a call over do not know which it is", Run, "progress", _without_number, (13,)),
