@@ -589,7 +589,7 @@ MUTATIONS = (
     Mutation("a spare is not told to leave its validation", replica_calls, "leave_call", nothing, (833,)),
     Mutation("a spare that was recalled begins a validation", Loan, "recall", _recalls_unnoticed, (2309,)),
     Mutation("a spare steps in while it validates", Loan, "is_over", always_is(True), (92,)),
-    Mutation("a spare that died while it validated is lent again", Loan, "has_died", always_is(False), (17,)),
+    Mutation("a spare that died while it validated is lent again", Loan, "has_died", always_is(False), (3693,)),
     Mutation(
         "spares that validate outlive their group", StandbyWorkers, "_idle", lambda real: property(_is_ready), (11,)
     ),
