@@ -358,7 +358,7 @@ def new_group_beside() -> Any:
 
 
 def summation_beside() -> Callable[[Any], Any]:
-    """What starts sums of tensors over all ranks in such a group, and returns a work to wait for; all have to ask."""
+    """Return a function that starts a sum over all ranks in such a group and returns its work; all have to ask."""
     import torch.distributed as dist
 
     if _joined is None:

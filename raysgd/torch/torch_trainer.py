@@ -239,8 +239,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             spare_workers=spare_workers,
         )
         arguments.check_spares(group, chosen_strategy)
-        keeps_survivors = chosen_strategy == "ddp" and chosen_backend != "horovod" and group.recovery.in_place
-        settings = replace(settings, may_grow=keeps_survivors and num_workers > 1 and not use_local)
+        has_room_to_grow = num_workers > 1 and not use_local and group.recovery.in_place
+        settings = replace(settings, may_grow=has_room_to_grow and settings.keeps_survivors)
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
@@ -281,7 +281,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     @property
     def _keeps_survivors(self) -> bool:
-        return self.strategy == "ddp" and self.backend != "horovod"
+        keeps_survivors: bool = self._settings.keeps_survivors
+        return keeps_survivors
 
     @property
     def _renews_survivors(self) -> bool:

@@ -58,6 +58,11 @@ class TorchSettings(ReplicaSettings):
             _check_tqdm()
 
     @property
+    def keeps_survivors(self) -> bool:
+        """True if survivors of a failure can go on in another group."""
+        return self.strategy == "ddp" and not self.use_horovod
+
+    @property
     def obstacle_of_streams(self) -> str | None:
         return super().obstacle_of_streams if self.add_dist_sampler else STREAMS_NEED
 
