@@ -134,11 +134,15 @@ def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(a
         assert (len(left), pids[1] in left, pids[0] in left) == (2, True, False)
         journal = journal_path("run", program.run("trainer._actor._actor_id.hex()"))
         assert journal.exists()
-        program.run("slow = trainer.apply_all_operators(pace(0.2))")
+        program.run("slow = trainer.apply_all_operators(pace(0.5))")
         program.begin("trainer.train()")
         await_samples(log, "train3", 8)
+        gate = Path(f"{log}.wait")  # no step ends while it is there: the call outlives the start of a new process
+        gate.touch()
         os.kill(host_pid(other), signal.SIGKILL)
+        host_pid(other)
         program.interrupt()
+        gate.unlink()
         found = program.found()
         assert found["error"][0] == "KeyboardInterrupt", found["text"]
         assert program.run("trainer.train()['epoch']") == 4
