@@ -92,7 +92,7 @@ test-newest: $(NEWEST_STAMP) ## run the tests of `make quick`, and the examples 
 soak: $(ALL_STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
 
-lint: $(STAMP) ## check style, format, spelling, words, sizes and claims
+lint: $(STAMP) ## check style, format, spelling, and the rules of the house
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/codespell
