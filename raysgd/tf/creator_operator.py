@@ -11,7 +11,7 @@ import numpy as np
 from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
-from raysgd.tf.fit import acts_on_steps, merger, one_part, stopper, tracker
+from raysgd.tf.fit import acts_on_steps, callbacks_of_part, merger, one_part, stopper, tracker
 from raysgd.tf.objects import datasets, learning_rates, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import global_metrics
@@ -113,38 +113,39 @@ class CreatorOperator(TrainingOperator):
         is_resumed = stream.begin_fit(options.get("initial_epoch", 0))
         if is_resumed:
             self._agree()
+        else:
             model.stop_training = False
         with synchronizer.fitting(stream.before_exchange):
-            self._fit_rest(options)
+            self._fit_rest(options, is_resumed)
         if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
             global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
-    def _fit_rest(self, options: dict[str, Any]) -> None:
+    def _fit_rest(self, options: dict[str, Any], is_resumed: bool) -> None:
         """Train the rest of an epoch, if one broke off, and then the epochs that are left."""
-        num_epochs, stream = options.get("epochs", 1), self._raysgd.fit
+        num_epochs, stream, model = options.get("epochs", 1), self._raysgd.fit, self.model
         assert stream.place is not None
         if stream.place.is_over:
             return
+        rates = learning_rates.read([model.optimizer]) if is_resumed else [None]
         if stream.place.num_steps:
-            self._fit_epochs(options, stream.place.epoch + 1, is_last=False)
-            if self.model.stop_training or stream.place.epoch >= num_epochs:
-                for callback in options["callbacks"]:
-                    callback.on_train_end(dict(stream.place.logs))
-                return
-        if stream.place.epoch < num_epochs:
-            self._fit_epochs(options, num_epochs, is_last=True)
+            self._fit_epochs(options, stream.place.epoch + 1, rates, is_last=False)
+        if stream.place.epoch < num_epochs and not model.stop_training:
+            self._fit_epochs(options, num_epochs, [None], is_last=True)
+        elif is_resumed:  # as Keras ends a `fit`
+            if hasattr(model.optimizer, "finalize_variable_values"):
+                model.optimizer.finalize_variable_values(model.trainable_weights)
+            for callback in options["callbacks"]:
+                callback.on_train_end(dict(stream.place.logs))
+        stream.settle()
 
-    def _fit_epochs(self, options: dict[str, Any], end: int, is_last: bool) -> None:
+    def _fit_epochs(self, options: dict[str, Any], end: int, rates: learning_rates.Rates, is_last: bool) -> None:
         stream, model, steps = self._raysgd.fit, self.model, options.get("steps_per_epoch")
         place = stream.place
         assert place is not None
         length = stream.num_steps_of_epoch(steps)
-        if length is not None and place.num_steps >= length:  # it broke off behind its last step
-            stream.end_epoch(model.get_metrics_result(), steps)
-            return
-        track = tracker(stream, model, steps, self._agree)
+        track = tracker(stream, model, steps, self._agree, rates)
         synchronizer = self._raysgd.context.synchronizer
         data, shares = self._validation_options(options)
         merge = merger(
@@ -152,15 +153,51 @@ class CreatorOperator(TrainingOperator):
             lambda: global_metrics.merge_statistics(synchronizer.group, [model]),
             lambda: synchronizer.evaluating(shares),
         )
+        own, num_epochs = options["callbacks"], options.get("epochs", 1)
+        listed = [merge, *own, *self._stoppers(own), track]
+        told = {"verbose": options["verbose"], "epochs": num_epochs, "steps": length}
+        callbacks = callbacks_of_part(model, listed, place.num_steps, **told)
+        goes_on = stream.measures and place.num_steps > 0
+        if length is not None and place.num_steps >= length:  # it broke off behind its last step
+            self._end_epoch(listed, own, data, callbacks)
+            return
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data
-        callbacks = [merge, *options["callbacks"], *self._stoppers(options["callbacks"]), track]
         changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": callbacks}
         if steps is not None:
             changed["steps_per_epoch"] = steps - place.num_steps
-        silenced = [*(["on_train_begin"] if stream.has_begun else []), *([] if is_last else ["on_train_end"])]
+        silenced = [
+            *(["on_train_begin"] if stream.has_begun else []),
+            *(["on_epoch_begin"] if goes_on else []),
+            *([] if is_last else ["on_train_end"]),
+        ]
         stream.has_begun = True
-        with one_part(model, options["callbacks"], stream.measures and place.num_steps > 0, silenced):
+        with one_part(model, own, goes_on, silenced, is_last):
             model.fit(self._part(stream.data()), **{**options, **changed})
+
+    def _end_epoch(self, listed: Sequence[Any], own: Sequence[Any], data: Mapping[str, Any], callbacks: Any) -> None:
+        """Do what Keras does behind the last step of an epoch.
+
+        Args:
+            listed: The callbacks.
+            own: Those of the user.
+            data: What to validate on.
+            callbacks: What Keras is to have in the place of the callbacks.
+        """
+        stream, model, frequency = self._raysgd.fit, self.model, data.get("validation_freq", 1)
+        assert stream.place is not None
+        epoch = stream.place.epoch
+        if not stream.has_begun:
+            model.reset_metrics()
+            for callback in own:
+                callback.on_train_begin()
+                callback.on_epoch_begin(epoch)
+        stream.has_begun = True
+        logs = dict(model.get_metrics_result())
+        if data and ((epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency):
+            results = model.evaluate(data["validation_data"], callbacks=callbacks, verbose=0, return_dict=True)
+            logs |= {f"val_{name}": value for name, value in results.items()}
+        for callback in listed:
+            callback.on_epoch_end(epoch, {name: float(value) for name, value in logs.items()})
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
         """Return what stops all ranks at one step; none where no callback that ranks have acts on steps."""
@@ -253,7 +290,7 @@ class CreatorOperator(TrainingOperator):
 
     def _verbosity(self, options: dict[str, Any]) -> Any:
         asked = options.get("verbose", self._raysgd.context.settings.verbose)
-        return (int(asked) if isinstance(asked, bool) else asked) if self.world_rank == 0 else 0
+        return 0 if self.world_rank else 1 if asked == "auto" else int(asked)
 
     def _callbacks(self, options: dict[str, Any]) -> list[Any]:
         given = options.get("callbacks") or []

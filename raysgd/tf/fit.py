@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raysgd.tf.data.batch_streams import Passes
-from raysgd.tf.objects import registration
+from raysgd.tf.objects import learning_rates, registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.worker.state.state_checks import check_count, require
 
@@ -213,16 +213,50 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None]) -> Any:
-    """Return a callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
+def tracker(
+    stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
+) -> Any:
+    """Return a callback for the last place: it tells `stream` of epochs, and lets the ranks agree.
+
+    Callbacks of a new worker begin where a `fit` goes on, and do not change its learning rate, which is `rates`.
+    """
+
+    def keep_rate(logs: Any = None) -> None:
+        learning_rates.apply(rates, [model.optimizer])
+
+    def begin_epoch(epoch: int, logs: Any = None) -> None:
+        if stream.place is not None and stream.place.num_steps:
+            keep_rate()
+        stream.begin_epoch(epoch)
 
     def end_epoch(epoch: int, logs: Any = None) -> None:
         stream.end_epoch(logs or {}, steps_per_epoch)
         agree()
 
     return registration.keras_of(model).callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs=None: stream.begin_epoch(epoch), on_epoch_end=end_epoch
+        on_train_begin=keep_rate, on_epoch_begin=begin_epoch, on_epoch_end=end_epoch
     )
+
+
+def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
+    """Return callbacks that are told of a part of a `fit` what they would be told of the whole one.
+
+    Args:
+        model: The model.
+        callbacks: All of them.
+        num_steps_before: Steps of the epoch that an earlier part took.
+        params: What Keras tells callbacks: `verbose`, `epochs`, and the `steps` of an epoch.
+    """
+    of_keras: Any = registration.keras_of(model).callbacks.CallbackList
+
+    class Callbacks(of_keras):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            super().on_train_batch_begin(batch + num_steps_before, logs)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            super().on_train_batch_end(batch + num_steps_before, logs)
+
+    return Callbacks(callbacks, add_history=True, add_progbar=params["verbose"] != 0, model=model, **params)
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
@@ -274,7 +308,9 @@ def acts_on_steps(model: Any, callback: Any) -> bool:
 
 
 @contextmanager
-def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str]) -> Iterator[None]:
+def one_part(
+    model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str], is_last: bool
+) -> Iterator[None]:
     """Inside, a `fit` is a part of one that broke off.
 
     Args:
@@ -282,6 +318,7 @@ def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Seq
         callbacks: Those of the user.
         measures: Whether the model's metrics are to go on counting in the first epoch.
         silenced: Methods of the callbacks that other parts call.
+        is_last: Whether the optimizer is to write what it has averaged into the model at the end.
     """
 
     def nothing() -> None:
@@ -289,16 +326,19 @@ def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Seq
 
     if measures:
         object.__setattr__(model, "reset_metrics", nothing)
+    if not is_last:
+        vars(model.optimizer)["finalize_variable_values"] = _nothing
     for callback in callbacks:
         vars(callback).update(dict.fromkeys(silenced, _nothing))
     try:
         yield
     finally:
         nothing()
+        vars(model.optimizer).pop("finalize_variable_values", None)
         for callback in callbacks:
             for name in silenced:
                 vars(callback).pop(name, None)
 
 
-def _nothing(logs: Any = None) -> None:
-    """Stand for a method of a callback."""
+def _nothing(*arguments: Any, **named: Any) -> None:
+    """Stand for a method that another part calls."""
