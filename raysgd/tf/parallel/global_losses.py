@@ -81,12 +81,12 @@ class GlobalLosses:
         if not given or y_pred is None:
             return sample_weight, []
         outputs, keras = tf.nest.flatten(y_pred), registration.keras_of(model)
-        losses = _by_output(model, "loss", model.loss, y_pred)
+        losses = [_named(keras, loss) for loss in _by_output(model, "loss", model.loss, y_pred)]
         weights = _by_output(model, "sample_weight", sample_weight, y_pred)
-        looks_at_y = any(not registration.is_stock(loss) or _ignored_by(loss) is not None for loss in given)
+        looks_at_y = any(not registration.is_stock(loss) or _ignored_by(loss) is not None for loss in losses)
         targets = _by_output(model, "y", y if looks_at_y else None, y_pred)
         for loss, target, output in zip(losses, targets, outputs, strict=True):
-            _refuse_scalar(keras, loss, target, output)
+            self._refuse_over_batch(keras, loss, target, output)
         parts = zip(losses, targets, outputs, weights, strict=True)
         scales = [None if loss is None else self._scale(keras, loss, *rest) for loss, *rest in parts]
         if all(scale is None for scale in scales):
@@ -127,10 +127,36 @@ class GlobalLosses:
                 _refuse_rank_0(loss, value)
                 return tf.reduce_mean(value)
             keras = registration.keras_of(loss)
-            _refuse_scalar(keras, loss, target, output)
+            self._refuse_over_batch(keras, loss, target, output)
         divisor = SUM if reduction == SUM else _divisor(keras, loss, target, output, weight)
         value = tf.reduce_mean(value)
         return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
+
+    def _refuse_over_batch(self, keras: Any, loss: Any, target: Any, output: Any) -> None:
+        """Refuse a loss without a value for each sample: ahead of training, or in the step that shows it."""
+        import tensorflow as tf
+
+        if loss is None:
+            return
+        if registration.is_stock(loss):
+            _refuse_axes(loss, output)
+            return
+        values = _values_of(keras, loss, target, output)
+        _refuse_rank_0(loss, values)
+        if not all(isinstance(each, tf.Tensor) and each.shape.rank for each in (values, output)):
+            return
+        number, num_samples = values.shape[0], output.shape[0] or getattr(target, "shape", [None])[0]
+        if number is not None and number == num_samples:
+            return
+
+        def refuse() -> None:
+            with self._exchanges.noting(*REFUSALS):
+                raise _without_values(loss, "`tf.reduce_mean(errors, axis=-1)`, with 0 for samples that do not count")
+
+        if number is not None and num_samples is None:
+            refuse()
+        is_uneven = tf.shape(values)[0] % tf.maximum(tf.shape(output)[0], 1) != 0
+        tf.cond(is_uneven, lambda: tf.group(tf.numpy_function(refuse, [], [])), tf.no_op)
 
     def weighted(self, loss: Any, weight: Any) -> Any:
         """Return a loss that is the mean over so much, scaled."""
@@ -250,10 +276,33 @@ def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> 
     return Counting(reduction=reduction)
 
 
-def _refuse_scalar(keras: Any, loss: Any, target: Any, output: Any) -> None:
-    """Refuse a loss of the user's that does not say what it has for each sample."""
-    if loss is None or isinstance(loss, str) or registration.is_stock(loss):
-        return
+def _named(keras: Any, loss: Any) -> Any:
+    """Return the loss that a name stands for."""
+    return keras.losses.get(loss) if isinstance(loss, str) else loss
+
+
+def _refuse_axes(loss: Any, output: Any) -> None:
+    """Refuse a loss of Keras that puts the samples of a batch together, over axes or by comparing them."""
+    kind = _name_of(loss)
+    default = None if kind.lower() in ("dice", "tversky") else -1
+    axes = loss.get_config().get("axis", default) if hasattr(loss, "get_config") else default
+    if kind.lower() == "circle":
+        raise _without_values(loss, "another loss, or train with `num_workers=1`")
+    rank = output.shape.rank or 2
+    if axes is None or any(axis % rank == 0 for axis in np.atleast_1d(axes)):
+        of_sample = -1 if rank == 2 else tuple(range(1, rank))
+        raise _without_values(loss, f"`keras.losses.{kind[0].upper()}{kind[1:]}(axis={of_sample})`")
+
+
+def _without_values(loss: Any, advice: str) -> IncompatibleModelError:
+    return IncompatibleModelError(
+        f"the loss `{_name_of(loss)}` has no value for each sample, and a worker has only a part of the batch that it "
+        f"is meant for. Use {advice}. The library takes the mean."
+    )
+
+
+def _values_of(keras: Any, loss: Any, target: Any, output: Any) -> Any:
+    """Return what a loss of the user's has, before it is reduced."""
     inner, found = getattr(loss, "call", loss), []
 
     def values(y_true: Any, y_pred: Any) -> Any:
@@ -261,16 +310,19 @@ def _refuse_scalar(keras: Any, loss: Any, target: Any, output: Any) -> None:
         return found[-1]
 
     _counting(keras, values, "none")(target, output)  # which makes of the arguments what Keras does
-    _refuse_rank_0(loss, found[-1])
+    return found[-1]
 
 
 def _refuse_rank_0(loss: Any, values: Any) -> None:
     if getattr(values, "shape", None) is not None and values.shape.rank == 0:
-        name = getattr(loss, "__name__", type(loss).__name__)
         raise IncompatibleModelError(
-            f"the loss `{name}` returns a scalar, and workers cannot tell a mean from a sum. Return one value for each "
-            "sample: `tf.reduce_mean(errors, axis=-1)`. The library takes the mean."
+            f"the loss `{_name_of(loss)}` returns a scalar, and workers cannot tell a mean from a sum. Return one "
+            "value for each sample: `tf.reduce_mean(errors, axis=-1)`. The library takes the mean."
         )
+
+
+def _name_of(loss: Any) -> str:
+    return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:

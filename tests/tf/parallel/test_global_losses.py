@@ -123,6 +123,14 @@ def scalar_loss(keras: Any) -> Any:
     return Own()
 
 
+def of_classes(y_true: Any, y_pred: Any) -> Any:
+    return tf.reduce_mean((y_true - y_pred) ** 2, axis=0)
+
+
+def of_some_samples(y_true: Any, y_pred: Any) -> Any:
+    return tf.boolean_mask(errors(y_true, y_pred), y_true[:, 0] > 0)
+
+
 def with_step(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
     """A model whose own step changes gradients, or makes a loss of errors."""
 
@@ -157,6 +165,8 @@ def plain(keras: Any) -> Any:
     [
         (plain, lambda keras: scalar, "the loss `scalar` returns a scalar, .* Return one value for each sample"),
         (plain, scalar_loss, "the loss `Own` returns a scalar"),
+        (plain, lambda keras: of_classes, "the loss `of_classes` has no value for each sample, .* Use `tf.reduce_mean"),
+        (plain, lambda keras: of_some_samples, "the loss `of_some_samples` has no .* 0 for samples that do not count"),
         (with_step(clipped), None, "`tf.clip_by_global_norm` in your own step .* `global_clipnorm=...`"),
         (with_step(averaged), None, "`tf.nn.compute_average_loss` in your own step .* `sample_weight`"),
     ],
@@ -171,6 +181,33 @@ def test_what_says_nothing_about_its_samples_is_refused_at_the_first_trace(
     synchronizer.watch_model(model)
     with pytest.raises(IncompatibleModelError, match=message), synchronizer.exchanges.surfacing_errors():
         model.fit(make_data({})[0], verbose=0)
+
+
+@pytest.mark.keras_in_turns("keras3")
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("dice", r"the loss `dice` has no value for each sample, .* Use `keras.losses.Dice\(axis=\(1, 2\)\)`"),
+        ("Tversky", r"the loss `Tversky` has .* Use `keras.losses.Tversky\(axis=\(1, 2\)\)`"),
+        (lambda losses: losses.Dice(), "the loss `Dice` has"),
+        (lambda losses: losses.Dice(axis=(1, 2)), ""),
+        (lambda losses: losses.Dice(axis=(0, 1)), "the loss `Dice` has"),
+        (lambda losses: losses.Circle(), "the loss `Circle` .* train with `num_workers=1`"),
+        (lambda losses: losses.CategoricalCrossentropy(axis=-3), r"`keras.losses.CategoricalCrossentropy\(axis=\(1"),
+        (lambda losses: losses.CategoricalCrossentropy(), ""),
+        ("mse", ""),
+    ],
+)
+def test_losses_of_keras_that_need_the_whole_batch_are_refused(keras_here: Any, loss: Any, message: str) -> None:
+    if Version(keras_here.__version__) < Version("3.8"):
+        pytest.skip("losses over axes are of newer versions")
+    found = global_losses._named(keras_here, loss if isinstance(loss, str) else loss(keras_here.losses))
+    output = tf.zeros([2, 3, 4])
+    if not message:
+        global_losses._refuse_axes(found, output)
+        return
+    with pytest.raises(IncompatibleModelError, match=message):
+        global_losses._refuse_axes(found, output)
 
 
 def test_losses_of_a_replica_that_stays_alone_are_its_own() -> None:
