@@ -171,6 +171,7 @@ class Fit:
 
     def _check(self) -> None:
         options = self._options
+        self._trainer._check_fit(options.epochs)
         self._trainer._check_dataset(options.dataset, training=True)
         self._trainer._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
         if options.resume_from == AUTO and not any(overrides(each, "newest_checkpoint") for each in self._callbacks):

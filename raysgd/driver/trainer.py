@@ -149,6 +149,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         """Refuse what cannot take the place of the registered data for one call."""
 
+    def _check_fit(self, epochs: int) -> None:
+        """Refuse what cannot train for so many epochs with `fit`."""
+
     def _shown(self) -> AbstractContextManager[Any]:
         """Show how far a training call is, until the end of the block."""
         return nullcontext()

@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 _RANKS = "ranks"
 _REASONS = (
-    "weights that are changed by hand, as with `variable.assign_sub(...)`, or by an optimizer that is not registered"
+    "weights that are changed by hand, as with `variable.assign_sub(...)`, or by an optimizer that is not registered; "
+    "a callback of Keras that acts on the metrics of a batch, which are those of its worker, or draws random numbers"
 )
 
 
@@ -217,6 +218,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
         if isinstance(dataset, Stream):
             check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
 
+    def _check_fit(self, epochs: int) -> None:
+        if self._trains_with_fit:
+            arguments.check_calls_of_fit(self._settings.config, epochs)
+
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Do what `reset_config` does, with other creator functions, too."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
@@ -310,10 +315,11 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
         Raises:
             ValueError: The operator's own state has something that a file cannot give back without running code. Or the
-                URI is not one of a file.
+                URI is not one of a file, or names a file of Keras.
             OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
         """
         files.check_location("checkpoint", checkpoint)
+        arguments.refuse_keras_file(checkpoint)
         checks.refuse_text(blocking=blocking)
         if blocking:
             self._saves.write(checkpoint, _content_of(self._snapshot()))

@@ -12,6 +12,7 @@ import pytest
 
 from raysgd.messages.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf.driver import arguments
 
 
 def creator(config: dict[str, Any]) -> Any:
@@ -66,6 +67,50 @@ def test_bad_arguments_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(error, match=message):
         TFTrainer(**options)
+
+
+class EarlyStopping(BackupAndRestore):
+    """So is this one."""
+
+
+class ModelCheckpoint(BackupAndRestore):
+    def __init__(self, filepath: str) -> None:
+        self.filepath = filepath
+
+
+class CSVLogger(BackupAndRestore):
+    def __init__(self, append: bool) -> None:
+        self.append = append
+
+
+@pytest.mark.parametrize(
+    ("callback", "epochs", "is_refused"),
+    [
+        (EarlyStopping(), 5, True),
+        (EarlyStopping(), 1, False),
+        (CSVLogger(append=False), 2, True),
+        (CSVLogger(append=True), 2, False),
+        (ModelCheckpoint("best.keras"), 5, False),
+        (ModelCheckpoint("of-{epoch:02d}.keras"), 5, True),
+    ],
+)
+def test_callbacks_of_keras_that_begin_again_in_each_call_are_refused(
+    callback: Any, epochs: int, is_refused: bool
+) -> None:
+    config = {"fit_config": {"callbacks": [callback]}}
+    if not is_refused:
+        arguments.check_calls_of_fit(config, epochs)
+        return
+    message = rf"`{type(callback).__name__}` in .* with `trainer.fit\({epochs}\)` .* call `trainer.train\(\)`"
+    with pytest.raises(ValueError, match=message):
+        arguments.check_calls_of_fit(config, epochs)
+
+
+@pytest.mark.parametrize("name", ["model.keras", "weights.h5"])
+def test_a_file_of_keras_is_refused_with_what_writes_it(name: str) -> None:
+    trainer = object.__new__(TFTrainer)  # there are no workers
+    with pytest.raises(ValueError, match=rf"which Keras does not read. Call `trainer.get_model\(\).save\('{name}'\)`"):
+        trainer.save(name)
 
 
 def test_a_missing_tensorflow_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raysgd._arguments import check_num_workers, check_operator_class
@@ -105,15 +105,50 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
             raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
 
 
+def _callbacks_in(config: Mapping[str, Any]) -> Iterable[Any]:
+    given = (config.get("fit_config") or {}).get("callbacks") or ()
+    return given if isinstance(given, list | tuple) else [given]
+
+
 def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
     """Refuse callbacks of Keras that several workers cannot have."""
-    given = (config.get("fit_config") or {}).get("callbacks") or ()
-    callbacks = given if isinstance(given, list | tuple) else [given]
-    if any("BackupAndRestore" in registration.class_names(callback) for callback in callbacks):
+    if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
             "it would restore weights and epoch on rank 0 only. Leave it out: after the failure of a worker the "
             "call continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
+        )
+
+
+_BEGIN_AGAIN: Mapping[str, Callable[[Any], bool]] = {
+    "EarlyStopping": lambda callback: True,
+    "ReduceLROnPlateau": lambda callback: True,
+    "LearningRateScheduler": lambda callback: True,
+    "CSVLogger": lambda callback: not callback.append,
+    "ModelCheckpoint": lambda callback: "{epoch" in str(callback.filepath),
+}
+"""Callbacks of Keras that in each `fit` forget what they have seen, or count epochs from its beginning."""
+
+
+def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
+    """Refuse callbacks of Keras that would begin again in each of so many calls."""
+    for callback in _callbacks_in(config) if epochs > 1 else ():
+        for name in sorted(_BEGIN_AGAIN.keys() & registration.class_names(callback)):
+            if _BEGIN_AGAIN[name](callback):
+                raise ValueError(
+                    f"`{name}` in `config['fit_config']['callbacks']` with `trainer.fit({epochs})` cannot work: that "
+                    f"is {epochs} calls of Keras's `fit`, and it begins again in each. Set "
+                    "`config['fit_config']['epochs']` and call `trainer.train()`, or give `trainer.fit` callbacks of "
+                    "`raysgd.callbacks`."
+                )
+
+
+def refuse_keras_file(checkpoint: Any) -> None:
+    """Refuse to write a file that Keras could not read under a name of its own."""
+    if str(checkpoint).endswith((".keras", ".h5", ".hdf5")):
+        raise ValueError(
+            f"`checkpoint={checkpoint!r}`: `save` writes an archive of NumPy, which Keras does not read. Call "
+            f"`trainer.get_model().save({str(checkpoint)!r})`, or save a `.npz` file to load it into a trainer."
         )
 
 
