@@ -12,6 +12,7 @@ from raysgd.arrays import data_kinds, trees
 from raysgd.arrays.arrays import Arrays, as_arrays
 from raysgd.arrays.containers import ArrayContainer
 from raysgd.arrays.data_kinds import CallData, Kind, RepeatedBatches, is_whole, size_of
+from raysgd.arrays.ray_batches import BatchForm
 from raysgd.messages import prediction_data
 from raysgd.messages.prediction import Rows, Work
 from raysgd.messages.prediction_data import (
@@ -22,9 +23,10 @@ from raysgd.messages.prediction_data import (
     refuse,
     source_of_batches,
 )
+from raysgd.streams.loaders import ArrayCollate
 from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
-from raysgd.tf.data.ray_dataset import array_collate, as_batch
+from raysgd.tf.data.ray_dataset import as_batch
 from raysgd.tf.objects import datasets
 
 _ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each worker"
@@ -105,16 +107,14 @@ def _dataset_maker(data: Arrays, config: Mapping[str, Any], seed: int) -> Callab
     size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
     rows = as_arrays(plain(data.data), in_columns=data.feature_columns is not None)
     num_rows = num_rows_of(rows)
-    return partial(
-        _dataset_over, as_batch(rows, data.form), size, num_rows if data.shuffle else 0, data.drop_last, seed
-    )
+    return partial(_dataset_over, rows, data.form, size, num_rows if data.shuffle else 0, data.drop_last, seed)
 
 
-def _dataset_over(batch: Any, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
-    """Return the rows of one large batch in batches of such a size, shuffled again in each pass if any are."""
+def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
+    """Return rows in batches of such a size, shuffled again in each pass if any are. Called where the model is."""
     import tensorflow as tf
 
-    rows = tf.data.Dataset.from_tensor_slices(batch)
+    rows = tf.data.Dataset.from_tensor_slices(as_batch(arrays, form))
     rows = rows.shuffle(num_shuffled, seed=seed) if num_shuffled else rows
     return rows.batch(size, drop_remainder=drop_last)
 
@@ -161,7 +161,7 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     if found is not None:
         return found
     if isinstance(data, Stream):
-        batches = BatchesInOrder(data, asked.size, array_collate())
+        batches = BatchesInOrder(data, asked.size, ArrayCollate())  # in the driver, which has no model
         return source_of_batches(batches, batches.num_batches), ArrayContainer()
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):

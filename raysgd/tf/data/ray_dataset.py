@@ -36,14 +36,16 @@ def dataset_over(loader: RayLoader) -> Any:
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """Return what a step gets: arrays as models have them, float32 for float64, or the columns that the form names."""
+    """Return what a step gets: arrays as models have them, or the columns that the form names."""
     return formed(trees.mapped(arrays, as_array), form, _joined)
 
 
 def as_array(values: Any) -> Any:
-    """Return a column as models have it: float32 for float64."""
+    """Return a column as models have it: in Keras's `floatx`, float32 by default, instead of float64."""
+    import tensorflow as tf
+
     values = stacked(values)
-    return values.astype(np.float32) if values.dtype == np.float64 else values
+    return values.astype(tf.keras.backend.floatx()) if values.dtype == np.float64 else values
 
 
 def array_collate() -> ArrayCollate:

@@ -11,6 +11,7 @@ import pytest
 
 from raysgd.data import Arrays
 from raysgd.tf import TFTrainer
+from raysgd.tf.data import call_data
 from tests.tf.models import Line, make_data, make_model, samples
 
 X, Y = samples(21)
@@ -55,6 +56,32 @@ def test_other_data_are_refused(trainer: TFTrainer) -> None:
         trainer.train(dataset=Arrays((X, Y), transform=print))
     with pytest.raises(TypeError, match="what the creator in `dataset=` returned"):
         trainer.train(dataset=lambda config, batch_size: 3)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_float64_becomes_what_keras_computes_with(kind: str) -> None:
+    """Also where a call is made of arrays in the driver: the worker says it, which has the model."""
+    import tensorflow as tf
+
+    def make(config: Any) -> Any:
+        tf.keras.backend.set_floatx(kind)
+        return make_model(config)
+
+    rows = np.random.default_rng(1).standard_normal((7, 4))
+    before = tf.keras.backend.floatx()
+    share = call_data.call_data_of(Arrays((rows, rows[:, 0]), batch_size=4), {}, 1, travels=True)
+    assert share is not None
+    try:
+        with TFTrainer(make, make_data, use_local=True, config={"num_samples": 8}) as trainer:
+            expected = trainer.get_model().predict(rows, verbose=0)
+            for data in (rows, tf.constant(rows), pd.DataFrame(rows)):
+                found = trainer.predict(data)
+                values = found["prediction"].to_numpy() if isinstance(data, pd.DataFrame) else found[:, 0]
+                np.testing.assert_allclose(values, expected[:, 0], atol=1e-12 if kind == "float64" else 1e-6)
+            batch = next(iter(call_data.batches_of(share, is_distributed=False)))
+            assert {part.dtype.name for part in batch} == {kind}
+    finally:
+        tf.keras.backend.set_floatx(before)
 
 
 def test_creators_evaluate_other_data_and_train_on_their_own() -> None:
