@@ -103,8 +103,11 @@ class TFHosted(hosted.Hosted):
         if settings.batch_options.split_batches and obstacle is not None:
             way_out = "Omit it, or register a dataset that the library divides"
             raise ValueError(f"`split_batches=True` cannot work: {obstacle}. {way_out}.")
-        if self._num_workers > 1 and obstacle is None:
-            refuse_stateful(operator._models)
+        if self._num_workers > 1:
+            for dataset in filter(None, (operator.train_dataset, operator.validation_dataset)):
+                datasets.refuse_sparse(dataset)
+            if obstacle is None:
+                refuse_stateful(operator._models)
         made: TrainingOperator = operator
         return made
 

@@ -290,8 +290,25 @@ def check_dataset(name: str, dataset: Any) -> None:
         )
 
 
+def refuse_sparse(dataset: Any) -> None:
+    """Refuse batches of which no part can be taken.
+
+    Raises:
+        ValueError: They have a `SparseTensor`.
+    """
+    import tensorflow as tf
+
+    sparse = [spec for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, tf.SparseTensorSpec)]
+    if sparse:
+        raise ValueError(
+            f"a dataset yields {sparse[0]}, and workers divide dense and ragged tensors only. Make it dense: "
+            "`dataset.map(lambda x, y: (tf.sparse.to_dense(x), y))`."
+        )
+
+
 def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
     """Return the dataset of the batches of all workers together: those it has, or each of so many of them."""
+    refuse_sparse(dataset)
     if sharding == "global" or num_batches == 1:
         return dataset
     grouped = dataset.ragged_batch(num_batches)
@@ -395,6 +412,8 @@ def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., A
     Nothing in here needs AutoGraph, which would write a file for each function.
     """
     import tensorflow as tf
+
+    refuse_sparse(dataset)
 
     wrapped = (lambda *batch: function(batch)) if isinstance(dataset.element_spec, tuple) else function
     converted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(wrapped)

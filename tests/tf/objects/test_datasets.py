@@ -50,6 +50,17 @@ def test_each_sample_is_used_once(sharding: Any, drop_remainder: bool, num_worke
     assert sorted(used) == list(range(20 if drop_remainder else 22))
 
 
+@pytest.mark.parametrize("sharding", ["global", "worker"])
+def test_sparse_tensors_are_refused_with_what_makes_them_dense(sharding: Any) -> None:
+    pairs = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(np.eye(6)), np.arange(6))).batch(3)
+    with pytest.raises(
+        ValueError, match=r"yields SparseTensorSpec.* `dataset.map\(lambda x, y: \(tf.sparse.to_dense\(x"
+    ):
+        parts(pairs, sharding, 2)
+    dense = pairs.map(lambda x, y: (tf.sparse.to_dense(x), y))
+    assert [len(target) for _, target in datasets.part_of(dense, 1, 2)] == [1, 1]
+
+
 def test_structures_are_kept() -> None:
     x = np.arange(6.0).reshape(6, 1)
     pairs = tf.data.Dataset.from_tensor_slices(({"a": x, "b": x * 2}, np.arange(6))).batch(3)
