@@ -56,10 +56,15 @@ class Callback:
         """Called before each epoch of a class-based trainer."""
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
-        """Called some ten times a second while an epoch runs. The workers are asked only if this is overridden."""
+        """Called some ten times a second while an epoch runs. The workers are asked only if this is overridden.
+
+        No call of the trainer can run meanwhile: `run.trainer.validate` and `run.save` raise a `ValueError`.
+        """
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Called while an epoch of a `TorchTrainer` runs, some time after every `log_every_n_steps` steps of `fit`.
+
+        The workers are in later steps by then, so no call of the trainer can run, as in `on_progress`.
 
         Args:
             run: The run.

@@ -54,6 +54,11 @@ def asked(
 Listener = Callable[[CallProgress], None]
 
 _ASK_FOR_STEPS_S = 1.0
+_INSIDE_A_CALL = (
+    "`on_progress` and `on_step_metrics` are called while the workers run a call, and the trainer cannot do anything "
+    "else meanwhile. Validate and save in `on_epoch_trained`. To do so every 100 steps, loop: "
+    "`trainer.train(num_steps=100); trainer.validate(); trainer.save(path)`."
+)
 
 
 class ProgressListeners:
@@ -105,9 +110,10 @@ class ProgressListeners:
             self.tell(progress)
 
     def tell(self, progress: CallProgress) -> None:
-        """Tell all listeners."""
-        for listener in tuple(self.listeners):
-            listener(progress)
+        """Tell all listeners, which cannot call the trainer."""
+        with self._controller.turns.closed(_INSIDE_A_CALL):
+            for listener in tuple(self.listeners):
+                listener(progress)
 
 
 class StepListener:

@@ -254,9 +254,9 @@ class Fit:
         with ExitStack() as listening:
             for listener in self._listeners:
                 listening.enter_context(trainer._listeners.listening(listener))
-            given = {} if options.dataset is None else {"dataset": options.dataset}
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
-            epoch = self._current = self._trained(trainer.train(info=info, **given))
+            trained = trainer._train(asked(None, info=info), dataset=options.dataset, of_fit=True)
+            epoch = self._current = self._trained(trained)
             self._note_progress()
             if self._is_due(run.epoch) and not run.validates_beside:
                 self._validate(epoch)
@@ -278,7 +278,8 @@ class Fit:
 
     def _trained(self, result: Any) -> TrainedEpoch:
         recorded = self._trainer.history
-        row = self._take_records()
+        self._take_records()
+        row = self._run.history[-1]
         row["epoch"] = self._run.epoch
         return TrainedEpoch(self._run.epoch, result, row, recorded[-1] if len(recorded) else {})
 
@@ -298,7 +299,7 @@ class Fit:
             self._awaited = epoch
             return
         with self._noting_lack_of_data():
-            trainer._after_validation(epoch.trained, trainer.validate(dataset=dataset))
+            trainer._after_validation(epoch.trained, trainer._validate(asked(None), dataset, of_fit=True))
         self._take_records()
 
     @contextmanager
@@ -327,6 +328,7 @@ class Fit:
                 validated = epoch.handle.result()
             except WorkersLostError as error:
                 logger.warning("epoch %d has no metrics of validation: %s", epoch.number, error)
+        self._take_records()
         for add in epoch.ended:
             self._run.history.add(add(), epoch.row)
             self._seen = self._trainer.history.extent
@@ -352,13 +354,15 @@ class Fit:
         epoch.shown.update(epoch.row)
         self._take_records()
 
-    def _take_records(self) -> dict[str, Any]:
-        """Take over what the trainer has recorded since; return the row of the epoch."""
+    def _take_records(self) -> None:
+        """Take over what the trainer has recorded since."""
         history, recorded = self._run.history, self._trainer.history
         for record in recorded.part(self._seen, recorded.extent).records:
-            history.add(record)
+            if record.of_fit:
+                history.add(record, history[-1] if len(history) else None)
+            else:  # of a callback, or of the program between two epochs
+                history.records.append(record)
         self._seen = recorded.extent
-        return history[-1] if len(history) else history.add_row({})
 
     # ------------------------------------------------------------------------------------------- saved and resumed
 
@@ -379,6 +383,7 @@ class Fit:
             logger.warning("could not add the result of the epoch before to what was saved: %s", error)
 
     def _sidecar(self) -> Sidecar:
+        self._take_records()
         current = self._current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch

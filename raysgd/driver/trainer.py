@@ -323,7 +323,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return work() if blocking else self._background.begin(work)
 
     @recorded("train")
-    def _train(self, request: EpochRequest, max_retries: int, dataset: Any, reduce_results: bool) -> Any:
+    def _train(
+        self, request: EpochRequest, max_retries: int = 3, dataset: Any = None, reduce_results: bool = True
+    ) -> Any:
         check = partial(self._check_answers, "train", asked=request)
         can_resume = dataset is None or self._goes_on_with(dataset)
         with self._shown() if self._shows_progress else nullcontext():
@@ -415,7 +417,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             )
         if not self._validates_beside:
             return self._background.begin(work)
-        return self._begin_validation(request, dataset, reduce_results, lambda add, *call: add(*call))
+        return self._begin_validation(request, dataset, reduce_results)
 
     @recorded("validation")
     def _validate(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
@@ -451,7 +453,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         request: EpochRequest,
         dataset: Any,
         reduce_results: bool,
-        note: Callable[[RecordBeside, Any, float, float], object],
+        note: Callable[[RecordBeside, Any, float, float], object] | None = None,
     ) -> CallHandle[Any]:
         """Begin a validation beside the training, of the state after the calls that were made by now.
 
@@ -459,13 +461,13 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             request: What the spare is asked.
             dataset: What takes the place of the registered data; None if nothing does.
             reduce_results: Whether to merge the metrics.
-            note: Called in a thread with what adds it to the history, and with what that takes.
+            note: That of `fit`, called in a thread with what adds it to the history, and with what that takes.
         """
 
         def take_state() -> tuple[Validation, RecordBeside]:
             newest, sharing = self._newest_snapshot(), self._new_sharing()
             validate = self._calls.begin_on_spare(request, dataset, self._replicas.settings, sharing, newest)
-            return validate, self._recorder.begin_beside()
+            return validate, self._recorder.begin_beside(of_fit=note is not None)
 
         def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
             validate, add = taken
@@ -473,7 +475,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             answers = validate(on_wait)
             self._check_answers("validation", answers, request)
             result = self._merged(answers, reduce_results)
-            note(add, result, began_at, time.perf_counter() - began)
+            call = result, began_at, time.perf_counter() - began
+            add(*call) if note is None else note(add, *call)
             return result
 
         return self._background.begin(take_state, evaluate)

@@ -82,13 +82,31 @@ class Turns:
         self._owner: int | None = None
         self._line: list[PlaceInLine] = []
         self._line_moves = lifecycle.clock.make_condition()
+        self._closed_to: int | None = None
+        self._why_closed = ""
+
+    @contextmanager
+    def closed(self, why: str) -> Iterator[None]:
+        """A block in which this thread gets no turn, because it is inside a call, or has yet to finish one."""
+        before = self._closed_to
+        self._closed_to, self._why_closed = threading.get_ident(), why
+        try:
+            yield
+        finally:
+            self._closed_to = before
+
+    def _check_open(self) -> None:
+        if self._closed_to == threading.get_ident():
+            raise ValueError(self._why_closed)
 
     def reserve(self) -> PlaceInLine:
         """A place ahead of all calls that are made from now on.
 
         Raises:
             TrainerShutdownError: After `stop`.
+            ValueError: Inside `closed`.
         """
+        self._check_open()
         self._lifecycle.check_active()
         place = PlaceInLine()
         self._line.append(place)
@@ -106,7 +124,9 @@ class Turns:
         Raises:
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
             KeyboardInterrupt: After `interrupt` for this place.
+            ValueError: Inside `closed`.
         """
+        self._check_open()
         lifecycle = self._lifecycle
         with self._kept(place) if place is not None else nullcontext():
             if self._line and self._owner != threading.get_ident():  # else this thread is inside a call already

@@ -40,6 +40,7 @@ class CallRecord:
         began_at: When it began, in seconds since the Unix epoch.
         seconds: How long it took, recoveries included.
         num_workers: How many workers there were at its end.
+        of_fit: Whether `fit` made it, as a part of an epoch; not so what callbacks call.
     """
 
     kind: Kind
@@ -48,6 +49,7 @@ class CallRecord:
     began_at: float
     seconds: float
     num_workers: int
+    of_fit: bool = False
 
 
 class HistoryLimits(NamedTuple):
@@ -64,7 +66,8 @@ BEGINNING = HistoryLimits()
 class History(Sequence[dict[str, Any]]):
     """One row per epoch: the metrics of training, and those of validation under names with `val_`.
 
-    A row also has "epoch", "seconds" (of the training call) and "num_workers".
+    A row also has "epoch", "seconds" (of the training call) and "num_workers". An epoch of `fit` has the validation of
+    `fit`; what a callback validates is among the records only.
 
     Args:
         events: Where failures and resizes are listed; by default a new list.
@@ -119,16 +122,21 @@ class History(Sequence[dict[str, Any]]):
 
         Args:
             record: The call.
-            row: The row that it completes; the last one unless given.
+            row: The row that it completes. By default the last one, if both are of `fit`, or neither is.
         """
+        row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
         if record.kind == "train":
             told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
             self._rows.append({**told, **record.metrics, **told})
-        elif record.kind == "validation" and self._rows:
+        elif record.kind == "validation":
             validation = {validation_name(name): value for name, value in record.metrics.items()}
-            row = self._rows[-1] if row is None else row
             row.update(validation, val_seconds=record.seconds)
+
+    def row_for(self, of_fit: bool) -> dict[str, Any]:
+        """Return the row that a validation completes; one that no one sees if there is none."""
+        trained = next((record.of_fit for record in reversed(self.records) if record.kind == "train"), of_fit)
+        return self._rows[-1] if self._rows and trained == of_fit else {}
 
     def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Add an epoch, or a report of a function, as a new row; return the row."""
@@ -305,7 +313,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     if base is Literal:
         is_right = isinstance(value, str) and value in words
     else:
-        is_right = isinstance(value, _ALLOWED.get(hint, base or hint)) and not isinstance(value, bool)
+        is_right = isinstance(value, _ALLOWED.get(hint, base or hint)) and isinstance(value, bool) == (hint is bool)
     if not is_right:
         raise TypeError(f"{name}={value!r}")
     return value
@@ -335,23 +343,24 @@ class CallRecorder:
         self.history = History(events)
         self._lock = threading.Lock()
 
-    def record(self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int) -> None:
+    def record(
+        self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int, of_fit: bool = False
+    ) -> None:
         """Add a call that a trainer with so many workers has made."""
         metrics = dict(result) if isinstance(result, Mapping) else {}
         with self._lock:
             epoch = metrics.get("epoch") if kind == "train" else None
             if not isinstance(epoch, int):
                 epoch = self._epoch + (kind == "train")
-            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers), None)
+            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit), None)
 
-    def begin_beside(self) -> RecordBeside:
+    def begin_beside(self, of_fit: bool) -> RecordBeside:
         """Return what adds a validation on a spare, which other calls do not wait for: it completes the row of now."""
-        history = self.history
-        epoch, row = self._epoch, history[-1] if len(history) else None
+        epoch, row = self._epoch, self.history.row_for(of_fit)
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
             metrics = dict(result) if isinstance(result, Mapping) else {}
-            record = CallRecord("validation", epoch, metrics, began_at, seconds, num_workers=1)
+            record = CallRecord("validation", epoch, metrics, began_at, seconds, 1, of_fit)
             with self._lock:
                 self._add(record, row)
             return record
@@ -374,15 +383,16 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Let a method of a trainer record each call that succeeds, in its `_recorder`."""
+    """Let a method of a trainer record each call that succeeds, in its `_recorder`; `fit` passes `of_fit=True`."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
-        def call(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def call(trainer: Any, /, *args: Any, of_fit: bool = False, **kwargs: Any) -> Any:
             began_at, began = time.time(), time.perf_counter()
             result = method(trainer, *args, **kwargs)
             recorder: CallRecorder = trainer._recorder
-            recorder.record(kind, result, began_at, time.perf_counter() - began, trainer._controller.num_workers)
+            seconds = time.perf_counter() - began
+            recorder.record(kind, result, began_at, seconds, trainer._controller.num_workers, of_fit)
             return result
 
         return cast("Method", call)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +348,72 @@ class TestCallbacks:
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(2, callbacks=[counts, PressesCtrlC()])
         assert isinstance(counts.calls[-1][1], KeyboardInterrupt)
+        assert trainer.fit(1)["epoch"] == [2]
+
+
+class Calls(Callback):
+    """Calls a function with the run in one of the methods."""
+
+    def __init__(self, method: str, function: Callable[[Run], object]) -> None:
+        self.returned: list[Any] = []
+        self.__class__ = type("Calls", (Callback,), {method: lambda _, run, *args: self.returned.append(function(run))})
+
+
+def validated_on_others(trainer: TorchTrainer, **options: Any) -> float:
+    loss: float = trainer.validate(dataset=DataLoader(dataset(7, seed=2), batch_size=4), **options)["val_loss"]
+    return loss
+
+
+class TestOtherCallsDuringARun:
+    @pytest.mark.parametrize("method", ["on_run_begin", "on_epoch_begin", "on_epoch_trained", "on_result", "the loop"])
+    @pytest.mark.parametrize("freq", [1, 2])
+    def test_leave_each_row_the_validation_of_its_epoch(
+        self, method: str, freq: int, make_local: Make, tmp_path: Path
+    ) -> None:
+        expected = make_local().fit(3, validation_freq=freq)
+        others = Calls(method, lambda run: validated_on_others(run.trainer))  # type: ignore[arg-type]
+        trainer, saving, log = make_local(), Checkpointing(tmp_path), JSONLogger(tmp_path / "log.jsonl")
+        for _ in trainer.epochs(3, callbacks=[others, log, saving], validation_freq=freq):
+            if method == "the loop":
+                others.returned.append(validated_on_others(trainer))
+        assert len(others.returned) in (1, 3)
+        assert not set(others.returned) & set(expected["val_loss"])
+        resumed = make_local().fit(3, resume_from=str(saving.newest))
+        for history in (trainer.history, resumed):
+            assert history["val_loss"] == expected["val_loss"]
+            assert history["epoch"] == [1, 2, 3]
+            num_known = 2 if history is resumed and method == "the loop" else 3  # the file was earlier
+            of_others = [each for each in history.records if each.kind == "validation" and not each.of_fit]
+            assert [each.metrics["val_loss"] for each in of_others] == others.returned[:num_known]
+        logged = [json.loads(line).get("val_loss") for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert logged == expected["val_loss"]
+
+    @pytest.mark.parametrize("method", ["on_progress", "on_step_metrics"])
+    def test_are_refused_while_the_workers_are_in_one(self, method: str, make_local: Make, tmp_path: Path) -> None:
+        def try_all(run: Run) -> None:
+            calls: list[Callable[[], object]] = [
+                trainer.train,
+                trainer.validate,
+                partial(trainer.validate, blocking=False),
+                partial(trainer.predict, torch.ones(2, 3)),
+                partial(trainer.update_config, lr=0.5),
+                partial(trainer.save, tmp_path / "inside.pt"),
+                partial(run.save, tmp_path / "inside.pt"),
+                trainer.get_model,
+            ]
+            for call in calls:
+                with pytest.raises(ValueError, match="Validate and save in `on_epoch_trained`"):
+                    call()
+            trainer.validate()
+
+        trainer, plain = make_local(config={"lr": 0.01}), make_local(config={"lr": 0.01})
+        words = rf"in `{method}`: ValueError: .*loop: `trainer\.train\(num_steps=100\); trainer\.validate\(\)"
+        with pytest.raises(CallbackError, match=words):
+            trainer.fit(2, callbacks=[Calls(method, try_all)], log_every_n_steps=1)
+        assert not (tmp_path / "inside.pt").exists()
+        assert [record.kind for record in trainer.history.records] == ["train", "validation"]
+        plain.fit(1)
+        assert torch.equal(weights(trainer), weights(plain))
         assert trainer.fit(1)["epoch"] == [2]
 
 

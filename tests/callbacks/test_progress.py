@@ -13,6 +13,7 @@ import struct
 import sys
 import termios
 import textwrap
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -257,7 +258,7 @@ def test_a_closed_terminal_does_not_end_the_training() -> None:
 @pytest.fixture
 def listeners() -> ProgressListeners:
     """Those of a trainer; a real one is watched in the last story."""
-    return ProgressListeners(cast("Any", None))
+    return ProgressListeners(cast("Any", SimpleNamespace(turns=SimpleNamespace(closed=nullcontext))))
 
 
 def test_each_call_by_hand_leaves_a_line(listeners: ProgressListeners) -> None:

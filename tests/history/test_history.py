@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -42,6 +43,15 @@ class TestRows:
     def test_validation_without_training_is_only_a_record(self) -> None:
         history = history_of(record("validation", val_loss=1.0))
         assert (len(history), len(history.records)) == (0, 1)
+
+    def test_validation_of_a_callback_completes_no_row_of_fit_also_after_json(self) -> None:
+        of_fit, after = (replace(record("train", n, train_loss=0.5), of_fit=n == 1) for n in (1, 2))
+        others, own = record("validation", val_loss=9.0), replace(record("validation", val_loss=0.6), of_fit=True)
+        history = History.from_json(history_of(of_fit, others).to_json())
+        for each in (own, others, after, record("validation", 2, val_loss=0.7)):
+            history.add(each)
+        assert history["val_loss"] == [0.6, 0.7]
+        assert [each.of_fit for each in history.records] == [True, False, True, False, False, False]
 
     def test_a_metric_can_be_read_over_all_epochs(self) -> None:
         history = history_of(record("train", 1, a=1), record("train", 2, b=2))

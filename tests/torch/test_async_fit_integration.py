@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, EarlyStopping, Run
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer
-from tests.torch.operators_for_tests import BatchNormOperator
+from tests.torch.operators_for_tests import BatchNormOperator, dataset
 
 pytestmark = pytest.mark.integration
 
@@ -97,6 +98,7 @@ class Told(Callback):
 
     def on_epoch_trained(self, run: Run) -> None:
         self.ends.append(run.epoch)
+        run.trainer.validate(dataset=DataLoader(dataset(7, seed=2), batch_size=4))  # type: ignore[union-attr]
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         self.results.append((run.epoch, result["epoch"], result["val_loss"]))
