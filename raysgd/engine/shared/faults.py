@@ -7,7 +7,7 @@ import pickle
 import re
 import sysconfig
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from raysgd._text.secrets import masked
@@ -46,14 +46,14 @@ def describe_fault(
         error=_picklable(error) if portable else error,
         type_name=type(error).__name__,
         message=message,
-        location=_user_location(frames, str(error), type(operator)),
+        location=_user_location(error, frames, type(operator)),
         traceback_text=masked(_traceback_text(error, message, frames if brief else None)) if portable else "",
     )
 
 
 def has_user_code(error: BaseException) -> bool:
     """Return whether code of a user is in the traceback of an exception."""
-    return any(not _is_library(frame.filename) for frame in _frames(error))
+    return bool(_frames(error, only_own=True))
 
 
 def shortened(text: str, longest: int = _LONGEST_TEXT) -> str:
@@ -65,7 +65,7 @@ def _from_user_code(where: TracebackType | None) -> TracebackType | None:
     """The traceback from the first frame on that is neither ours nor a library's; all of it when there is none."""
     link = where
     while link is not None:
-        if not _is_library(link.tb_frame.f_code.co_filename):
+        if _is_own(link.tb_frame):
             return link
         link = link.tb_next
     return where
@@ -81,7 +81,7 @@ def _traceback_text(error: BaseException, message: str, frames: traceback.StackS
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
 
-def _user_location(frames: traceback.StackSummary, message: str, operator_cls: type[Any]) -> str:
+def _user_location(error: BaseException, frames: traceback.StackSummary, operator_cls: type[Any]) -> str:
     """The innermost line that is neither ours nor a library's.
 
     Where there is none, it is one that the message quotes, as it does if a process of a loader has failed; else the
@@ -89,13 +89,13 @@ def _user_location(frames: traceback.StackSummary, message: str, operator_cls: t
     """
     if not frames:
         return "an unknown place"
-    own = [frame for frame in frames if not _is_library(frame.filename)]
-    frame = (own or list(frames))[-1]
+    own = _frames(error, only_own=True)
+    frame = (own or frames)[-1]
     line = f": {frame.line}" if frame.line else ""
     place = f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
     if own:
         return place
-    quoted = [found for found in _QUOTED_FRAME.findall(message) if not _is_library(found[0])]
+    quoted = [found for found in _QUOTED_FRAME.findall(str(error)) if not _is_library(found[0])]
     if quoted:
         return "{}:{} in {}: {}".format(*quoted[-1])
     code = getattr(getattr(operator_cls, "setup", None), "__code__", None)
@@ -105,9 +105,19 @@ def _user_location(frames: traceback.StackSummary, message: str, operator_cls: t
     return f"{setup} (no line of your code was running, but {place})"
 
 
-def _frames(error: BaseException) -> traceback.StackSummary:
-    """The frames of its traceback. A file is read only when the text of its line is used."""
-    return traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:
+    """The frames of its traceback, or those of the user. A file is read only when the text of its line is used."""
+    frames = traceback.walk_tb(error.__traceback__)
+    chosen = ((frame, line) for frame, line in frames if _is_own(frame) or not only_own)
+    return traceback.StackSummary.extract(chosen, lookup_lines=False)
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Return whether the user wrote this code, in a file or at a prompt. What Python makes for a dataclass is not."""
+    name, module = frame.f_code.co_filename, frame.f_globals
+    if name.startswith("<"):
+        return module.get("__name__") == "__main__" and "__file__" not in module
+    return not _is_library(name)
 
 
 def _is_library(filename: str) -> bool:

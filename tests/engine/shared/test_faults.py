@@ -6,7 +6,11 @@ import importlib.util
 import json
 import os
 import pickle
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from raysgd.engine.shared.faults import describe_fault
+from raysgd.air import CheckpointConfig
+from raysgd.engine.shared.faults import describe_fault, has_user_code
 from raysgd.exceptions import WorkerFault
 from raysgd.torch.data.batches import call
 
@@ -103,6 +108,51 @@ def test_the_line_is_the_users_also_in_a_process_of_a_loader() -> None:
     location = describe_fault(of_torch, 0, "", portable=True, operator=Digits()).location
     assert location.endswith('in __getitem__: raise IndexError("bad row")')
     assert location.startswith(__file__)
+
+
+@dataclass
+class Settings:
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        os.environ["SURELY_NOT_SET"]
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (lambda: os.environ["SURELY_NOT_SET"], 'os.environ["SURELY_NOT_SET"]'),
+        (lambda: CheckpointConfig(num_to_keep=-1), "CheckpointConfig(num_to_keep=-1)"),  # our own dataclass
+        (Settings, 'os.environ["SURELY_NOT_SET"]'),
+        (lambda: importlib.import_module("surely_not_there"), 'importlib.import_module("surely_not_there")'),
+    ],
+)
+def test_the_line_is_in_a_file_of_the_user_also_where_python_or_a_library_made_the_code_below(
+    code: Callable[[], object], line: str
+) -> None:
+    with pytest.raises((ValueError, LookupError, ImportError)) as caught:
+        code()
+    fault = describe_fault(caught.value, 0, "", portable=True)
+    assert fault.location.startswith(__file__)
+    assert line in fault.location
+    below = caught.value.with_traceback(caught.tb.tb_next.tb_next)  # type: ignore[union-attr]
+    assert has_user_code(below) == (code is Settings)
+
+
+@pytest.mark.parametrize("how", ["-c", "-"])
+def test_the_line_may_be_of_a_program_without_a_file(how: str) -> None:
+    program = (
+        "from raysgd.engine.shared.faults import describe_fault\n"
+        "def forward():\n"
+        "    int('x')\n"
+        "try:\n"
+        "    forward()\n"
+        "except ValueError as error:\n"
+        "    print(describe_fault(error, 0, '', portable=True).location)\n"
+    )
+    command = [sys.executable, how, *[program] * (how == "-c")]
+    done = subprocess.run(command, input=program, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.rstrip().endswith(":3 in forward")
 
 
 @pytest.mark.parametrize("folder", ["raysgd", "lib/python_project"])
