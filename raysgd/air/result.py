@@ -41,8 +41,9 @@ class Result:
         checkpoint: The last checkpoint that was reported, not the best one; None if there was none.
         error: What the run failed with; None if it ended well.
         folder: The folder of the trial; None if it has none.
-        best_checkpoints: The checkpoints that were kept, with the metrics reported with them: the worst first, the best
-            last.
+        best_checkpoints: The checkpoints that were kept, with the metrics reported with them. From `fit()` the worst
+            come first, the best last; the newest is among them. From `from_path` the oldest come first, because the
+            folder does not say which metric counts: `get_best_checkpoint` takes it.
         reports: All reports of rank 0, where they are not read from the folder.
         return_value: What the function of rank 0 returned, if that is plain data: numbers, text, arrays of numbers, and
             lists and dicts of them. Anything else stays in the worker. None where the result is read from a folder.

@@ -43,11 +43,13 @@ class JsonLines(FileSink):
     Args:
         name: The file.
         last: What stands at the end of each line.
+        strict: As for `as_json`.
     """
 
-    def __init__(self, name: str | Path, last: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, name: str | Path, last: Mapping[str, Any] | None = None, *, strict: bool = True) -> None:
         super().__init__(name)
-        self._last = as_json(dict(last))[1:] if last else "}"
+        self._strict = strict
+        self._last = as_json(dict(last), strict=strict)[1:] if last else "}"
 
     def _begin(self, first_step: int | None) -> None:
         if first_step is not None and self.path.exists():
@@ -55,7 +57,7 @@ class JsonLines(FileSink):
         open_to_append(self.path).close()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        text = as_json(dict(row))[:-1]
+        text = as_json(dict(row), strict=self._strict)[:-1]
         separator = ", " if row and self._last != "}" else ""
         with open_to_append(self.path) as file:
             file.write(f"{text}{separator}{self._last}\n".encode())
@@ -102,24 +104,28 @@ class JsonList(FileSink):
         self._num_bytes += len(text)
 
 
-def as_json(value: Any, indent: int | None = None) -> str:
-    """The value as JSON. What JSON does not know is written as text, also as a key; NaN and infinity as null."""
+def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> str:
+    """The value as JSON. What JSON does not know is written as text, also as a key.
+
+    NaN and infinity are null; with `strict=False` they are what Python writes and reads.
+    """
+    dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
     try:
-        return json.dumps(value, cls=SafeFallbackEncoder, indent=indent, allow_nan=False)
+        return dump(value)
     except (TypeError, ValueError):  # keys that are not text, a dict inside of itself, or NaN
-        return json.dumps(_plain(value, depth=0), cls=SafeFallbackEncoder, indent=indent, allow_nan=False)
+        return dump(_plain(value, strict, depth=0))
 
 
-def _plain(value: Any, depth: int) -> Any:
+def _plain(value: Any, strict: bool, depth: int) -> Any:
     if depth > 50:
         return "..."
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+        return {str(key): _plain(each, strict, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, depth + 1) for each in value]
+        return [_plain(each, strict, depth + 1) for each in value]
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist(), depth + 1)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return _plain(value.tolist(), strict, depth + 1)
+    return None if strict and isinstance(value, float) and not math.isfinite(value) else value
 
 
 def open_to_append(path: Path) -> IO[bytes]:

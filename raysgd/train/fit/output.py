@@ -68,7 +68,8 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
 
 def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
     """Make what writes the files, with the name of the logger of Ray Tune that writes the same."""
-    yield JSON_LOGGER, SafeSink(JsonLines(RESULT_FILE, {"config": config}), RESULT_FILE, hidden=("config",))
+    results = JsonLines(RESULT_FILE, {"config": config}, strict=False)  # programs read the numbers back
+    yield JSON_LOGGER, SafeSink(results, RESULT_FILE, hidden=("config",))
     yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
     try:
         yield TENSORBOARD_LOGGER, SafeSink(EventFile("", "ray/tune"), "TensorBoard", hidden=_NOT_FOR_TENSORBOARD)

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -312,8 +313,8 @@ class KeptCheckpoints:
 
     @property
     def best(self) -> list[Kept]:
-        """Those that are kept, with the metrics of their reports: the worst first, the best last."""
-        return [each.content for each in self._rule.best(self._saved)]
+        """Those that are kept, the newest too, with the metrics of their reports: the worst first, the best last."""
+        return [each.content for each in replace(self._rule, num_best=None).best(self._saved)]
 
     def move_to_memory(self) -> None:
         """Move the latest one into memory where none is to stay on disk: the run has ended well."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import pickle
 import threading
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from raysgd.air.constants import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER
+from raysgd.air.result import read_reports
+from raysgd.storage import open_folder
 from raysgd.train.fit.output import open_writers, shown_config, write_error
 from raysgd.train.fit.output import write_params as write_parameters
 from raysgd.writers.files import as_json
@@ -44,7 +47,7 @@ def table(tmp_path: Path) -> SafeSink:
 class TestResults:
     def test_values_that_json_does_not_know(self, tmp_path: Path) -> None:
         file = open_results(tmp_path, {"model": Path})
-        file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": {("x", 1): {1: 2}}, "e": b"z"}, 1)
+        file.write({"a": np.float32(0.5), "b": np.arange(2), "c": None, "d": {("x", 1): {1: 2}}, "e": b"z"}, 1)
         [line] = lines_in(tmp_path)
         assert line == {
             "a": 0.5,
@@ -54,6 +57,20 @@ class TestResults:
             "e": "b'z'",
             "config": {"model": f"{Path}"},
         }
+
+    @pytest.mark.parametrize("key", ["x", ("x", 1)])
+    def test_programs_read_the_numbers_back_that_were_written(self, tmp_path: Path, key: Any) -> None:
+        numbers = [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf"), None, 0.1]
+        open_results(tmp_path, {"floor": -math.inf}).write({"loss": math.nan, "of": {key: numbers}}, 1)
+        [line] = read_reports(open_folder(tmp_path))
+        assert math.isnan(line["loss"])
+        assert repr(line["of"][str(key)]) == "[nan, inf, -inf, nan, inf, None, 0.1]"
+        assert line["config"] == {"floor": -math.inf}
+
+    def test_json_for_others_has_null_for_what_is_no_number(self) -> None:
+        assert as_json({"a": math.nan, "b": np.float32("inf"), "c": {1: np.array([math.nan])}}) == (
+            '{"a": null, "b": null, "c": {"1": [null]}}'
+        )
 
     def test_a_dict_inside_of_itself(self) -> None:
         value: dict[str, Any] = {"n": 1}

@@ -126,7 +126,8 @@ class TestRetention:
         [
             (CheckpointConfig(2, "loss", "min"), [5.0, 3.0], [1, 3]),
             (CheckpointConfig(2, "loss", "max"), [5.0, 7.0], [2, 3]),
-            (CheckpointConfig(1, "loss", "min"), [3.0], [1, 3]),
+            (CheckpointConfig(1, "loss", "min"), [5.0, 3.0], [1, 3]),
+            (CheckpointConfig(1, "loss", "max"), [5.0, 7.0], [2, 3]),
             (CheckpointConfig(2), [7.0, 5.0], [2, 3]),
             (CheckpointConfig(1), [5.0], [3]),
             (CheckpointConfig(2, "missing"), [7.0, 5.0], [2, 3]),
@@ -136,13 +137,15 @@ class TestRetention:
         result = play(folder, [float("nan"), 3.0, 7.0, 5.0], checkpoint_config=config)
         assert [metrics["loss"] for _, metrics in result.best_checkpoints] == best
         assert checkpoints_in(folder) == [f"checkpoint_{index:06d}" for index in kept]
+        again = Result.from_path(str(result.path)).best_checkpoints
+        assert [Path(checkpoint.path).name for checkpoint, _ in again] == checkpoints_in(folder)
         assert Path(result.checkpoint.path).name == "checkpoint_000003"
 
     def test_nested_scores_count(self, folder: TrialFolder) -> None:
         recorder = begun_recorder(folder, checkpoint_config=CheckpointConfig(1, "val/acc"))
         for index, accuracy in enumerate([0.5, 0.9, 0.1]):
             recorder.record({"val": {"acc": accuracy}}, save(folder, index))
-        assert [metrics["val"]["acc"] for _, metrics in recorder.end_run().best_checkpoints] == [0.9]
+        assert [metrics["val"]["acc"] for _, metrics in recorder.end_run().best_checkpoints] == [0.1, 0.9]
 
     @pytest.mark.parametrize(("metrics", "text"), [({}, "is missing"), ({"score": "high"}, "is 'high', not a number")])
     def test_a_score_that_is_none_is_logged_once(

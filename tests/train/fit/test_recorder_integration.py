@@ -70,7 +70,7 @@ class TestFiles:
         assert [report["epoch"] for report in reports] == [0, 1, 2]
         assert [report["training_iteration"] for report in reports] == [1, 2, 3]
         assert [report["iterations_since_restore"] for report in reports] == [1, 1, 2]
-        assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [3.0]
+        assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [5.0, 3.0]
         names = {path.name for path in result.log_dir.iterdir()}
         assert {"checkpoint_000000", "checkpoint_000002", "recovered_errors.txt"} <= names
         assert not {"checkpoint_000001", "error.txt", "error.pkl"} & names
