@@ -415,7 +415,9 @@ class TrainingOperator(BaseOperator):
         A `DataLoader` over a map-style dataset is divided over the workers, in the order that it asks for itself; its
         `batch_size` is that of one worker. Any other iterable is used as it is, by every worker.
         """
-        data = self._raysgd.data = register_data(self._raysgd.context, train_loader, validation_loader)
+        data = self._raysgd.data = register_data(
+            self._raysgd.context, train_loader, validation_loader, self._raysgd.as_batch
+        )
         self.__dict__.setdefault("train_loader", data.train_loader)
         self.__dict__.setdefault("validation_loader", data.validation_loader)
 

@@ -16,7 +16,7 @@ from raysgd.arrays.containers import ArrayContainer
 from raysgd.arrays.data_kinds import CallData, Kind, RepeatedBatches, every_nth, size_of
 from raysgd.arrays.ray_batches import BatchForm
 from raysgd.messages import prediction_data
-from raysgd.messages.prediction import PredictRequest, Rows, Work
+from raysgd.messages.prediction import AsBatch, PredictRequest, Rows, Work
 from raysgd.messages.prediction_data import (
     BatchRequest,
     Found,
@@ -73,14 +73,20 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
         return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
     data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
     size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
-    rows = ArrayRows(as_arrays(data.data, in_columns=data.feature_columns is not None), data.form)
-    options = {"batch_size": size, "shuffle": data.shuffle, "drop_last": data.drop_last, "collate_fn": _unchanged}
-    return CallData(kind, partial(_loader_over, rows, options))
+    arrays = as_arrays(data.data, in_columns=data.feature_columns is not None)
+    num_rows_of(arrays)  # refuses arrays that differ in it
+    options = {"batch_size": size, "shuffle": data.shuffle, "drop_last": data.drop_last}
+    return CallData(kind, partial(_loader_over_arrays, arrays, data.form, options))
 
 
-def _loader_over(dataset: Any, options: Mapping[str, Any], collate_fn: Any) -> DataLoader[Any]:
-    """A loader; `collate_fn` makes its batches, unless the options say what does."""
-    return DataLoader(dataset, **{"collate_fn": collate_fn, **options})
+def _loader_over(dataset: Any, options: Mapping[str, Any], collate_fn: Any, make_batch: AsBatch) -> DataLoader[Any]:
+    return DataLoader(dataset, collate_fn=collate_fn, **options)
+
+
+def _loader_over_arrays(
+    arrays: Any, form: BatchForm, options: Mapping[str, Any], collate_fn: Any, make_batch: AsBatch
+) -> DataLoader[Any]:
+    return DataLoader(ArrayRows(arrays, lambda taken: make_batch(taken, form)), collate_fn=_unchanged, **options)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -92,11 +98,11 @@ class ArrayRows(Dataset[Any]):
 
     Args:
         arrays: An array, or a tuple or dict of them.
-        form: What becomes of a batch.
+        make_batch: Makes a batch of such arrays.
     """
 
-    def __init__(self, arrays: Any, form: BatchForm) -> None:
-        self._arrays, self._form = arrays, form
+    def __init__(self, arrays: Any, make_batch: Callable[[Any], Any]) -> None:
+        self._arrays, self._make_batch = arrays, make_batch
         self._num_rows = num_rows_of(arrays)
 
     def __len__(self) -> int:
@@ -104,7 +110,7 @@ class ArrayRows(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> Any:
         """A batch."""
-        return as_batch(trees.mapped(self._arrays, lambda array: _taken(array, indices)), self._form)
+        return self._make_batch(trees.mapped(self._arrays, lambda array: _taken(array, indices)))
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])
@@ -114,23 +120,24 @@ def _taken(array: Any, indices: list[int]) -> Any:
     return array[torch.tensor(indices) if isinstance(array, torch.Tensor) else np.asarray(indices)]
 
 
-def batches_of(share: CallData, collate_fn: Any) -> Any:
+def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
     """The batches of a worker's share; those of whole data are not divided yet.
 
     Args:
         share: What this worker was given.
         collate_fn: Makes batches of samples, where the data do not say what does.
+        make_batch: Makes batches of arrays.
 
     Raises:
         TypeError: A creator returned no iterable of batches.
     """
     match share.kind:
         case "ray":
-            return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
+            return RepeatedBatches(lambda: (make_batch(arrays, share.data.form) for arrays in share.data.arrays()))
         case "shards":
             return RepeatedBatches(lambda: map(_in_tensors, share.data))
         case "rows":
-            return share.data(collate_fn)
+            return share.data(collate_fn, make_batch)
         case "batches":
             return share.data
     made = share.data()
@@ -276,10 +283,11 @@ class PredictionLoader:
 
     Args:
         collate_fn: Returns what makes batches of samples, where the data do not say it.
+        make_batch: Makes batches of arrays.
     """
 
-    def __init__(self, collate_fn: Callable[[], Any]) -> None:
-        self._collate_fn = collate_fn
+    def __init__(self, collate_fn: Callable[[], Any], make_batch: AsBatch = as_batch) -> None:
+        self._collate_fn, self._make_batch = collate_fn, make_batch
         self._key: str | None = None
         self._indices: list[list[int]] = []  # a loader with processes goes on living between rounds, and looks here
         self._loader: DataLoader[Any] | None = None
@@ -295,7 +303,7 @@ class PredictionLoader:
         if request.key != self._key:
             self.close()
         if not isinstance(work, Rows):
-            yield from work.made(as_batch, count_samples)
+            yield from work.made(self._make_batch, count_samples)
         else:
             if make_loader is not None:
                 self._key, self._loader = request.key, make_loader(self._indices, self._collate_fn())

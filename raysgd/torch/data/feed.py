@@ -12,6 +12,7 @@ from raysgd.arrays.ray_batches import RayLoader
 from raysgd.engine.shared.types import DataLedger
 from raysgd.exceptions import NoDataError
 from raysgd.messages.epochs import EpochRequest
+from raysgd.messages.prediction import AsBatch
 from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
@@ -24,6 +25,7 @@ from raysgd.torch.data.batch_streams import (
     TorchBatchStream,
 )
 from raysgd.torch.data.batches import TensorCollate
+from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
@@ -45,6 +47,7 @@ class TorchFeed(feed.Feed):
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
         rank: The place among them.
         rule: How loaders are divided by global batches; None where the size of a worker's batch is given.
+        make_batch: Makes batches of arrays that a call brings.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class TorchFeed(feed.Feed):
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
         rule: GlobalBatchRule | None = None,
+        make_batch: AsBatch = as_batch,
     ) -> None:
         super().__init__()
         self._data_of = data_of
         self._parallel = parallel
         self.rule = rule
+        self._make_batch = make_batch
         self._group = Ranks(parallel, rank, world_size)
         self._undo = undo
 
@@ -89,7 +94,7 @@ class TorchFeed(feed.Feed):
         return self._plain_source(data, training)
 
     def _make(self, name: str) -> Any:
-        return call_data.batches_of(self.data_of_call[name], self.collate_fn(name))
+        return call_data.batches_of(self.data_of_call[name], self.collate_fn(name), self._make_batch)
 
     def collate_fn(self, name: str) -> Any:
         """Return the `collate_fn` of the loader under "train" or "validation", or else of the other one."""

@@ -1,7 +1,9 @@
-"""Batches of Ray Data as tensors."""
+"""Arrays and batches of Ray Data as tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,18 +13,28 @@ from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import BatchForm, formed, stacked
 
 
-def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """Return a batch for an operator: tensors in the structure of the arrays, or the columns that the form names."""
-    return formed(trees.mapped(arrays, as_tensor), form, _joined)
+def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = ()) -> Any:
+    """Return a batch for an operator: tensors in the structure of the arrays, or the columns that the form names.
+
+    Args:
+        arrays: The arrays.
+        form: What becomes of them.
+        models: The models that get the batch. Floating-point numbers become those of the first parameter that has any.
+    """
+    dtypes = (each.dtype for model in models for each in model.parameters() if each.is_floating_point())
+    return formed(trees.mapped(arrays, partial(as_tensor, dtype=next(dtypes, None))), form, _joined)
 
 
-def as_tensor(values: Any) -> Any:
-    """An array as a tensor. float64 becomes PyTorch's default float, as models have it; text stays an array."""
+def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
+    """An array as a tensor, floating-point numbers in `dtype`, if given, else float64 in PyTorch's default float.
+
+    Text stays an array.
+    """
     values = stacked(values)
     if values.dtype.kind not in "biuf":
         return values
-    kind = torch.get_default_dtype() if values.dtype == np.float64 else None
-    return torch.tensor(values, dtype=kind)
+    default = torch.get_default_dtype() if values.dtype == np.float64 else None
+    return torch.tensor(values, dtype=dtype or default if values.dtype.kind == "f" else None)
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:

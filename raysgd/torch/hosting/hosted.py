@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from raysgd.arrays.ray_batches import BatchForm
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 from raysgd.messages.epochs import bind_batch_info
@@ -89,7 +90,7 @@ class TorchHosted(hosted.Hosted):
         self._device = _device(settings.use_gpu)
         self.parallel = _make_parallel(settings, world, self._device)
         rule = global_batches(settings)
-        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule)
+        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, self._make_batch)
         super().__init__(settings, world, feed, ledger)
         self._modes: ModuleModes | None = None  # of models that are evaluated, to give them back
         self._prediction: PredictionLoader | None = None
@@ -351,8 +352,11 @@ class TorchHosted(hosted.Hosted):
 
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
         if self._prediction is None:
-            self._prediction = PredictionLoader(partial(self.feed.collate_fn, "validation"))
+            self._prediction = PredictionLoader(partial(self.feed.collate_fn, "validation"), self._make_batch)
         return self._prediction.batches(request, work, share)
+
+    def _make_batch(self, arrays: Any, form: BatchForm) -> Any:
+        return self.internals.as_batch(arrays, form)
 
     def as_array(self, value: Any) -> Any:
         return call_data.plain(value)

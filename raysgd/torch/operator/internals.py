@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
+from raysgd.arrays.ray_batches import BatchForm
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
+from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.objects import hyperparameters, metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
@@ -268,6 +270,10 @@ class TorchInternals(Internals):
     @property
     def use_gpu(self) -> bool:
         return self.context.use_gpu
+
+    def as_batch(self, arrays: Any, form: BatchForm) -> Any:
+        """Return arrays as a batch for the models of the operator."""
+        return as_batch(arrays, form, self.registered.original_models)
 
     # The names under which operators find the precision say nothing before there is something to compute in it.
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from raysgd.arrays.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
+from raysgd.arrays.ray_batches import Convert, RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
-from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
 from raysgd.torch.objects.blocks import checkpoint_activations
 from raysgd.torch.objects.filling import is_empty, refuse_states
@@ -335,8 +334,16 @@ def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequen
     logger.warning("%s Nothing saves them, and with several workers they are refused. %s", words, way_out)
 
 
-def register_data(context: OperatorContext, train_loader: Any, validation_loader: Any) -> RegisteredData:
+def register_data(
+    context: OperatorContext, train_loader: Any, validation_loader: Any, make_batch: Convert
+) -> RegisteredData:
     """Divide the loaders over the workers.
+
+    Args:
+        context: What the operator works with.
+        train_loader: A loader, another iterable, a stream, a dataset of Ray Data, or None.
+        validation_loader: The same.
+        make_batch: Makes batches of arrays of Ray Data.
 
     Raises:
         InvalidRegistrationError: One of them yields no batches.
@@ -345,7 +352,8 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
         if ray_batches(loader) is None and not isinstance(loader, Stream):
             check_loader(name, loader, warn=context.world.rank == 0)
     return RegisteredData(
-        _divided(context, train_loader, training=True), _divided(context, validation_loader, training=False)
+        _divided(context, train_loader, make_batch, training=True),
+        _divided(context, validation_loader, make_batch, training=False),
     )
 
 
@@ -360,7 +368,7 @@ def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
 
 
 def _divided(
-    context: OperatorContext, loader: Any, *, training: bool
+    context: OperatorContext, loader: Any, make_batch: Convert, *, training: bool
 ) -> ShardedLoader | UndividedLoader | StreamData | None:
     if loader is None:
         return None
@@ -368,7 +376,7 @@ def _divided(
         return _of_stream(context, loader, "train" if training else "validation")
     batches = ray_batches(loader)
     if batches is not None:
-        return _of_ray(context, batches, training=training)
+        return _of_ray(context, batches, make_batch, training=training)
     if not context.settings.add_dist_sampler:
         return UndividedLoader(loader, "`add_dist_sampler=False`", warn=False)
     world, pins = context.world, context.use_gpu
@@ -391,7 +399,7 @@ def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamDat
     return stream_data(stream, name, rule.of_streams, context.world.size)
 
 
-def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> UndividedLoader:
+def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, *, training: bool) -> UndividedLoader:
     """Return what the driver divides with the help of Ray Data, unless every worker is to read all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
@@ -402,7 +410,7 @@ def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) ->
             "different dataset."
         )
     sized = batches.sized(settings.config_for(world.size))
-    loader = RayLoader(sized, world if is_shared else World(0, 1), as_batch)
+    loader = RayLoader(sized, world if is_shared else World(0, 1), make_batch)
     return UndividedLoader(loader, "Ray Data divides it, and keeps no position", warn=False)
 
 

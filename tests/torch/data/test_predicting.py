@@ -144,6 +144,48 @@ def test_each_kind_of_data_gives_the_results_of_one_process(
     assert np.abs(np.asarray(found) - expected).max() < 1e-6
 
 
+class InOther(TrainingOperator):
+    """Computes in the type that the config says."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2).to(config["dtype"])
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
+        )
+
+
+@pytest.mark.parametrize("of_data", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("of_model", [torch.float64, torch.float32, torch.bfloat16])
+def test_arrays_reach_the_model_in_its_own_type_to_predict_train_and_validate(
+    of_data: Any, of_model: torch.dtype
+) -> None:
+    x = X.astype(of_data)
+    y = x[:, :2] + 1
+    features = pd.DataFrame(x, columns=["a", "b", "c"])
+    frame = features.assign(d=y[:, 0], e=y[:, 1])
+    pairs = [
+        (x, y),
+        (torch.from_numpy(x), torch.from_numpy(y)),
+        Arrays(frame, feature_columns=["a", "b", "c"], label_column=["d", "e"]),
+        DataLoader(TensorDataset(torch.from_numpy(x).to(of_model), torch.from_numpy(y).to(of_model)), batch_size=5),
+    ]
+    config = {"dtype": of_model, "batch_size": 5}
+    with TorchTrainer(training_operator_cls=InOther, use_local=True, config=config) as trainer:
+        model, before = trainer.get_model(), trainer.state_dict()
+        with torch.no_grad():
+            expected = model(torch.from_numpy(x).to(of_model)).double().numpy()
+        for data in (x, torch.from_numpy(x), features):
+            found = np.asarray(trainer.predict(data), np.float64)
+            assert np.abs(found - expected).max() < 8 * torch.finfo(of_model).eps
+        losses = []
+        for pair in pairs:
+            trainer.load_state_dict(before)
+            losses.append((trainer.train(dataset=pair)["train_loss"], trainer.validate(dataset=pair)["val_loss"]))
+        assert losses == [losses[-1]] * 4
+        assert trainer.get_model().weight.dtype == of_model
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 23])
 @pytest.mark.parametrize("batch_size", [1, 5, 100])
 def test_no_row_is_lost_or_padded(stock: TorchTrainer, expected: Any, num_rows: int, batch_size: int) -> None:
