@@ -870,14 +870,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def take_state_of(self, other: Any) -> None:
         """Load the state of another trainer that is alive, past the driver and without a file.
 
-        Where configs differ, optimizers keep the hyperparameters of `setup`; a scheduled learning rate keeps its place.
+        Where configs differ, optimizers keep the hyperparameters of `setup`; a new learning rate multiplies schedules.
 
         Args:
             other: A trainer of the same class and kind of operators, with any number of workers.
 
         Raises:
             TypeError: It is a trainer of another class.
-            ValueError, KeyError: The state does not fit; the workers are as they were.
+            ValueError, KeyError: The state does not fit; the workers are as they were. Or the schedule cannot follow
+                the learning rate of the config, as the message says; the workers have the other's, then.
         """
         if not isinstance(other, ClassTrainer) or other._runner_cls is not self._runner_cls:
             raise TypeError(

@@ -247,8 +247,8 @@ class BaseOperator:
 
         A worker that starts later runs `setup` with the config from before, and then this, once for each change.
 
-        With PyTorch, learning rates that were `config["lr"]` after `setup` follow it; a scheduled one keeps its place
-        in the schedule. Override it, and call `super`, for what else `setup` computed from the config.
+        With PyTorch, learning rates that were `config["lr"]` after `setup` follow it; a new one multiplies the whole
+        schedule. Override it, and call `super`, for what else `setup` computed from the config.
 
         Args:
             config: The config with the new values.

@@ -115,7 +115,9 @@ class TorchHosted(hosted.Hosted):
         undo = make_undo(self.operator, self.parallel, copies, world, self._ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
-        self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
+        registered = self.internals.registered
+        hyperparameters.note_first_rates(registered.schedulers)
+        self.internals.chosen = hyperparameters.read(registered.optimizers)
         self.install_callbacks(settings.worker_callbacks)
         self._drawn, self._initial_seed = rng.capture(), torch.initial_seed()
         facts = self.facts()
@@ -188,7 +190,10 @@ class TorchHosted(hosted.Hosted):
 
     def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
-        return differing if any(group for groups in differing for group in groups) else []
+        if not any(group for groups in differing for group in groups):
+            return []
+        candidate.take_edited(differing)  # what cannot follow is refused while the old class is there
+        return differing
 
     def take_edited(self, edited: list[Hyperparameters]) -> None:
         if edited:

@@ -53,6 +53,80 @@ def rates_of(operator: Any) -> list[Any]:
     return [(group["lr"], group["momentum"]) for group in operator.optimizer.param_groups]
 
 
+class WithLowest(Scheduled):
+    """Has a schedule that ends at a rate of its own."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 9, eta_min=0.001)
+        self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion, schedulers=scheduler)
+        self.scheduler = scheduler
+
+
+class Faster(WithLowest):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({**config, "lr": 0.04})
+
+
+class Warmed(DropoutOperator):
+    """Warms up, then decays; or has cuts by a plateau, one in each step."""
+
+    rate: float | None = None
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=self.rate or config["lr"])
+        schedulers = torch.optim.lr_scheduler
+        if config["cuts"]:
+            scheduler: Any = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
+        else:
+            warm_up = schedulers.LinearLR(optimizer, 0.1, total_iters=2)
+            decay = schedulers.LambdaLR(optimizer, lambda step: 0.5**step)
+            scheduler = schedulers.SequentialLR(optimizer, [warm_up, decay], [2])
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=self.model,
+            optimizers=optimizer,
+            criterion=self.criterion,
+            schedulers=scheduler,
+        )
+
+
+@pytest.mark.parametrize("way", ["update_config", "take_state_of", "reload"])
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_rate_that_is_set_later_multiplies_the_schedule(make_local: Make, way: str, cuts: bool) -> None:
+    class Edited(Warmed):
+        rate = 0.008
+
+    options: dict[str, Any] = {"scheduler_step_freq": "manual"}
+    config = {"lr": 0.004, "num_samples": 8, "cuts": cuts}
+    trainer, fast = (make_local(Warmed, config={**config, "lr": rate}, **options) for rate in (0.004, 0.008))
+
+    def step(each: TorchTrainer) -> float:
+        each.train()
+        each.apply_all_operators(lambda operator: operator.scheduler.step(*[1.0] * cuts))
+        return rate_of(each)
+
+    def rate_of(each: TorchTrainer) -> float:
+        rate: float = each.get_local_operator().optimizer.param_groups[0]["lr"]
+        return rate
+
+    for each in (trainer, fast):
+        step(each)
+        step(each)
+    expected = rate_of(fast)
+    if way == "update_config":
+        trainer.update_config(lr=0.008)
+    elif way == "reload":
+        trainer.reload(Edited)
+    else:
+        other = make_local(Warmed, config={**config, "lr": 0.008}, **options)
+        other.take_state_of(trainer)
+        trainer = other
+    assert rate_of(trainer) == pytest.approx(expected)
+    for _ in range(3):
+        assert step(trainer) == pytest.approx(step(fast))
+
+
 class TestUpdatingTheConfig:
     def test_learning_rates_follow_and_keep_their_place_in_the_schedule(self, make_local: Make) -> None:
         trainer = scheduled(make_local)
@@ -66,6 +140,17 @@ class TestUpdatingTheConfig:
         assert rates(trainer)[0][0] == pytest.approx(0.01), "the schedule goes on from the new rate"
         trainer.update_config(lr=0.004)
         assert rates(trainer)[0][0] == pytest.approx(0.001), "and follows a second time"
+
+    def test_what_cannot_follow_is_refused_and_changes_nothing(self, make_local: Make) -> None:
+        trainer = scheduled(make_local, WithLowest)
+        trainer.train()
+        before = trainer.state_dict(), rates(trainer)
+        with pytest.raises(ValueError, match=r"`CosineAnnealingLR`, .*\(`eta_min`\).*a `LambdaLR`"):
+            trainer.update_config(lr=0.04)
+        with pytest.raises(ValueError, match=r"`CosineAnnealingLR`, .*\(`eta_min`\)"):
+            trainer.reload(Faster)
+        assert equal((trainer.state_dict(), rates(trainer)), before)
+        assert (trainer.config["lr"], trainer.training_operator_cls) == (0.004, WithLowest)
 
     def test_another_number_that_an_optimizer_has_needs_a_hook(self, make_local: Make) -> None:
         class Hooked(Scheduled):
