@@ -6,6 +6,7 @@ Frozen parameters and groups of optimizers count as `setup` or the last `rewrap`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
+from raysgd._numbers.results import as_number
 from raysgd.arrays.ray_batches import BatchForm
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
@@ -244,6 +246,7 @@ class TorchInternals(Internals):
         gradients: Computes and applies them.
         chosen: The hyperparameters of the optimizers as `setup` chose them.
         follows_rate: Whether one of them took its learning rate from the config when that changed last.
+        evaluated: The calls of the criterion in a batch of the validation whose means are over labels.
         coming: What the stock `train_batch` will report of the batch that it is in; None before it knows.
     """
 
@@ -262,6 +265,7 @@ class TorchInternals(Internals):
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
         self.coming: Mapping[str, Any] | None = None
+        self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
         self.own_steps.check_labels = self.gradients.check_labels
@@ -382,7 +386,7 @@ class TorchInternals(Internals):
             set_apart(self)
         if self.place is not None and self.place.amounts:
             self.place.amounts = []
-        self.coming = None
+        self.coming, self.evaluated = None, []
 
     def counted_by_stock_loop(self) -> tuple[Mapping[str, Any] | None, Any]:
         """Return what the stock loop will count of this batch, and its samples; nothing where that is unknown."""
@@ -395,8 +399,9 @@ class TorchInternals(Internals):
 
     def note_amount(self, comparison: LossCall) -> None:
         """Note what a mean in an evaluation is over."""
-        if (amount := comparison.amount) is not None:
-            self.place.amounts.append(amount)
+        if comparison.amount is not None:
+            self.place.amounts.append(comparison.amount)
+            self.evaluated.append(comparison._replace(output=None, target=None))  # large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         metrics = super().completed(metrics, batch)
@@ -410,10 +415,31 @@ class TorchInternals(Internals):
         """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
+        if self.evaluated:
+            return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
         first, *others = self.place.amounts
         mean = sum(others, first) / (1 + len(others)) if others else first
         amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean)
         return {**weights_of(metrics, **amounts), **metrics}
+
+    def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
+        """Return the labels that `val_loss` is the mean over, if it is what the criterion returned; else None.
+
+        Raises:
+            ValueError: It is not, and labels do not count alike.
+        """
+        loss = metrics.get("val_loss")
+        for call in self.evaluated:
+            if _is_result(loss, call.result):
+                return call.amount
+        if loss is not None and weight_of("val_loss") not in metrics and any(call.is_uneven for call in self.evaluated):
+            raise ValueError(
+                "`val_loss` is not what `self.criterion` returned, which leaves labels out or weights them: how much "
+                f"the batch counts is unknown. Return `{weight_of('val_loss')!r}: ...` from `validate_batch`, or the "
+                "number after the loss from `forward`: what the loss is the mean over. Report means over different "
+                "numbers under separate names, each with its weight."
+            )
+        return None
 
     def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
         """Count the metrics of a training batch, once its step is done."""
@@ -455,6 +481,14 @@ class TorchInternals(Internals):
         self.parallel.all_sum(tensor)
         sums: list[float] = tensor.tolist()
         return sums
+
+
+def _is_result(value: Any, result: torch.Tensor) -> bool:
+    """Return whether a metric is a result of the criterion, as a tensor or as a number."""
+    if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
+        return True
+    own = result.item()
+    return as_number(value) == own or (isinstance(value, float) and math.isnan(value) and math.isnan(own))
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
