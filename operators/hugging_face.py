@@ -154,6 +154,8 @@ class HuggingFaceOperator(SupervisedOperator):
                 )
             return None
         if target.ndim == 3:
+            if getattr(config, "num_labels", None) == 1:  # a mean over all pixels, where those without a label are 0
+                return None
             ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
         return int(target.ne(ignored).sum())
 

@@ -11,6 +11,7 @@ from raysgd._imports import require
 from raysgd.operators import options
 from raysgd.operators.supervised import MeasuredOperator
 from raysgd.torch.data.batches import call, prediction
+from raysgd.torch.objects.criteria import counts_labels
 
 
 class SegmentationOperator(MeasuredOperator):
@@ -69,10 +70,14 @@ class SegmentationOperator(MeasuredOperator):
         }
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return scores, the loss, and how many pixels that is the mean over, where some do not count."""
-        scores = prediction(call(self.model, features))
-        ignored = _ignored(self.config)
-        return scores, self.criterion(scores, target), None if ignored is None else target.ne(ignored).sum()
+        """Return scores, the loss, and how many pixels it is the mean over, where some do not count.
+
+        The losses of PyTorch count them by themselves, also by the weights of classes.
+        """
+        scores, ignored = prediction(call(self.model, features)), _ignored(self.config)
+        is_counted = ignored is None or counts_labels(self.criterion)
+        loss = self._raysgd.loss_calls.call(self.criterion, scores, target)
+        return scores, loss, None if is_counted else target.ne(ignored).sum()
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the class with the highest score at each pixel, and the true one."""

@@ -108,12 +108,12 @@ def with_adapter() -> Any:
     return get_peft_model(LlamaForCausalLM(llama()), adapter)
 
 
-def segformer() -> Any:
+def segformer(num_labels: int = 3) -> Any:
     """One without the batch norm, which sees the samples of one worker."""
     sizes = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 8], "patch_sizes": [7, 3], "strides": [4, 2]}
     heads = {"num_attention_heads": [1, 1], "mlp_ratios": [2, 2], "decoder_hidden_size": 8, "num_encoder_blocks": 2}
     dropouts = {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
-    model = SegformerForSemanticSegmentation(SegformerConfig(num_labels=3, **sizes, **heads, **dropouts))
+    model = SegformerForSemanticSegmentation(SegformerConfig(num_labels=num_labels, **sizes, **heads, **dropouts))
     model.decode_head.batch_norm = torch.nn.Identity()
     return model
 
@@ -153,6 +153,7 @@ TASKS: dict[str, tuple[Any, str, Any]] = {
     ),
     "adapter": (with_adapter, "none", lambda words: DataCollatorForLanguageModeling(words, mlm=False)),
     "label pixels": (segformer, "pixels", lambda words: default_data_collator),
+    "tell pixels apart": (lambda: segformer(num_labels=1), "pixels", lambda words: default_data_collator),
     "masked words and a label": (
         lambda: BertForPreTraining(bert()),
         "words and text",

@@ -60,7 +60,7 @@ def test_a_spare_measures_what_the_worker_whose_state_it_has_does(lab: Any) -> N
     assert beside == inline != before
 
 
-@pytest.mark.parametrize("task", ["label words", "next words of GPT-2", "label pixels"])
+@pytest.mark.parametrize("task", ["label words", "next words of GPT-2", "label pixels", "tell pixels apart"])
 def test_small_batches_make_the_step_of_a_large_one_whatever_the_lengths_of_texts(lab: Any, task: str) -> None:
     _, small, _ = lab.train(task, config={"optimizer": "sgd"}, accumulate_grad_batches=6)
     _, large, _ = lab.train(task, config={"optimizer": "sgd", "batch_size": lab.NUM_SAMPLES})

@@ -5,6 +5,8 @@ Covers `raysgd.operators.regression` and `raysgd.operators.segmentation`: they a
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,6 +93,22 @@ class TestRegression:
             trainer.train()
 
 
+def of_known_pixels(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    each = torch.nn.functional.cross_entropy(scores, target, ignore_index=255, reduction="none")
+    return each.sum() / (target != 255).sum()
+
+
+def by_weights_of_classes() -> torch.nn.Module:
+    return torch.nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 5.0]), ignore_index=255)
+
+
+CRITERIA = [
+    by_weights_of_classes,
+    lambda: partial(torch.nn.functional.cross_entropy, ignore_index=255),
+    lambda: of_known_pixels,
+]
+
+
 class TestSegmentation:
     def test_it_learns_and_counts_pixels_before_it_divides(self) -> None:
         with trainer_of(Pixels, num_classes=3) as trainer:
@@ -127,6 +145,24 @@ class TestSegmentation:
                 trainer.train()
                 weights.append(trainer.get_model().weight.detach().flatten())
         torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("make_criterion", CRITERIA)
+    def test_a_criterion_of_its_own_counts_as_in_one_batch(self, make_criterion: Any) -> None:
+        class Own(Pixels):
+            build_criterion = staticmethod(lambda config: make_criterion())  # type: ignore[assignment]
+
+        config = {"num_classes": 3, "ignore_index": 255, "optimizer": "sgd", "batch_size": 4}
+        options: dict[str, Any] = {"accumulate_grad_batches": 6}
+        with TorchTrainer(training_operator_cls=Own, config={**CONFIG, **config}, use_local=True, **options) as trainer:
+            model = copy.deepcopy(trainer.get_model())
+            before, optimizer = trainer.validate()["val_loss"], torch.optim.SGD(model.parameters(), CONFIG["lr"])
+            trainer.train()
+            weight = trainer.get_model().weight
+        loss = make_criterion()(model(IMAGES), HALF_UNKNOWN)
+        loss.backward()
+        optimizer.step()
+        assert before == pytest.approx(loss.item(), rel=1e-5)
+        torch.testing.assert_close(weight, model.weight, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("wrong", [1.5, "255", True])
     def test_an_ignored_class_that_makes_no_sense_is_refused(self, wrong: Any) -> None:

@@ -134,6 +134,12 @@ class LossCalls:
         return result
 
 
+def counts_labels(criterion: Any) -> bool:
+    """Return whether a criterion is, or has, a loss of PyTorch that is a mean over labels."""
+    parts = criterion.modules() if _takes_hooks(criterion) else (getattr(criterion, "_orig_mod", criterion),)
+    return any(loss.counts_labels for loss in map(_known, parts) if loss is not None)
+
+
 def ignored_by(criterion: Any) -> int:
     """Return the label that a criterion ignores, whatever it does with it."""
     return _settings(criterion)[0]
