@@ -47,7 +47,7 @@ class WorkerCallback:
         Args:
             operator: This worker's operator.
             step: How many batches this operator trained on, this one included.
-            metrics: What `train_batch` returned.
+            metrics: What `train_batch` returned; the means of its batches where a step has several.
 
         Returns:
             More metrics of the batch, averaged like the others; None if there are none.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, is_metric_object, weight_of
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
 from raysgd.worker.data.batch_streams import PlaceInStep
 
@@ -61,10 +62,15 @@ class InstalledCallbacks:
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
         """Return what is called with the metrics of each batch; None where no callback sees them."""
-        watching = self._with("on_step_end")
+        watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
 
         def after(metrics: Any) -> Any:
-            return _after_step(watching, operator, metrics) if step.is_boundary else metrics
+            of_step = metrics
+            if window or not step.is_boundary:
+                meters = window.pop() if window else operator._raysgd.new_meters()
+                of_step = _over_batches(meters, metrics, step.is_boundary)
+                window.extend([] if step.is_boundary else [meters])
+            return _after_step(watching, operator, metrics, of_step) if step.is_boundary else metrics
 
         return after if watching else None
 
@@ -160,10 +166,27 @@ class InstalledCallbacks:
         return [each for each in self._callbacks if key_of(each) not in states]
 
 
-def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any) -> Any:
+def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any, of_step: Any) -> Any:
     step = operator.global_step + 1
     for each in callbacks:
-        more = call_event(each, "on_step_end", operator, step, metrics)
+        more = call_event(each, "on_step_end", operator, step, of_step)
         if more and isinstance(metrics, Mapping):
-            metrics = {**metrics, **more}
+            metrics, of_step = {**metrics, **more}, {**of_step, **more}
     return metrics
+
+
+def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
+    """Add a batch to those of a step; return their means and what these are over. What has no mean stays."""
+    if not isinstance(metrics, Mapping):
+        return metrics
+    values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
+    meters.hold(values, values.pop(NUM_SAMPLES, 1))
+    of_step = {name: value for name, value in metrics.items() if name != BATCH_WEIGHT}
+    with suppress(TypeError, ValueError):
+        if is_last:
+            meters.count_held()
+            summary = meters.summary()
+            of_step[NUM_SAMPLES] = meters.n
+            for name, (_, weight) in summary.totals.items():
+                of_step.update({name: summary[name], weight_of(name): weight})
+    return of_step

@@ -65,6 +65,24 @@ class Norms(WorkerCallback):
         operator.norms.append(float(operator.model.weight.grad.norm()))
 
 
+class Steps(WorkerCallback):
+    """Notes the metrics of each step."""
+
+    def on_epoch_begin(self, operator: Any) -> None:
+        operator.steps = []
+
+    def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        operator.steps.append(dict(metrics))
+
+
+class Weighs(LinearOperator):
+    """Its batches count by something else than samples."""
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        return output, loss, 1.0 + float(target.abs().sum())
+
+
 class Padding(WorkerCallback):
     """Does nothing."""
 
@@ -115,6 +133,27 @@ class TestAroundASteps:
         [row] = trainer.fit(1, callbacks=[Mean(), Norms()])
         assert row["count"] == 3
         assert len(trainer.get_local_operator().norms) == 3  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"micro_batch_size": 3, "split_batches": True}, {"accumulate_grad_batches": 2}, {}],
+        ids=["parts", "window", "plain"],
+    )
+    @pytest.mark.parametrize("operator_cls", [LinearOperator, Weighs])
+    def test_the_metrics_of_a_step_are_those_of_all_its_batches(
+        self, make_local: Make, operator_cls: Any, options: dict[str, Any]
+    ) -> None:
+        trainer = make_local(operator_cls, **options)
+        [row] = trainer.fit(1, callbacks=[Steps()])
+        steps = trainer.get_local_operator().steps  # type: ignore[attr-defined]
+        assert sum(step["num_samples"] for step in steps) == row["num_samples"]
+        weights = [
+            step.get("batch_weight_of_train_loss", step.get("batch_weight", step["num_samples"])) for step in steps
+        ]
+        mean = sum(float(step["train_loss"]) * weight for step, weight in zip(steps, weights, strict=True)) / sum(
+            weights
+        )
+        assert mean == pytest.approx(row["train_loss"], rel=1e-6)
 
     def test_nothing_is_left_behind(self, make_local: Make) -> None:
         trainer = make_local()
