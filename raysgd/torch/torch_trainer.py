@@ -297,7 +297,9 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
             return
         steps_apart = training and self.num_workers > 1 and not self._facts.is_synchronous
-        global_option = self._settings.batch_options.global_option if training else ""
+        options = self._settings.batch_options
+        divides = training and (self.num_workers > 1 or options.deterministic or options.micro_batch_size is not None)
+        global_option = options.global_option if divides else ""
         arguments.check_dataset(dataset, name, steps_apart=steps_apart, global_option=global_option)
 
     def _goes_on_with(self, dataset: Any) -> bool:

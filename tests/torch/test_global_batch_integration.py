@@ -185,6 +185,7 @@ class Streams(LinearOperator):
 
 
 NEEDS_DIVISION: list[dict[str, Any]] = [{"split_batches": True}, {"deterministic": True}]
+NEEDS_PARTS: list[dict[str, Any]] = [{"deterministic": True}, {"split_batches": True, "micro_batch_size": 2}]
 
 
 @pytest.mark.parametrize("option", NEEDS_DIVISION, ids=str)
@@ -201,16 +202,23 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
         return iter(dataset(8))
 
 
-@pytest.mark.parametrize("option", NEEDS_DIVISION, ids=str)
+@pytest.mark.parametrize("option", NEEDS_PARTS, ids=str)
 def test_data_of_a_call_that_are_not_divided_are_refused(
     option: dict[str, Any], make_local: Callable[..., TorchTrainer]
 ) -> None:
     trainer = make_local(**option)
     with pytest.raises(ValueError, match=r"needs data that the library divides by samples, and these are not divided"):
         trainer.train(dataset=torch.utils.data.DataLoader(Streamed()))
-    [(name, value)] = option.items()
+    (name, value), *_ = option.items()
     with pytest.raises(ValueError, match=rf"got `Dataset`, which `{name}=.*{value}.*` cannot divide by samples"):
         trainer.train(dataset=Dataset(list(range(8)), batch_size=2))
+
+
+def test_one_worker_takes_global_batches_of_a_call_as_they_are(make_local: Callable[..., TorchTrainer]) -> None:
+    trainer = make_local(split_batches=True)
+    assert trainer.train(dataset=torch.utils.data.DataLoader(Streamed(), 3))["num_samples"] == 8
+    rows = [tuple(part[None] for part in sample) for sample in dataset(8)]
+    assert trainer.train(dataset=Dataset(rows, batch_size=2), num_steps=3)["num_samples"] == 6
 
 
 class OwnCapped(OwnBatchOperator):

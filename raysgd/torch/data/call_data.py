@@ -176,14 +176,14 @@ def divided(
         ValueError: It is to be divided by global batches, and cannot be.
     """
     sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training, rule=rule)
-    if rule is not None and training and not isinstance(sharded, ShardedLoader):
+    if isinstance(sharded, ShardedLoader):
+        return sharded
+    if rule is not None and training and (world_size > 1 or rule.num_shards or rule.cap):
         raise ValueError(
             "`train(dataset=...)` with `split_batches=True` or `deterministic=True` needs data that the library "
             f"divides by samples, and these are not divided ({sharded.reason}): pass arrays, a map-style dataset, or a "
             "`DataLoader` over one."
         )
-    if isinstance(sharded, ShardedLoader):
-        return sharded
     return loader if sharded.divides_data or world_size == 1 else every_nth(loader, rank, world_size)
 
 
