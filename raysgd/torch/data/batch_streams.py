@@ -207,6 +207,12 @@ class DividedLoaderSource:
 
     def _planned(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         sampler = self._sharded.sampler
+        if not self.has_own_order and (now := len(self._sharded.own_sampler)) != self.num_samples:
+            raise ValueError(
+                f"the data of a loader have {now} samples, and had {self.num_samples} when the loader was made, by "
+                "which the workers divide them: pass the data of now to `train(dataset=...)`; or a `sampler` of your "
+                "own to the loader, which is drawn in each pass, such as `RandomSampler(data, replacement=True)`."
+            )
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
         if self._check_order is not None:
             self._check_order(consumed > 0)

@@ -37,6 +37,7 @@ class ShardedLoader:
     Attributes:
         loader: Same dataset and options as the user's, with `sampler` as its `batch_sampler`.
         sampler: Where to begin passes and change the group.
+        own_sampler: What draws the samples of the user's loader, or whole batches of them.
         seed_hint: The seed the user gave, as far as this worker can tell. One rank's must be chosen for all.
         num_samples: Samples in a pass over all ranks.
         signature: What must be equal on all ranks for them to divide the same data.
@@ -44,6 +45,7 @@ class ShardedLoader:
 
     loader: DataLoader[Any]
     sampler: ElasticBatchSampler
+    own_sampler: Any
     seed_hint: int
     num_samples: int
     signature: str
@@ -127,6 +129,7 @@ def shard_loader(
     return ShardedLoader(
         loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,
+        own_sampler=own_sampler,
         seed_hint=seed_of(loader, torch.initial_seed()),
         num_samples=order.num_samples,
         signature=signature,

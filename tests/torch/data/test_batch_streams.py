@@ -277,6 +277,57 @@ def test_after_a_pass_in_which_collators_returned_what_was_drawn_ranks_count_as_
     assert together.asked == [[1, 1], [1, 4], [1, 3], [1, 0]]
 
 
+class Growing(torch.utils.data.Dataset[int]):
+    """Has as many samples as it is told."""
+
+    def __init__(self) -> None:
+        self.num_samples = 4
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class InTurn(torch.utils.data.Sampler[int]):
+    """A sampler of a user, which reads the length in each pass."""
+
+    def __init__(self, data: Growing) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data)))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("now", [3, 6])
+def test_data_that_change_their_size_between_two_passes_are_refused(shuffle: bool, training: bool, now: int) -> None:
+    data = Growing()
+    sharded = shard_loader(DataLoader(data, 2, shuffle=shuffle), rank=0, world_size=1, training=training)
+    assert isinstance(sharded, ShardedLoader)
+    stream, _ = make_stream(DividedLoaderSource(sharded, SEED))
+    assert len(list(stream.take(None))) == 2
+    data.num_samples = now
+    with pytest.raises(ValueError, match=rf"have {now} samples, and had 4 .*`train\(dataset=...\)`; or a `sampler`"):
+        list(stream.take(None))
+
+
+def test_a_sampler_of_a_user_follows_data_that_change_their_size() -> None:
+    data = Growing()
+    sharded = shard_loader(DataLoader(data, 2, sampler=InTurn(data)), rank=0, world_size=1, training=True)
+    assert isinstance(sharded, ShardedLoader)
+    stream, _ = make_stream(DividedLoaderSource(sharded, SEED))
+    found = []
+    for data.num_samples in (4, 6, 3):
+        found.append([len(batch) for batch in stream.take(None)])
+    assert found == [[2, 2], [2, 2, 2], [2, 1]]
+
+
 def test_in_an_evaluation_ranks_count_global_steps_also_where_one_has_no_sample() -> None:
     calls = (1, 1, None, 3, None, None)
     found = []
