@@ -143,7 +143,7 @@ class Stream(ABC):
             size: Rows in a global batch: of all workers together, however many there are.
             drop_last: Whether to leave out a last global batch that is not full.
             collate: Makes a batch of a list of rows. None: what the framework uses. With several loader processes the
-                worker itself calls it.
+                worker itself calls it. A batch counts by its rows, unless the operator says otherwise.
             num_workers: How many processes load for each worker, side by side; 0: the worker loads what it needs next.
             prefetch: How many global batches they load ahead.
             on_error: What follows a row that cannot be read, or that a function fails for: "raise", or "skip" to leave

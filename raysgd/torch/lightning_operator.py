@@ -215,7 +215,7 @@ class LightningOperator(TrainingOperator):
             so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
             self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), so_far)
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
-        return self._values.metrics_of(output, self._raysgd.num_samples(batch))
+        return self._values.metrics_of(output)
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
         """A step through the module's `optimizer_step`, whose closure does everything up to the backward pass.
@@ -366,7 +366,7 @@ class LightningOperator(TrainingOperator):
             if self._hooks.has("validation_step_end"):
                 output = self._hooks.call("validation_step_end", output)
         self._hooks.call("on_validation_batch_end", output, batch, batch_idx, dataloader_idx=0)
-        return self._values.metrics_of(output, self._raysgd.num_samples(batch))
+        return self._values.metrics_of(output)
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         """Return the result of the module's `predict_step` for a batch; without one, of the module for its input."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from raysgd.arrays.division import Division
@@ -335,13 +336,20 @@ def data_of(stream: Stream, name: str, world: World) -> StreamData:
 
 def source_of(data: StreamData, ranks: TFRanks, seed: int) -> StreamSource:
     """Return the source of the batches of a replica."""
-    return StreamSource(data, ranks, seed, array_collate(), _item, NO_BATCH)
+    return StreamSource(data, ranks, seed, array_collate(), partial(_item, data.loader.collate is not None), NO_BATCH)
 
 
-def _item(batch: Any, weight: float, num_samples: int, num_global: int, *place: Any) -> StreamItem:
+def _item(
+    has_own_collate: bool, batch: Any, weight: float, num_samples: int, num_global: int, *place: Any
+) -> StreamItem:
     import tensorflow as tf
 
     tensors = batch if batch is NO_BATCH else tf.nest.map_structure(tf.convert_to_tensor, batch)
+    if has_own_collate and num_samples and (found := int(datasets.num_samples(tensors))) != num_samples:
+        raise ValueError(
+            f"the `collate` of a stream made {found} samples of {num_samples} rows, by which batches count: leave rows "
+            "out with `filter`, or make several of one in the shards."
+        )
     return StreamItem(tensors, num_samples, num_global)
 
 

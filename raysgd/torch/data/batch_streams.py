@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import DistNetworkError
-from torch.utils.data import default_collate
 
 from raysgd._numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.batch_sampler import PassPlan
-from raysgd.torch.data.batches import count_samples, samples_of
+from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import Ranks
@@ -72,8 +71,6 @@ class DividedLoaderSource:
     Attributes:
         order: That of every pass. It belongs to the seed: a saved position brings both.
         check_plan: Called whenever a pass is opened or resumed, with the plan for the rest of it.
-        has_own_collator: Whether a batch may have other samples than were drawn for it.
-        agreement: How ranks add up what collators of the user made of the samples; None where they do not.
     """
 
     is_divided, left_out = True, 0
@@ -82,12 +79,9 @@ class DividedLoaderSource:
         self._sharded = sharded
         self._ranks: Ranks | None = None
         self._order_before: int | None = None
-        self.has_own_collator = self._may_differ = sharded.loader.collate_fn is not default_collate
-        self._has_warned = False
         sharded.loader.generator = self._generator = torch.Generator()
         self._check_order: Callable[[bool], None] | None = None
         self.check_plan: Callable[[PassPlan], None] | None = None
-        self.agreement: Summation | None = None
         self.seed = seed
         self.order = sharded.sampler.order
 
@@ -97,8 +91,7 @@ class DividedLoaderSource:
         if self.has_own_order:
             start_sum = ranks.start_sum if ranks.is_global else None
             self._check_order = partial(self._check_drawn, start_sum, ranks.world_size)
-        adds_up = ranks.is_global and not self.num_shards and self.has_own_collator
-        self._ranks, self.agreement = ranks, ranks.start_sum if adds_up else None
+        self._ranks = ranks
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
         """See to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
@@ -173,39 +166,6 @@ class DividedLoaderSource:
         return self._sharded.num_samples
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        items = self._planned(pass_index, consumed)
-        return self._recounted(items, consumed > 0) if self.has_own_collator else items
-
-    def _recounted(self, items: Iterator[DrawnItem], is_resumed: bool) -> Iterator[DrawnItem]:
-        """The items with the samples that their batches have.
-
-        Gradients count by these in the first pass, and later if any differed from those that were drawn.
-        """
-        agreement, world_size = self.agreement, self._sharded.sampler.world_size
-        is_weighted = agreement is not None and ask(agreement, self._may_differ or is_resumed)()[1] > 0
-        self._may_differ = False
-        items = (self._counted(item, is_weighted or world_size == 1) for item in items)
-        if is_weighted:
-            assert agreement is not None
-            items = _weighted(items, agreement, world_size)
-        yield from items
-
-    def _counted(self, item: DrawnItem, counts_in_gradients: bool) -> DrawnItem:
-        """An item with the samples of its batch; of padding none count."""
-        num_drawn = item.num_samples
-        if not num_drawn:
-            return item
-        num_samples = samples_of(item.batch, num_drawn)
-        sampler, self._may_differ = self._sharded.sampler, self._may_differ or num_samples != num_drawn
-        if self._may_differ and sampler.pad and not self._has_warned:  # in evaluation only metrics count
-            self._has_warned = True
-            what = "gradients and metrics" if counts_in_gradients else "metrics, and not gradients,"
-            logger.warning(
-                "a `collate_fn` made %s samples of %s: %s count what it returns", num_samples, num_drawn, what
-            )
-        return item._replace(num_samples=num_samples, total=num_samples if sampler.world_size == 1 else item.total)
-
-    def _planned(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         sampler = self._sharded.sampler
         if not self.has_own_order and (now := len(self._sharded.own_sampler)) != self.num_samples:
             raise ValueError(
@@ -339,19 +299,6 @@ def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int
         return num_ranks, num_samples_of_all
 
     return hear
-
-
-def _weighted(items: Iterator[DrawnItem], start_sum: Summation, world_size: int) -> Iterator[DrawnItem]:
-    """The items, weighted by their samples. Every rank has as many items."""
-    coming = next(items, None)
-    hear = ask(start_sum, 0 if coming is None else coming.num_samples)
-    while coming is not None:
-        item, (_, total) = coming, hear()
-        coming = next(items, None)
-        if coming is not None:
-            hear = ask(start_sum, coming.num_samples)  # answered while this step is computed
-        own = item.num_samples or 0
-        yield item._replace(weight=own * world_size / total if total else 0.0, total=total)
 
 
 def _samples_in(batch: Any) -> int | None:

@@ -172,46 +172,16 @@ def count_samples(batch: Any) -> int:
         >>> count_samples([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(0, 4)}, {"boxes": torch.zeros(1, 4)}])
         3
     """
+    return samples_of(batch, len(batch) if isinstance(batch, (tuple, list)) else 1)
+
+
+def samples_of(batch: Any, otherwise: int) -> int:
+    """Return what `count_samples` finds; `otherwise` where there is no array, and no list of samples."""
     last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(last, torch.Tensor) and last.ndim:
         return len(last)
     counted = _counted(batch)
-    if counted is not None:
-        return len(counted)
-    return len(batch) if isinstance(batch, (tuple, list)) else 1
-
-
-def samples_of(batch: Any, num_drawn: int | None) -> int:
-    """Return the number of samples in a batch that was made of `num_drawn`; None if that is not known.
-
-    A collator may leave some out, or make several of one. Another size is believed if all that is in the batch has it:
-    samples may also be in the second dimension, or all in one row.
-    """
-    counted = count_samples(batch)
-    if num_drawn is None or counted == num_drawn:
-        return counted
-    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    sized = [each for each in _values_in(parts) if _is_array(each) or _is_list_of_samples(each)]
-    are_alike = {len(each) for each in sized} == {counted}
-    return counted if are_alike and not _is_in_rows(sized, counted, num_drawn) else num_drawn
-
-
-def _is_in_rows(sized: Sequence[Any], counted: int, num_drawn: int) -> bool:
-    """Tell whether samples are one array each, or in the second dimension, or one behind the other in a single row."""
-    shapes: list[tuple[int, ...]] = [each.shape if _is_array(each) else () for each in sized]
-    seconds = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
-    is_list = len(shapes) == num_drawn and len(set(shapes)) == 1
-    is_row = counted == 1 and len(seconds) == 1 and max(map(len, shapes)) == 2 and max(seconds) > num_drawn
-    return is_list or is_row or seconds == {num_drawn}
-
-
-def _values_in(parts: Iterable[Any]) -> list[Any]:
-    """The parts, and instead of those with names what these hold."""
-    found: list[Any] = []
-    for part in parts:
-        named = by_name(part)
-        found += [part] if named is None else named.values()
-    return found
+    return otherwise if counted is None else len(counted)
 
 
 def _counted(batch: Any) -> Any:

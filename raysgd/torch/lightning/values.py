@@ -45,11 +45,11 @@ class EpochValues:
         """From now on, logged values count for the epoch as a whole."""
         self._is_in_batch, self._is_counted = False, True
 
-    def metrics_of(self, output: Any, num_samples: int) -> dict[str, Any]:
-        """The metrics of the present batch, with what they are averaged by."""
+    def metrics_of(self, output: Any) -> dict[str, Any]:
+        """The metrics of the present batch."""
         if self._keeps_outputs and self._is_counted and output is not None:
             self.outputs.append(output)
-        return {NUM_SAMPLES: num_samples, **numbers_in(output, self.loss_name), **self.of_batch}
+        return {**numbers_in(output, self.loss_name), **self.of_batch}
 
     @contextmanager
     def listening_to(self, module: Any) -> Iterator[None]:

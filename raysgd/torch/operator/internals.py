@@ -354,17 +354,43 @@ class TorchInternals(Internals):
         return {**super().info_of_call(num_steps, epoch_idx), **told}
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples a batch has."""
-        num_drawn = None if self.place is None else self.place.num_samples
-        return batches.samples_of(batch, num_drawn or None)  # padding has some, of which none count
+        """Return how many samples a batch has.
+
+        Raises:
+            ValueError: It is unknown.
+        """
+        num_samples, found = self._sizes_of(batch)
+        if found != num_samples:
+            raise _unknown_count(num_samples, found)
+        return num_samples
 
     def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
-        """Return the samples of a batch, and its weight if it has one."""
-        num = None if self.place is None else self.place.num_samples
-        if not (num and isinstance(target, torch.Tensor) and target.ndim and len(target) == num):
-            num = batches.samples_of((*features, target), num or None)
-        counts = {NUM_SAMPLES: num}
+        """Return the samples of a batch, and its weight if it has one.
+
+        Args:
+            features: The inputs.
+            target: The target.
+            weight: What `forward` says; None if it does not: then the labels that the criterion counts do, where the
+                number of samples is unknown.
+
+        Raises:
+            ValueError: Nothing says it.
+        """
+        num_samples, found = self._sizes_of((*features, target))
+        if weight is None and found != num_samples:
+            if len(self.place.amounts) != 1 or self.logged:
+                raise _unknown_count(num_samples, found)
+            self.place.has_uncounted = True  # unless the loss is that of the criterion
+        counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
+
+    def _sizes_of(self, batch: Any) -> tuple[int, int]:
+        """Return the samples that were drawn for a batch, and those found in it; of padding all that it has."""
+        drawn = self.place.num_samples if self.place is not None else None
+        if drawn:
+            return drawn, batches.samples_of(batch, drawn)
+        found = batches.count_samples(batch)
+        return found, found
 
     def evaluate(self, batch: Any) -> tuple[Any, Any, list[LossCall], dict[str, Any]]:
         """Return what `forward` makes of a batch of the validation.
@@ -404,12 +430,28 @@ class TorchInternals(Internals):
             self.evaluated.append(comparison._replace(output=None, target=None))  # large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
+        if self.place is not None and metrics == {} and not (self.logged or self.place.is_by_samples):
+            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # it was left out
         metrics = super().completed(metrics, batch)
-        if self.place is None or not self.place.amounts or not isinstance(metrics, Mapping):
+        if self.place is None or not isinstance(metrics, Mapping):
+            return metrics
+        self._check_count(metrics[NUM_SAMPLES])
+        if not self.place.amounts:
             return metrics
         amounts = self.place.amounts
         counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
         return metrics if counts_alike else self._weighted(metrics)
+
+    def _check_count(self, num_samples: Any) -> None:
+        """Refuse samples of a batch that are others than those by which it counted beside others."""
+        place = self.place
+        counts = place.is_by_samples and place.has_several_batches and not place.is_padding
+        if counts and num_samples != place.samples is not None:
+            raise ValueError(
+                f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
+                f"count by the {place.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
+                "with what the loss is the mean over, or return as many samples as the batch has."
+            )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
@@ -489,6 +531,16 @@ def _is_result(value: Any, result: torch.Tensor) -> bool:
         return True
     own = result.item()
     return as_number(value) == own or (isinstance(value, float) and math.isnan(value) and math.isnan(own))
+
+
+def _unknown_count(drawn: int, found: int) -> ValueError:
+    return ValueError(
+        f"a batch was made of {drawn} samples and has {found}, as by a `collate_fn` that leaves some out, makes "
+        "several of one, or joins them; how many count is unknown. Say what the loss is the mean over: return `output, "
+        "loss, len(target)` from `forward`; or in your own `train_batch` call `self.backward(loss, "
+        "weight=len(target))` and return `num_samples`, as from your own `validate_batch`. Or leave samples out in the "
+        "dataset."
+    )
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class BatchStep:
         amounts: What the criterion's means in this batch are over, if not samples.
         has_uncounted: Whether a loss left labels out, or counted some more than others, and no one has said so; a
             tensor where that is not known without waiting for a device.
+        is_by_samples: Whether the batch counts by its samples in a backward pass, beside others.
         is_padding: Whether the batch is only there to take part in the collectives.
         is_last_waiting: Whether the batch that was drawn last is not trained on yet, where that matters: it is the one
             that counts.
@@ -175,7 +176,7 @@ class BatchStep:
         self.weight = 1.0
         self.num_samples: int | None = None
         self._total: int | None = None
-        self.is_boundary, self.is_padding = True, False
+        self.is_boundary, self.is_padding, self.is_by_samples = True, False, False
         self.weights: list[float] = []
         self.amounts: list[Any] = []
         self.has_uncounted: Any = False
@@ -218,7 +219,7 @@ class BatchStep:
         if self._num_waiting and not self._counts_like(weight, num_samples, total, is_boundary):
             raise self._drawn_too_early(weight)
         self.weight, self.num_samples, self._total = weight, num_samples, total
-        self.is_boundary, self.is_padding = is_boundary, num_samples == 0
+        self.is_boundary, self.is_padding, self.is_by_samples = is_boundary, num_samples == 0, False
         self.weights, self.amounts, self.has_uncounted = [], [], False
         if self.window > 1 or self.is_global:
             self._num_waiting += 1
@@ -265,6 +266,7 @@ class BatchStep:
     def use(self, by_samples: bool = True) -> None:
         """Say that a backward pass follows."""
         self._is_by_samples = by_samples
+        self.is_by_samples |= by_samples
         self.skip()
 
     def skip(self) -> None:

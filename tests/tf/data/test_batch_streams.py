@@ -9,8 +9,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from raysgd.data import IterableStream
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.tf.data.batch_streams import (
     OwnSource,
@@ -18,8 +20,11 @@ from raysgd.tf.data.batch_streams import (
     StreamItem,
     TFBatchStream,
     TFDividedSource,
+    TFRanks,
+    data_of,
     in_lockstep,
     lockstep_dataset,
+    source_of,
 )
 from raysgd.tf.parallel.step import TFStep
 
@@ -46,6 +51,16 @@ def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pa
 
 def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:
     assert stream_of(OwnSource([], None)).ledger() is None
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+def test_a_collate_of_a_stream_that_leaves_rows_out_is_refused(name: str) -> None:
+    stream = IterableStream([*range(8)]).batch(4, collate=lambda rows: np.stack([row for row in rows if row != 5]))
+    ranks: Any = TFRanks(0, 1, None)  # type: ignore[arg-type]
+    items = source_of(data_of(stream, name, World(0, 1)), ranks, seed=0).open(0, 0)
+    assert sorted(next(items).batch.numpy().tolist()) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"made 3 samples of 4 rows.*`filter`"):
+        next(items)
 
 
 class WithPadding:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.data import IterableStream
 from raysgd.engine.shared.types import World
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochRequest
@@ -105,6 +106,9 @@ class DrawsTwice(LinearOperator):
             for _ in range(2):
                 self.train_batch([torch.cat(parts) for parts in zip(first, second, strict=True)], info)
         return {}
+
+    def forward(self, features: Any, target: Any) -> Any:
+        return *super().forward(features, target), len(target)
 
 
 class OfOneSampleEach(LinearOperator):
@@ -606,30 +610,217 @@ class Leaving(LinearOperator):
         return torch.utils.data.DataLoader(data, batch_size=size, collate_fn=without_every_fifth)
 
 
-class LeavingByHand(Leaving):
-    """Computes gradients past the rungs, and counts nothing."""
+class LeavingInRungs(Leaving):
+    """Says how many samples there are, in `forward`."""
+
+    def forward(self, features: Any, target: Any) -> Any:
+        return *super().forward(features, target), len(target)
+
+
+class LeavingInSteps(Leaving):
+    """Says it in methods of its own."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         features, _, target = batch
         loss = self.criterion(self.model(features), target)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return {"train_loss": loss.item()}
+        self.backward(loss, weight=len(target))
+        self.optimizer_step()
+        return {"train_loss": loss.item(), "num_samples": len(target)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        return {"val_loss": self.criterion(self.model(batch[0]), batch[2])}
+        return {"val_loss": self.criterion(self.model(batch[0]), batch[2]), "num_samples": len(batch[2])}
 
 
-@pytest.mark.parametrize(("operator_cls", "window"), [(Leaving, 1), (Leaving, 2), (LeavingByHand, 1)])
-def test_batches_count_by_what_their_collator_returns(
+COLLATED = {"num_samples": 43, "batch_size": 4}
+
+
+@pytest.mark.parametrize(("operator_cls", "window"), [(LeavingInRungs, 1), (LeavingInRungs, 2), (LeavingInSteps, 1)])
+def test_batches_of_a_collator_count_by_what_user_code_says(
     two: TorchTrainer, operator_cls: type[TrainingOperator], window: int
 ) -> None:
     calls = (("train", None), ("train", None), ("validate", None))
     options = {"step_options": StepOptions(accumulate_grad_batches=window)}
-    found = run_together(two, Experiment(operator_cls, {"num_samples": 43, "batch_size": 4}, calls, options))
-    expected = run_alone(Experiment(Leaving, {"num_samples": 43, "batch_size": 8 * window}, calls))
+    found = run_together(two, Experiment(operator_cls, COLLATED, calls, options))
+    expected = run_alone(Experiment(LeavingInRungs, {**COLLATED, "batch_size": 8 * window}, calls))
     assert_close(found.model[0], expected.model[0], operator_cls.__name__)
-    for name, index in (("train_loss", 1), ("val_loss", 2), ("num_samples", 1), ("num_samples", 2)):
+    for name, index in (("train_loss", 1), ("val_loss", 2)):
         assert found.results[index][name] == pytest.approx(expected.results[index][name], rel=1e-5), name
-    assert [result["num_samples"] for result in found.results] == [34, 34, 10]
+    is_told = operator_cls is LeavingInSteps  # else the samples that were drawn
+    assert [result["num_samples"] for result in found.results] == ([34, 34, 10] if is_told else [43, 43, 13])
+
+
+class SaysNothing(LeavingInSteps):
+    """Returns metrics without the number of samples."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loss": super().train_batch(batch, batch_info)["train_loss"]}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"val_loss": super().validate_batch(batch, batch_info)["val_loss"]}
+
+
+class LeavingLater(Leaving):
+    """Its collator begins to leave samples out in the second pass."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        def collate(samples: list[Any]) -> Any:
+            leaves = self.is_late and any(sample[1] % 5 for sample in samples)
+            return without_every_fifth(samples) if leaves else torch.utils.data.default_collate(samples)
+
+        self.is_late = False
+        return torch.utils.data.DataLoader(data, batch_size=self.config["batch_size"], collate_fn=collate)
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> Any:
+        self.is_late = epoch_idx > 0
+        return super().train_epoch(iterator, info, num_steps, epoch_idx)
+
+
+class TimesThree(LinearOperator):
+    """Its collator makes three samples of one, which looks like one array for each of three."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        def three_of_each(samples: list[Any]) -> Any:
+            return tuple(part.repeat(3, 1) for part in torch.utils.data.default_collate(samples))
+
+        return torch.utils.data.DataLoader(data, batch_size=3, collate_fn=three_of_each)
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return (batch[0],), batch[2]
+
+
+class OfAStream(LinearOperator):
+    """A stream with such a collator."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return IterableStream([*data]).batch(8, collate=without_every_fifth)
+
+
+SPLIT = {"batch_options": BatchOptions(split_batches=True)}
+IN_SHARDS = {"batch_options": BatchOptions(split_batches=True, deterministic=True)}
+UNKNOWN = r"a batch was made of \d+ samples and has \d+, .*return `output, loss, len\(target\)` from `forward`"
+UNSAID: dict[str, tuple[type[TrainingOperator], str, dict[str, Any]]] = {
+    "in the stock step": (Leaving, "train", {}),
+    "in the stock validation": (Leaving, "validate", {}),
+    "in an own step": (SaysNothing, "train", {}),
+    "in an own validation": (SaysNothing, "validate", {}),
+    "from the second pass on": (LeavingLater, "train", {}),
+    "as many arrays as samples": (TimesThree, "train", {}),
+    "in logical shards": (Leaving, "train", IN_SHARDS),
+    "in a stream": (OfAStream, "train", SPLIT),
+    "in an evaluation of a stream": (OfAStream, "validate", SPLIT),
+}
+
+
+@pytest.mark.parametrize(("operator_cls", "call", "options"), UNSAID.values(), ids=UNSAID)
+def test_a_collator_that_changes_the_number_of_samples_is_refused_if_nobody_says_how_many_count(
+    operator_cls: type[TrainingOperator], call: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=UNKNOWN):
+        run_alone(Experiment(operator_cls, COLLATED, ((call, None), (call, None)), options))
+
+
+def odd_ones_twice(samples: list[Any]) -> Any:
+    """A batch in which samples whose first label is odd are twice."""
+    return torch.utils.data.default_collate([each for each in samples for _ in range(1 + int(each[1][0]) % 2)])
+
+
+class LabellingRepeated(Labelling):
+    """Its collator repeats samples."""
+
+    def register_data(self, **loaders: Any) -> None:
+        made = {
+            name: torch.utils.data.DataLoader(each.dataset, each.batch_size, collate_fn=odd_ones_twice)
+            for name, each in loaders.items()
+        }
+        super().register_data(**made)
+
+
+class LabellingLogged(LabellingRepeated):
+    """Its `forward` logs a mean, of samples or labels."""
+
+    def forward(self, features: Any, target: Any) -> Any:
+        return *super().forward(features, target), {"mean": target.double().mean()}
+
+
+@pytest.mark.parametrize("criterion", ["plain", "classes"])
+def test_labels_say_how_much_a_batch_of_a_collator_counts(two: TorchTrainer, criterion: str) -> None:
+    calls = (("train", None), ("validate", None))
+    config = {"criterion": criterion}
+    found = run_together(two, Experiment(LabellingRepeated, {**config, "size": 4}, calls))
+    expected = run_alone(Experiment(LabellingRepeated, {**config, "size": 8}, calls))
+    assert_close(found.model[0], expected.model[0], "labels")
+    for name, index in (("train_loss", 0), ("val_loss", 1), ("val_accuracy", 1)):
+        assert found.results[index][name] == pytest.approx(expected.results[index][name], rel=1e-5), name
+
+
+class RepeatedUncounted(LabellingRepeated, LabellingUncounted):
+    """All labels count, and its loss is no mean over them alone."""
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return (batch[0],), batch[1].clamp(min=0)
+
+
+def test_labels_of_a_collator_do_not_say_how_much_other_means_count() -> None:
+    with pytest.raises(ValueError, match=UNKNOWN):
+        run_alone(Experiment(LabellingLogged, {"criterion": "plain", "size": 8}))
+    windows = {"step_options": StepOptions(accumulate_grad_batches=2)}
+    with pytest.raises(ValueError, match=r"batches counted by their samples.*`self\.backward\(loss, weight="):
+        run_alone(Experiment(RepeatedUncounted, {"criterion": "plain", "size": 8}, options=windows))
+
+
+# ------------------------------------------------------------------------------------------------ those of metrics
+
+
+class KeepsPairs(LinearOperator):
+    """Leaves pairs out, and returns how many it kept."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, numbers, target = batch
+        are_kept = numbers % 3 != 1
+        loss = self.criterion(self.model(features[are_kept]), target[are_kept])
+        self.step_with(loss, int(are_kept.sum()))
+        return {"train_loss": loss.detach(), "num_samples": int(are_kept.sum())}
+
+    def step_with(self, loss: torch.Tensor, num_kept: int) -> None:
+        self.backward(loss)
+        self.optimizer_step()
+
+
+class KeepsPairsByHand(KeepsPairs):
+    def step_with(self, loss: torch.Tensor, num_kept: int) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+class KeepsPairsByWeight(KeepsPairs):
+    def step_with(self, loss: torch.Tensor, num_kept: int) -> None:
+        self.backward(loss, weight=num_kept)
+        self.optimizer_step()
+
+
+class OfUndividedLoaders(KeepsPairs):
+    """Loaders that the library does not divide."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        first, size = self.world_rank, self.world_size
+        return [[part[first + index :: size][:4] for part in data.tensors] for index in range(0, 20, 4 * size)]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("operator_cls", [KeepsPairs, KeepsPairsByHand, OfUndividedLoaders])
+def test_samples_other_than_those_by_which_gradients_counted_are_refused(
+    two: TorchTrainer, operator_cls: type[TrainingOperator]
+) -> None:
+    with pytest.raises(ValueError, match=r"returned `num_samples` \d, .*call `self\.backward\(loss, weight="):
+        run_together(two, Experiment(operator_cls, {"batch_size": 4}))
+
+
+def test_samples_that_gradients_count_by_are_those_of_one_process(two: TorchTrainer) -> None:
+    found = run_together(two, Experiment(KeepsPairsByWeight, {"batch_size": 4}))
+    expected = run_alone(Experiment(KeepsPairs, {"batch_size": 8}))
+    assert_close(found.model[0], expected.model[0], "pairs")
+    assert found.results[0]["num_samples"] == expected.results[0]["num_samples"]
+    windows = {"step_options": StepOptions(accumulate_grad_batches=2)}
+    with pytest.raises(ValueError, match="returned `num_samples`"):
+        run_alone(Experiment(KeepsPairs, {"batch_size": 4}, options=windows))
