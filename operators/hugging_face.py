@@ -23,6 +23,26 @@ IGNORED = -100
 SHIFT_LABELS = "shift_labels"
 """Where some collators put labels that are moved by one place already."""
 
+_OF_TRAINER_PACKAGE = {
+    "learning_rate": ("build_optimizer", 'write `"lr"`'),
+    "optim": ("build_optimizer", 'write `"optimizer"`'),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), ("build_optimizer", "override `build_optimizer`")),
+    "lr_scheduler_type": ("build_scheduler", 'write `"scheduler"`'),
+    "lr_scheduler_kwargs": ("build_scheduler", "override `build_scheduler`"),
+    "warmup_steps": ("build_scheduler", 'write `"num_warmup_steps"`'),
+    "warmup_ratio": ("build_scheduler", 'write the number of steps as `"num_warmup_steps"`'),
+    "max_steps": ("build_scheduler", 'write `"num_training_steps"`, and call `trainer.train(num_steps=...)`'),
+    "num_train_epochs": ("", "call `trainer.fit(num_epochs)`"),
+    "per_device_train_batch_size": ("", 'write `"batch_size"`'),
+    "gradient_accumulation_steps": ("", "pass `TorchTrainer(accumulate_grad_batches=...)`"),
+    "max_grad_norm": ("", "pass `TorchTrainer(clip_grad_norm=...)`"),
+    **dict.fromkeys(("fp16", "bf16"), ("", 'pass `TorchTrainer(precision="fp16")` or "bf16"')),
+    "gradient_checkpointing": ("", "pass `TorchTrainer(activation_checkpointing=True)`"),
+    "label_smoothing_factor": ("forward", "override `forward`"),
+}
+"""Names of `transformers.TrainingArguments` that say how to train: the rung to which they are left where it is
+overridden, and what to write here."""
+
 
 class HuggingFaceOperator(SupervisedOperator):
     """Trains one model of `transformers` with the loss that it computes; you give the model, the data and a collator.
@@ -38,7 +58,8 @@ class HuggingFaceOperator(SupervisedOperator):
     More rungs that may be overridden alone: `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and the
     ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call `super().setup(config)`.
 
-    Keys of the config, all optional; others are yours:
+    Keys of the config, all optional; others are yours, but those of `transformers.TrainingArguments` that mean the same
+    are refused:
 
     * `lr`: learning rate, 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class called like those of `torch.optim`.
@@ -103,6 +124,10 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: An option in the config makes no sense.
             TypeError: A `build_...` method returned something of the wrong kind.
         """
+        for name, (rung, ours) in _OF_TRAINER_PACKAGE.items():
+            is_left_to_rung = rung and getattr(type(self), rung) is not getattr(HuggingFaceOperator, rung)
+            if name in config and not is_left_to_rung:
+                raise ValueError(f"`config[{name!r}]` is for `transformers.TrainingArguments`: {ours} instead.")
         super().setup(config)
         model = self._original_models[0]
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`

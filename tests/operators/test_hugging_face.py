@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 
 from raysgd import TorchTrainer
-from raysgd.operators import HuggingFaceOperator
+from raysgd.operators import HuggingFaceOperator, hugging_face
 from tests.torch.lab import validate_on_spare
 
 pytestmark = pytest.mark.usefixtures("keeps_the_environment")
@@ -188,3 +190,31 @@ class TestRefused:
 
         with pytest.raises(ValueError, match="no parameter with `requires_grad`"):
             local(Frozen)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("learning_rate", r'write `"lr"` instead'),
+        ("lr_scheduler_type", r'write `"scheduler"` instead'),
+        ("gradient_accumulation_steps", r"accumulate_grad_batches="),
+    ],
+)
+def test_names_of_the_trainer_of_transformers_are_answered_with_ours(lab: Any, name: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=rf"`config\['{name}'\]` is for `transformers.TrainingArguments`: .*{ours}"):
+        lab.train("a number", config={name: 1})
+
+
+def test_a_rung_that_is_overridden_reads_what_it_likes(lab: Any) -> None:
+    class Own(lab.Task):  # type: ignore[name-defined, misc]
+        def build_optimizer(self, model: Any, config: dict[str, Any]) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=config["learning_rate"])
+
+    config = {"task": "a number", "learning_rate": 0.25}
+    with TorchTrainer(training_operator_cls=Own, config=config, use_local=True) as trainer:
+        assert trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"]) == [0.25]
+
+
+def test_each_name_that_is_answered_is_one_of_transformers() -> None:
+    names = {each.name for each in fields(transformers.TrainingArguments)}
+    assert {*names, "warmup_ratio"}.issuperset(hugging_face._OF_TRAINER_PACKAGE)  # that one until transformers 5
