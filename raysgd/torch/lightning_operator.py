@@ -43,6 +43,7 @@ from raysgd.torch.lightning.values import EpochValues, LightningProgress, detach
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.step.schedulers import Plateau
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.utils import NUM_SAMPLES
 
 if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # one project, under two names
     require("lightning", extra="lightning", purpose="`LightningOperator`")
@@ -161,7 +162,15 @@ class LightningOperator(TrainingOperator):
         Returns:
             What `training_epoch_end` returns where there is one. Else, for each number that `training_step` returns or
             logs, its mean and `last_<name>`. A loss is `train_loss`, also where the step calls it `loss`.
+
+        Raises:
+            ValueError: A scheduler is to be stepped every few epochs, and the call is a part of one.
         """
+        if num_steps is not None and any(each["frequency"] > 1 for each in self._of_epochs()):
+            raise ValueError(
+                f'`train(num_steps={num_steps})` is an epoch to the module, and `"interval": "epoch"` of a scheduler '
+                'with a "frequency" counts passes over the data: omit one of the two, or write `"interval": "step"`.'
+            )
         self._progress.begin_call(epoch_idx, self.global_step)
         self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self._progress.num_steps
         info = {**self._raysgd.info_of_call(num_steps, epoch_idx), **(info or {})}
@@ -196,7 +205,7 @@ class LightningOperator(TrainingOperator):
                 meters.count_held()
             if not step.is_padding:
                 self._raysgd.count(meters, metrics)
-            self.global_step += 1
+            self.global_step += step.is_last_part
             if step.is_boundary:
                 self._progress.end_batch(self.global_step)
         meters.count_held()
@@ -212,7 +221,12 @@ class LightningOperator(TrainingOperator):
         step = self._raysgd.parallel.step
         step.skip()  # where the module has left it out
         if self._scheduler_dicts and step.is_boundary and not self._raysgd.precision.has_skipped():
-            so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
+            num_samples = 0 if step.is_padding else self._raysgd.num_samples(batch)
+            so_far = {
+                NUM_SAMPLES: num_samples,
+                **numbers_in(output, self._values.loss_name),
+                **self._values.of_batch,
+            }
             self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), so_far)
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(output)
@@ -229,10 +243,13 @@ class LightningOperator(TrainingOperator):
         def closure() -> torch.Tensor | None:
             nonlocal output
             loss, output = self._training_step(batch, batch_idx)
-            if optimizer is not None and not self._keeps_gradients(optimizer, skips=loss is None):
+            if optimizer is not None and not self._keeps_gradients(optimizer):
                 self._hooks.call("on_before_zero_grad", optimizer)
                 self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
             if loss is None:
+                self._raysgd.parallel.step.end_waiting()
+                if self._raysgd.parallel.step.window > 1:
+                    self._raysgd.gradients.share()
                 return None
             self._backward(loss, optimizer)
             return loss.detach()
@@ -249,16 +266,16 @@ class LightningOperator(TrainingOperator):
         self._progress.count_step()
         self._trainer.global_step = self._progress.num_steps
 
-    def _keeps_gradients(self, optimizer: Any, skips: bool) -> bool:
+    def _keeps_gradients(self, optimizer: Any) -> bool:
         step = self._raysgd.parallel.step
         keeps: bool = step.window > 1 and step.adds_to(optimizer)
-        if step.window > 1 and not skips:
+        if step.window > 1:
             step.note_backward((optimizer,))
         return keeps
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
         """The loss to run the backward pass on, and the step's output without its graph."""
-        output = None
+        output, parallel = None, self._raysgd.parallel
 
         def run() -> torch.Tensor | None:
             nonlocal output
@@ -266,7 +283,11 @@ class LightningOperator(TrainingOperator):
                 output = self._hooks.call("training_step", batch, batch_idx, dataloader_idx=0, optimizer_idx=0)
                 if self._hooks.has("training_step_end"):
                     output = self._hooks.call("training_step_end", output)
-            return loss_of(output) if self._module.automatic_optimization else None
+            if not self._module.automatic_optimization:
+                return None
+            loss = loss_of(output)
+            parallel.step.note_omitted(loss is None, parallel.num_ranks)
+            return loss
 
         loss = run() if self.model is self._module else run_in_forward_of(self.model, self._module, run)
         return loss, detached(output)
@@ -290,18 +311,18 @@ class LightningOperator(TrainingOperator):
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         """Return what `optimizer.step(closure)` does when the module calls it."""
-        loss = closure() if closure is not None else None
-        if closure is not None and loss is None and self._module.automatic_optimization:
-            return None  # the module left this batch out
-        if self._raysgd.parallel.step.window > 1:
-            self._raysgd.gradients.complete(optimizer)
+        loss, step = closure() if closure is not None else None, self._raysgd.parallel.step
+        self._raysgd.gradients.complete(optimizer)
+        if id(optimizer) in step.left_out:
+            step.stepped(optimizer)
+            return loss
         self._raysgd.precision.unscale(optimizer)
         self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
         if self._module.automatic_optimization and self._hooks.overrides("configure_gradient_clipping"):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
         with self.timers.record("apply"):
             self._raysgd.own_steps.step(optimizer)
-        self._raysgd.parallel.step.stepped(optimizer)
+        step.stepped(optimizer)
         if not self._module.automatic_optimization:
             self._count_step()
         return loss
@@ -314,9 +335,11 @@ class LightningOperator(TrainingOperator):
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
         """Use up the epoch, so that the next one begins a new pass; a loader without a length might never end."""
+        step = self._raysgd.parallel.step
+        step.end_waiting()  # no backward pass follows
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
-                pass
+                step.end_waiting()
 
     def _step_schedulers(
         self, intervals: tuple[str, ...], count: int, metrics: Mapping[str, Any], waits: bool = False
@@ -333,12 +356,15 @@ class LightningOperator(TrainingOperator):
             elif not waits:
                 logger.warning("no metric `%s` here: its scheduler waits for `update_scheduler`", entry["monitor"])
 
-    def _plateaus(self, epoch: int) -> list[Plateau]:
+    def _of_epochs(self) -> list[dict[str, Any]]:
         entries = self._scheduler_dicts if self._module.automatic_optimization else []
+        return [entry for entry in entries if entry["interval"] in PER_EPOCH]
+
+    def _plateaus(self, epoch: int) -> list[Plateau]:
         return [
             (str(entry["monitor"]), partial(self._hooks.call, "lr_scheduler_step", entry["scheduler"]))
-            for entry in entries
-            if entry["reduce_on_plateau"] and entry["interval"] in PER_EPOCH and epoch % entry["frequency"] == 0
+            for entry in self._of_epochs()
+            if entry["reduce_on_plateau"] and epoch % entry["frequency"] == 0
         ]
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:

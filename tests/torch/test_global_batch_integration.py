@@ -227,5 +227,8 @@ class OwnCapped(OwnBatchOperator):
 
 def test_a_cap_without_effect_is_refused() -> None:
     trainer = TorchTrainer(training_operator_cls=OwnCapped, split_batches=True, micro_batch_size=2, use_local=True)
-    with trainer, pytest.raises(ValueError, match="`micro_batch_size` had no effect: `OwnCapped` computes its"):
+    with (
+        trainer,
+        pytest.raises(ValueError, match="`micro_batch_size`: a batch is left out, for which"),
+    ):
         trainer.train()

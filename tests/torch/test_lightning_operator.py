@@ -236,10 +236,14 @@ def test_the_module_knows_where_it_is(train_local: Train) -> None:
     trainer.train()
     trainer.train(num_steps=2)
     assert module.seen[NUM_BATCHES - 1 :] == [(0, 5, 0, "cpu"), (1, 6, 0, "cpu"), (1, 7, 0, "cpu")]
-    assert (module.trainer.world_size, module.trainer.is_global_zero, module.logger) == (1, True, None)
+    assert (module.trainer.world_size, module.trainer.is_global_zero, bool(module.logger)) == (1, True, False)
     assert module.trainer.callback_metrics["train_loss"] > 0
-    with pytest.raises(AttributeError, match=r"no `max_epochs`.* current_epoch,"):
-        _ = module.trainer.max_epochs
+    with pytest.raises(AttributeError, match=r"no `lightning_module`.* current_epoch,"):
+        _ = module.trainer.lightning_module
+    with pytest.raises(AttributeError, match=r"no `estimated_stepping_batches`: .*config={'total_steps': 1000}"):
+        _ = module.trainer.estimated_stepping_batches
+    with pytest.raises(AttributeError, match=r"no `experiment`: .* `self.log\(name, value\)`"):
+        module.logger.experiment.add_scalar("loss", 1.0)
 
 
 def test_what_the_module_steered_out_of_training_mode_stays_so(train_local: Train) -> None:
@@ -588,17 +592,17 @@ def test_several_batches_make_a_step(train_local: Train) -> None:
     assert weights(module) == pytest.approx(weights(large), abs=1e-6)
 
 
-def test_a_batch_that_the_module_leaves_out_does_not_end_a_step(train_local: Train) -> None:
+def test_a_batch_that_the_module_leaves_out_ends_a_step_of_others(train_local: Train) -> None:
     class LeavesOut(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+            return None if batch_idx in (1, 2, 3) else super().training_step(batch, batch_idx)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.seen.append("step")
 
     trainer, module = train_local(LeavesOut, accumulate_grad_batches=2)
     trainer.train()
-    assert module.seen == ["step", "step"], "on batch 3, with those of 0 and 2, and on the last one"
+    assert module.seen == ["step", "step"], "on batch 1, with that of 0, and on the last one"
 
 
 # ---------------------------------------------------------------------------------------- manual optimization
@@ -768,6 +772,23 @@ def test_a_scheduler_may_be_stepped_every_few_batches_across_calls(train_local: 
     trainer.train(num_steps=3)
     trainer.train(num_steps=1)
     assert module.seen == ["step", "step", None, "step", "step", None]
+
+
+def test_a_scheduler_of_every_few_batches_counts_those_that_are_taken_in_parts_once(train_local: Train) -> None:
+    options = {"split_batches": True, "micro_batch_size": 2}
+    trainer, module = train_local(scheduled(interval="step", frequency=2), **options)
+    trainer.train()
+    trainer.train()
+    assert module.seen.count("step") == 18
+    assert module.seen.count(None) == 2 * (NUM_BATCHES // 2)
+    assert trainer.apply_all_operators(lambda operator: operator.global_step) == [2 * NUM_BATCHES]
+
+
+def test_every_few_epochs_is_not_every_few_calls(train_local: Train) -> None:
+    trainer, module = train_local(scheduled(frequency=2))
+    with pytest.raises(ValueError, match=r'`train\(num_steps=3\)` is an epoch to the module.*`"interval": "step"`'):
+        trainer.train(num_steps=3)
+    assert not module.seen
 
 
 def test_a_plateau_may_be_looked_for_in_every_batch(train_local: Train) -> None:

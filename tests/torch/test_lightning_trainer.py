@@ -162,6 +162,17 @@ class EvenBatches(Plain):
         return DataLoader(TensorDataset(*DATA[:16]), batch_size=4)
 
 
+class LeavesOutOfSteps(EvenBatches):
+    """The last batch of a step, the first one of another, and in one epoch a whole step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_left_out = batch_idx < 2 if self.current_epoch == 1 else batch_idx in (1, 2)
+        return None if is_left_out else self.loss(batch)
+
+
 MODULES: dict[str, tuple[type[Plain], dict[str, Any], dict[str, Any]]] = {
     "plain": (Plain, {}, {}),
     "a dict": (DictOutput, {}, {}),
@@ -181,6 +192,11 @@ MODULES: dict[str, tuple[type[Plain], dict[str, Any], dict[str, Any]]] = {
     ),
     "accumulated": (
         EvenBatches,
+        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 2},
+    ),
+    "accumulated without some": (
+        LeavesOutOfSteps,
         {"accumulate_grad_batches": 2},
         {"accumulate_grad_batches": 2},
     ),

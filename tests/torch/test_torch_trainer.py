@@ -942,8 +942,18 @@ def test_a_strange_number_of_batches_is_refused(answer: Any, make_local: MakeTra
 
 
 def test_gradients_computed_past_the_library_cannot_be_accumulated(make_local: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match=r"had no effect: `OwnBatchOperator` computes its gradients by itself"):
+    with pytest.raises(ValueError, match=r"`self.backward` was not called.* To compute gradients yourself, omit the"):
         make_local(OwnBatchOperator, accumulate_grad_batches=2).train()
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_batch_of_an_accumulated_step_is_not_left_out(left_out: int, make_local: MakeTrainer) -> None:
+    class Leaves(LinearOperator):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return {} if batch_info["batch_idx"] == left_out else super().train_batch(batch, batch_info)
+
+    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: a batch is left out.* pass `0 \* loss`"):
+        make_local(Leaves, accumulate_grad_batches=2).train()
 
 
 def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:

@@ -31,6 +31,7 @@ NEVER_CALLED = {
 
 Tests hold it to Lightning, and `docs/lightning.md` shows it to users."""
 
+_LENGTHS = ("estimated_stepping_batches", "max_epochs", "max_steps", "num_training_batches")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -147,7 +148,7 @@ class TrainerStandIn(SimpleNamespace):
             backward: What `manual_backward` is to do.
         """
         flags = ("training", "validating", "testing", "predicting", "sanity_checking", "barebones")
-        absent = ("logger", "progress_bar_callback", "gradient_clip_val", "gradient_clip_algorithm", "_results")
+        absent = ("progress_bar_callback", "gradient_clip_val", "gradient_clip_algorithm", "_results")
         return cls(
             **dict.fromkeys(flags, False),
             **dict.fromkeys(absent),
@@ -159,14 +160,33 @@ class TrainerStandIn(SimpleNamespace):
             is_global_zero=world.rank == 0,
             accumulate_grad_batches=1,
             callback_metrics={},
+            logger=_NoLogger(),
             loggers=[],
             precision_plugin=precision_plugin,
             strategy=cls(backward=backward, root_device=device),
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name in _LENGTHS:
+            raise AttributeError(
+                f"no `{name}`: your program says how long it trains. Pass the number yourself, as in `TorchTrainer("
+                "config={'total_steps': 1000}, ...)`, and use it in `configure_optimizers`."
+            )
         known = ", ".join(sorted(each for each in vars(self) if not each.startswith("_")))
         raise AttributeError(f"no `{name}`: a `LightningOperator` has no Lightning `Trainer`, only its {known}.")
+
+
+class _NoLogger:
+    """The `self.logger` of a module: False, as where Lightning has none, and says what to write instead."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"no `{name}`: a `LightningOperator` has no Lightning logger. Report numbers with `self.log(name, value)`, "
+            "and pass `raysgd.callbacks`, as in `trainer.fit(3, callbacks=[TensorBoardLogger()])`."
+        )
 
 
 class SteppingOptimizer:
@@ -210,7 +230,7 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
         if is_manual:
             wrapper.require_backward_grad_sync = False  # `manual_backward` got ready by itself, each time
             return None
-        return _no_loss(module) if loss is None else loss  # who leaves a batch out must not stall the others
+        return _no_loss(wrapper, module) if loss is None else loss  # who leaves a batch out must not stall the others
 
     vars(module)["forward"] = in_place_of_forward
     try:
@@ -222,9 +242,12 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
     return loss
 
 
-def _no_loss(module: torch.nn.Module) -> torch.Tensor:
-    """A loss that asks for no change of any parameter."""
-    return torch.stack([(each * 0).sum() for each in module.parameters() if each.requires_grad]).sum()
+def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
+    """A loss that asks for no change of any parameter, and uses no more of them than it has to."""
+    used = [each for each in module.parameters() if each.requires_grad]
+    if getattr(wrapper, "find_unused_parameters", False):  # gradients of 0 are some where other ranks have none
+        used = used[:1]
+    return torch.stack([(each * 0).sum() for each in used]).sum()
 
 
 def one_loader(given: Any, name: str) -> Any:

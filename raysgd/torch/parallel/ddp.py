@@ -145,10 +145,15 @@ class DDP(NoParallel):
             return
         if self.step.exchanges is not None:
             self.step.exchanges()
-        has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=reachable())
+        omitted = self.step.omitted
+        own = [*(float(each.grad is not None) for each in trained), *(omitted.own if omitted else ())]
+        sums = torch.tensor(own, dtype=torch.float64, device=reachable())
         with self.exchanges.noting():
-            self.all_sum(has_gradient)
-            used = [parameter for parameter, count in zip(trained, has_gradient.tolist(), strict=True) if count]
+            self.all_sum(sums)
+            has_gradient, of_all = sums.tolist()[: len(trained)], sums.tolist()[len(trained) :]
+            if omitted is not None:
+                omitted.learn([of_all])
+            used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
             for parameter in used:
                 if parameter.grad is None:  # of this rank; others have one
                     parameter.grad = torch.zeros_like(parameter)

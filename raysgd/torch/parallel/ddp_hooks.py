@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.connections.group import Array, Group
 from raysgd.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.step import Counted
+from raysgd.torch.parallel.step import Counted, Omitted
 from raysgd.torch.parallel.strategy import NoParallel
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
@@ -133,30 +133,31 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     """Average gradients over the ranks, with what else there is to tell: rows with the last, amounts with the first."""
-    gradients, counted, divisor = bucket.buffer(), parallel.step.counted, float(group.size)
-    counted = None if counted is None or counted.is_known else counted
-    weight = parallel.step.outgoing_weight() if counted is None else counted.amount / counted.reference
+    gradients, step, divisor = bucket.buffer(), parallel.step, float(group.size)
+    counted = None if step.counted is None or step.counted.is_known else step.counted
+    told = step.omitted if counted is None and step.omitted is not None and not step.omitted.is_known else counted
+    weight = step.outgoing_weight() if counted is None else counted.amount / counted.reference
     if weight != 1.0:
         gradients.mul_(weight)
     numbers = gradients.numpy()
     rows = parallel.rows if bucket.is_last() else None
     with parallel.exchanges.noting(), parallel.exchanges.timed(group):
-        if counted is not None:
-            gather = partial(_add_up_with_amounts, group, numbers, counted)
+        if told is not None:
+            gather = partial(_add_up_with_amounts, group, numbers, told)
             if rows is None or not rows.exchange(gather):
                 gather(_NO_ROW)
-            divisor = counted.total / counted.reference or 1.0
+            divisor = divisor if counted is None else counted.total / counted.reference or 1.0
         elif rows is None or not rows.exchange(partial(group.add_up_with, numbers)):
             group.add_up(numbers)
     parallel.exchanges.count(bucket.is_last())
     return completed(gradients.div_(divisor))
 
 
-def _add_up_with_amounts(group: Group, numbers: Array, counted: Counted, row: Array) -> list[Array]:
-    """Add gradients up, with each rank's row and how much its batch counts."""
-    own = np.array([counted.amount], np.float64).view(np.uint8)
+def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, row: Array) -> list[Array]:
+    """Add gradients up, with each rank's row and how much its batches count."""
+    own = np.array(told.own, np.float64).view(np.uint8)
     received = group.add_up_with(numbers, np.concatenate((own, row)))
-    counted.learn(sum(float(each[: own.nbytes].view(np.float64)[0]) for each in received))
+    told.learn([each[: own.nbytes].view(np.float64).tolist() for each in received])
     return [each[own.nbytes :] for each in received]
 
 

@@ -86,9 +86,14 @@ class Counted:
             self._total = self._wait()
         return self._total
 
-    def learn(self, total: float) -> None:
-        """Take notice of the sum, which has travelled beside gradients."""
-        self._total = total
+    @property
+    def own(self) -> list[float]:
+        """What this rank tells the others."""
+        return [self.amount]
+
+    def learn(self, told: Sequence[Sequence[float]]) -> None:
+        """Take notice of all ranks' amounts, which have travelled beside gradients."""
+        self._total = sum(float(each) for (each,) in told)
 
     def factor(self) -> Any:
         """Return what to multiply this rank's gradients with in the mean over all ranks; 0 where nothing counts."""
@@ -96,6 +101,43 @@ class Counted:
         if isinstance(self.total, torch.Tensor):
             return torch.nan_to_num(share / self.total)
         return share / self.total if self.total else 0.0
+
+
+class Omitted:
+    """The samples that ranks leave out of a step. Its gradients are the mean over all samples, with 0 for these.
+
+    Args:
+        size: How many global batches the step may have.
+
+    Attributes:
+        own: How many this rank leaves out of each global batch.
+        is_known: Whether all ranks' are known.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.own, self._drawn = [0.0] * size, [0.0] * size
+        self.learn([self.own])
+
+    def note(self, index: int, num_drawn: float, num_omitted: float) -> None:
+        """Note a batch of so many samples on all ranks, and how many of them this rank leaves out."""
+        self._drawn[index] += num_drawn
+        self.own[index] += num_omitted
+        self.is_known = False
+
+    def learn(self, told: Sequence[Sequence[float]]) -> None:
+        """Take notice of what each rank leaves out, which has travelled beside gradients."""
+        self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
+
+    @property
+    def correction(self) -> float:
+        """What to multiply the gradients with; 0 where nothing counts.
+
+        Where other batches of the step count, one without any sample that does counts as 0, as with Lightning.
+        """
+        drawn = self._drawn
+        kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]
+        counted = [each if each > 1e-9 * drawn[index] else 0.0 for index, each in enumerate(kept)]
+        return sum(drawn) / sum(each or drawn[index] for index, each in enumerate(counted)) if any(counted) else 0.0
 
 
 class BatchStep:
@@ -135,6 +177,7 @@ class BatchStep:
             that counts.
         is_confirmed: Whether nothing is to be checked any more before the step counts as done.
         left_out: The optimizers, by identity, in whose gradients nothing counts, so that they are not to step.
+        omitted: The samples that are left out of the step, where code may do so on any rank; else None.
     """
 
     def __init__(self) -> None:
@@ -159,6 +202,7 @@ class BatchStep:
         self._is_weighted = False
         self.counted: Counted | None = None
         self.waiting: Window | None = None
+        self.omitted: Omitted | None = None
         self._computed: set[int] = set()  # by identity: the optimizers with gradients of this batch
         self.left_out: set[int] = set()
         self._ended_in = -1  # the batch that the optimizer of a window was last asked to step for
@@ -195,7 +239,12 @@ class BatchStep:
         is_last_part: bool = True,
     ) -> None:
         """Begin a batch."""
-        if self.refresh is not None and self.is_last_part:  # the batch before was
+        if self.waiting is not None and self.is_boundary and self._used_in == self._num_batches:  # the batch before was
+            raise ValueError(
+                f"`{self.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
+                "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
+            )
+        if self.refresh is not None and self.is_last_part:
             self.refresh()
         if self.opens is not None and self.is_boundary:  # the batch before was
             self.opens()
@@ -267,20 +316,35 @@ class BatchStep:
         """Say that a backward pass follows."""
         self._is_by_samples = by_samples
         self.is_by_samples |= by_samples
-        self.skip()
+        self.end_waiting()
 
-    def skip(self) -> None:
+    def end_waiting(self) -> None:
         """Say that the last batch waits for no backward pass any more: it had one, or is left out."""
         if self.is_last_waiting:
             self._num_waiting -= 1
             self.is_last_waiting = False
 
+    def skip(self) -> None:
+        """Say that no backward pass follows for the last batch, if it had none.
+
+        Raises:
+            ValueError: Others of its step have one, or will have.
+        """
+        if self.is_last_waiting and self.window > 1:
+            raise ValueError(
+                f"`{self.option}`: a batch is left out, for which `self.backward` was not called. Call "
+                "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
+                "automatic optimization); to leave one out, pass `0 * loss`. To compute gradients yourself, omit the "
+                "option."
+            )
+        self.end_waiting()
+
     def _drawn_too_early(self, weight: float) -> Exception:
         if self.window > 1:
             return ValueError(
                 f"`{self.option}`: `self.backward` was not called for the batch that was drawn before this one. Call "
-                "`self.backward(loss)` and `self.optimizer_step()` for each batch, or `self.skip_batch()`; to "
-                "accumulate yourself, omit the option."
+                "`self.backward(loss)` and `self.optimizer_step()` for each batch, with `0 * loss` to leave one out; "
+                "to accumulate yourself, omit the option."
             )
         return RuntimeError(
             f"A batch with weight {weight:g} was drawn while one with weight {self.weight:g} waits for "
@@ -359,6 +423,14 @@ class BatchStep:
             )
         return amount / window.reference
 
+    def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
+        """Say whether this rank leaves the batch out, where any rank may do so."""
+        if self.window == 1 or self.omitted is None:
+            self.omitted = Omitted(self.window)
+        drawn = float(self._total or num_ranks)
+        own = drawn / num_ranks * self.weight if self.is_global else drawn
+        self.omitted.note(max(0, self._index - self.is_last_part), drawn, own if is_omitted else 0.0)
+
     def end_batch(self) -> None:
         """Say that the optimizer of a window was asked to step, whether it will or not."""
         self._ended_in = self._num_batches
@@ -370,7 +442,7 @@ class BatchStep:
     def stepped(self, optimizer: Any) -> None:
         """Note that `optimizer` has stepped: the next backward pass begins with no gradients."""
         self._computed.discard(id(optimizer))
-        self.waiting = None
+        self.waiting = self.omitted = None
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:

@@ -19,7 +19,7 @@ from raysgd._text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.step import BatchStep, Counted
+from raysgd.torch.parallel.step import BatchStep, Counted, Omitted
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
@@ -404,29 +404,45 @@ class Gradients:
     # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Make of the gradients of a window what one batch of all its samples would have given.
+        """Make of the gradients of a step what one batch of all samples that count would have given.
 
         Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing. Where that is
         because of labels that the loss ignores, they are 0, as in one process.
+
+        Raises:
+            ValueError: This rank leaves samples out, and the others have not heard of it.
         """
-        window, parameters = self._parallel.step.waiting, self._precision.parameters(optimizer)
-        if window is None:
-            return
-        if not window.is_exchanged:
-            self._parallel.exchange(parameters)
-        num_ranks = self._parallel.num_ranks
-        seen = window.total
-        if window.is_weighted:
-            seen = float(self._parallel.start_total(window.own)())
-            self._usual = seen / num_ranks / window.num_batches or self._usual
-        correction = window.correction(seen, num_ranks)
+        step, num_ranks, correction = self._parallel.step, self._parallel.num_ranks, 1.0
+        window, omitted, parameters = step.waiting, step.omitted, self._precision.parameters(optimizer)
+        if window is not None:
+            if not window.is_exchanged:
+                self._parallel.exchange(parameters)
+            seen = window.total
+            if window.is_weighted:
+                seen = float(self._parallel.start_total(window.own)())
+                self._usual = seen / num_ranks / window.num_batches or self._usual
+            correction = window.correction(seen, num_ranks)
+        if omitted is not None:
+            if not omitted.is_known:
+                self._learn_omitted(omitted)
+            correction *= omitted.correction
         if correction == 0.0:
-            if not window.is_of_criterion:
+            if window is None or not window.is_of_criterion:
                 self._leave_out([optimizer])
         elif correction != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(correction)
+
+    def _learn_omitted(self, omitted: Omitted) -> None:
+        """Take it that no other rank leaves samples out, which was not heard of."""
+        if self._parallel.num_ranks > 1 and any(omitted.own):
+            raise ValueError(
+                "`training_step` returned None on one of several workers, which the others cannot learn here: only "
+                'small models on CPUs tell, with `backend="gloo"` and no communication hook. Return '
+                "`0 * loss` instead, which counts with its samples."
+            )
+        omitted.learn([omitted.own])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
         """Let optimizers not step, because nothing counts in their gradients."""
@@ -436,8 +452,8 @@ class Gradients:
                 parameter.grad = None
         if self._once.is_first("nothing counts"):
             logger.warning(
-                "nothing counts in a step: all workers gave `weight=0`. The optimizer does not step then. Later steps "
-                "like this one are not reported"
+                "nothing counts in a step: all workers gave `weight=0`, or left their batches out. The optimizer does "
+                "not step then. Later steps like this one are not reported"
             )
 
     def apply(self, optimizers: Iterable[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.step import BatchStep, Omitted
 
 OPTIMIZER = object()
 
@@ -21,16 +21,49 @@ def backward(step: BatchStep) -> float:
     return step.share(None, 1, 1.0)
 
 
-def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
-    step, factors = joint(2), []
-    for skips in (False, True, False):
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_batch_of_a_window_cannot_be_left_out(num_before: int) -> None:
+    step = joint(2)
+    for _ in range(num_before):
         step.begin_batch(1.0, 4, 4, is_last=False)
-        if skips:
-            step.skip()
-        else:
-            factors.append(backward(step))
-    assert step.waiting is not None
-    assert (factors, step.waiting.correction(8, 1)) == ([0.5, 0.5], 1.0)
+        backward(step)
+    step.begin_batch(1.0, 4, 4, is_last=False)
+    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: a batch is left out.* pass `0 \* loss`"):
+        step.skip()
+
+
+def test_a_window_that_no_optimizer_has_stepped_with_is_an_error_at_the_next_batch() -> None:
+    step = joint(2)
+    for _ in range(2):
+        step.begin_batch(1.0, 4, 4, is_last=False)
+        backward(step)
+    with pytest.raises(ValueError, match=r"`self.optimizer_step\(\)` was not called for the last batch of a step"):
+        step.begin_batch(1.0, 4, 4, is_last=False)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "told", "correction"),
+    [
+        ([8.0, 8.0], [[0.0, 0.0], [0.0, 0.0]], 1.0),
+        ([8.0], [[0.0], [4.0]], 2.0),
+        ([8.0], [[4.0], [4.0]], 0.0),
+        ([8.0, 8.0], [[0.0, 0.0], [0.0, 4.0]], 16 / 12),
+        ([8.0, 8.0], [[0.0, 4.0], [0.0, 4.0]], 1.0),  # a whole batch, as with Lightning
+        ([8.0, 8.0], [[4.0, 4.0], [4.0, 4.0]], 0.0),
+        ([8.0, 8.0], [[0.0, 4.0], [4.0, 4.0]], 16 / 12),
+        ([8.0, 0.0], [[0.0, 0.0], [4.0, 0.0]], 2.0),  # fewer batches than a window has
+    ],
+)
+def test_gradients_are_the_mean_over_the_samples_that_ranks_have_not_left_out(
+    drawn: list[float], told: list[list[float]], correction: float
+) -> None:
+    omitted = Omitted(len(drawn))
+    for index, number in enumerate(drawn):
+        omitted.note(index, number, told[0][index])
+    assert omitted.own == told[0]
+    assert not omitted.is_known
+    omitted.learn(told)
+    assert omitted.correction == pytest.approx(correction)
 
 
 def test_a_new_call_forgets_what_a_failed_one_left() -> None:
