@@ -26,6 +26,19 @@ BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
 
 
+_TAKEN = frozenset({"epoch", "seconds", "num_workers", BATCH_COUNT})
+
+
+def refuse_taken(name: Any) -> None:
+    """Refuse a metric that is called like what the library reports of a call.
+
+    Raises:
+        ValueError: It is.
+    """
+    if name in _TAKEN:
+        raise ValueError(f"a metric is called `{name}`, which the library reports: call it `my_{name}`, for example.")
+
+
 def weight_of(name: Any) -> str:
     """Return the name under which a batch reports the weight of a single metric."""
     return f"{_WEIGHT_OF}{name}"
@@ -521,6 +534,7 @@ class AverageMeterCollection:
         return [name for name, meter in self._meters.items() if isinstance(meter, ObjectMeter)]
 
     def _new_meter(self, name: str, value: Any) -> NumberMeter | ObjectMeter:
+        refuse_taken(name)
         if self._capture_object is not None and is_metric_object(type(value)):
             self.has_objects = True
             return ObjectMeter(name, self._capture_object)

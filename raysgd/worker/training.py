@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary, is_weight
+from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary, is_weight, refuse_taken
 from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.replica import Capture
@@ -219,6 +219,8 @@ class ReplicaCalls:
         if not isinstance(returned, Mapping):
             return EpochAnswer(None, returned, num_steps)
         plain, together = self._hosted.loop.plain, {**take_outside(self._hosted.operator._raysgd), **returned}
+        for name in together.keys() - {BATCH_COUNT}:
+            refuse_taken(name)
         values = {**(extra or {}), **{name: plain(value) for name, value in together.items()}}
         if request.profile:
             values["profile"] = self._timers.stats()

@@ -132,3 +132,36 @@ def test_what_a_failed_batch_logged_is_forgotten(make_local: Make) -> None:  # n
     with pytest.raises(ArithmeticError):
         trainer.train()
     assert "of_the_failed_batch" not in trainer.train()
+
+
+class Takes(LinearOperator):
+    """Reports a metric under a name that its config gives, in one of the ways."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().train_batch(batch, batch_info), **self.more("train_batch")}
+
+    def train_epoch(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().train_epoch(*args, **kwargs), **self.more("train_epoch")}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().validate_batch(batch, batch_info), **self.more("validate_batch")}
+
+    def more(self, method: str) -> dict[str, Any]:
+        return {self.config["name"]: 7.0} if self.config["method"] == method else {}
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("train_batch", "epoch"),
+        ("train_batch", "batch_count"),
+        ("train_batch", "num_workers"),
+        ("train_epoch", "seconds"),
+        ("validate_batch", "seconds"),
+    ],
+)
+def test_names_of_the_library_are_refused(make_local: Make, method: str, name: str) -> None:  # noqa: F811
+    trainer = make_local(Takes, config={"method": method, "name": name})
+    call = trainer.validate if method == "validate_batch" else trainer.train
+    with pytest.raises(ValueError, match=rf"called `{name}`, which the library reports: call it `my_{name}`"):
+        call()
