@@ -227,9 +227,6 @@ class OptimizerChoice:
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 
 
-_LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
-
-
 class TorchInternals(Internals):
     """See `raysgd.worker.operator.Internals`.
 
@@ -461,8 +458,7 @@ class TorchInternals(Internals):
             return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
         first, *others = self.place.amounts
         mean = sum(others, first) / (1 + len(others)) if others else first
-        amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean)
-        return {**weights_of(metrics, **amounts), **metrics}
+        return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
     def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
         """Return the labels that `val_loss` is the mean over, if it is what the criterion returned; else None.
