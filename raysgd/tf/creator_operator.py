@@ -155,11 +155,12 @@ class CreatorOperator(TrainingOperator):
         )
         own, num_epochs = options["callbacks"], options.get("epochs", 1)
         listed = [merge, *own, *self._stoppers(own), track]
-        told = {"verbose": options["verbose"], "epochs": num_epochs, "steps": length}
+        is_at_end = length is not None and place.num_steps >= length  # it broke off behind its last step
+        told = {"verbose": 0 if is_at_end else options["verbose"], "epochs": num_epochs, "steps": length}
         callbacks = callbacks_of_part(model, listed, place.num_steps, **told)
         goes_on = stream.measures and place.num_steps > 0
-        if length is not None and place.num_steps >= length:  # it broke off behind its last step
-            self._end_epoch(listed, own, data, callbacks)
+        if is_at_end:
+            self._end_epoch(own, callbacks, data)
             return
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data
         changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": callbacks}
@@ -174,14 +175,13 @@ class CreatorOperator(TrainingOperator):
         with one_part(model, own, goes_on, silenced, is_last):
             model.fit(self._part(stream.data()), **{**options, **changed})
 
-    def _end_epoch(self, listed: Sequence[Any], own: Sequence[Any], data: Mapping[str, Any], callbacks: Any) -> None:
+    def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
         """Do what Keras does behind the last step of an epoch.
 
         Args:
-            listed: The callbacks.
-            own: Those of the user.
+            own: The callbacks of the user.
+            callbacks: All of them, as Keras has them.
             data: What to validate on.
-            callbacks: What Keras is to have in the place of the callbacks.
         """
         stream, model, frequency = self._raysgd.fit, self.model, data.get("validation_freq", 1)
         assert stream.place is not None
@@ -196,8 +196,8 @@ class CreatorOperator(TrainingOperator):
         if data and ((epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency):
             results = model.evaluate(data["validation_data"], callbacks=callbacks, verbose=0, return_dict=True)
             logs |= {f"val_{name}": value for name, value in results.items()}
-        for callback in listed:
-            callback.on_epoch_end(epoch, {name: float(value) for name, value in logs.items()})
+        model.history.on_train_begin()  # else it has no list of epochs
+        callbacks.on_epoch_end(epoch, logs)
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
         """Return what stops all ranks at one step; none where no callback that ranks have acts on steps."""

@@ -249,7 +249,7 @@ def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: in
     """
     of_keras: Any = registration.keras_of(model).callbacks.CallbackList
 
-    class Callbacks(of_keras):  # type: ignore[misc]
+    class Callbacks(of_keras):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             super().on_train_batch_begin(batch + num_steps_before, logs)
 

@@ -21,6 +21,13 @@ def reduction_by_weights(keras: Any) -> str:
     return "mean_with_sample_weight" if "tf_keras" not in keras.losses.Loss.__module__ else "sum_over_batch_size"
 
 
+def cubed_error(y_true: Any, y_pred: Any) -> Any:
+    """The mean of a batch, as one number."""
+    import tensorflow as tf
+
+    return tf.reduce_mean(tf.abs(y_true - y_pred) ** 3)
+
+
 def make_model_of_losses(config: dict[str, Any]) -> Any:
     """A sum, a mean by weights, a loss of its own and a regularization, all at once; with two metrics."""
     import tensorflow as tf
@@ -43,7 +50,7 @@ def make_model_of_losses(config: dict[str, Any]) -> Any:
             "c": Own(reduction="sum"),
         },
         loss_weights={"a": 0.3, "b": 1.0, "c": 0.2},
-        metrics={"a": ["mae"]},
+        metrics={"a": ["mae", cubed_error]},
         weighted_metrics={"b": ["mae"]},
         run_eagerly=config.get("run_eagerly", False),
     )

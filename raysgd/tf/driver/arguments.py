@@ -120,27 +120,19 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
         )
 
 
-_BEGIN_AGAIN: Mapping[str, Callable[[Any], bool]] = {
-    "EarlyStopping": lambda callback: True,
-    "ReduceLROnPlateau": lambda callback: True,
-    "LearningRateScheduler": lambda callback: True,
-    "CSVLogger": lambda callback: not callback.append,
-    "ModelCheckpoint": lambda callback: "{epoch" in str(callback.filepath),
-}
+_BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
 """Callbacks of Keras that in each `fit` forget what they have seen, or count epochs from its beginning."""
 
 
 def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
     """Refuse callbacks of Keras that would begin again in each of so many calls."""
-    for callback in _callbacks_in(config) if epochs > 1 else ():
-        for name in sorted(_BEGIN_AGAIN.keys() & registration.class_names(callback)):
-            if _BEGIN_AGAIN[name](callback):
-                raise ValueError(
-                    f"`{name}` in `config['fit_config']['callbacks']` with `trainer.fit({epochs})` cannot work: that "
-                    f"is {epochs} calls of Keras's `fit`, and it begins again in each. Set "
-                    "`config['fit_config']['epochs']` and call `trainer.train()`, or give `trainer.fit` callbacks of "
-                    "`raysgd.callbacks`."
-                )
+    names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
+    if names and epochs > 1:
+        raise ValueError(
+            f"`{min(names)}` in `config['fit_config']['callbacks']` with `trainer.fit({epochs})` cannot work: that is "
+            f"{epochs} calls of Keras's `fit`, and it begins again in each. Set `config['fit_config']['epochs']` and "
+            "call `trainer.train()`, or give `trainer.fit` callbacks of `raysgd.callbacks`."
+        )
 
 
 def refuse_keras_file(checkpoint: Any) -> None:

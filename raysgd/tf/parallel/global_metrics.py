@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,12 @@ class GlobalMetrics:
     So it is given those: for the name of a metric its result over all ranks, for any other number its mean by samples.
     """
 
-    def __init__(self, group: Callable[[], Group], traced: TracedStep) -> None:
-        self._group, self._traced = group, traced
+    def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
+        self._group, self._traced, self._evaluates_together = group, traced, evaluates_together
         self._is_merging = False
         self._last: Any = None  # a variable: the samples in the last batch of a Keras loop; whether it was evaluation
         self._returned: dict[bool, dict[str, Any]] = {}  # of training and evaluation: variables with the last numbers
+        self._batches: dict[bool, list[Array]] = {}  # the same: samples of each batch, and the means after it
 
     def note_batch(self, count: Any) -> None:
         """Note how many samples the batch of the step that is traced has."""
@@ -45,6 +47,43 @@ class GlobalMetrics:
         is_known = all(each.shape.is_fully_defined() and each.dtype.is_floating for each in tensors.values())
         noted = {name: _assigned(before.get(name), tf.cast(each, tf.float64)) for name, each in tensors.items()}
         self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
+
+    def note_means(self, model: Any, count: Any) -> None:
+        """Note the means of a model after a step, of which some may count batches and not samples."""
+        import tensorflow as tf
+
+        means = _means_of(model)
+        if means:
+            note = partial(self._note_batch, self._traced.is_test)
+            numbers = [number for metric in means for number in (metric.total, metric.count)]
+            values = tf.stack([tf.cast(number, tf.float64) for number in (count, *numbers)])
+            tf.numpy_function(note, [values], [])
+
+    def _note_batch(self, is_test: bool, values: Array) -> None:
+        """Run whenever the graph does."""
+        batches = self._batches.setdefault(is_test, [])
+        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():  # they began again
+            batches.clear()
+        batches.append(values)
+
+    def _set_means_of_batches(self, model: Any, is_test: bool) -> None:
+        """Let means that count each batch as one have what one process would have, with global batches."""
+        means, group, batches = _means_of(model), self._group(), self._batches.pop(is_test, [])
+        if group.size == 1 or not means or (is_test and not self._evaluates_together()):
+            return
+        own = np.zeros([int(group.largest(float(len(batches)))), 1 + 2 * len(means)])
+        if batches:  # fewer than others have, and their last ones, where this rank stepped in
+            own[-len(batches) :] = np.diff(batches, axis=0, prepend=0.0)
+            own[-len(batches) :, 0] = [each[0] for each in batches]
+        numbers, totals, counts = own[:, :1], own[:, 1::2], own[:, 2::2]
+        scores = ((counts == 1) & (numbers > 1)).any(axis=0) - 1e9 * ((counts != 1) & (numbers > 0)).any(axis=0)
+        sums = np.vstack([np.hstack([numbers, totals * numbers]), [0.0, *scores]])
+        group.add_up(sums)
+        has_some = sums[:-1, 0] > 0
+        for index, metric in enumerate(means, start=1):
+            if sums[-1, index] > 0:
+                metric.total.assign((sums[:-1, index] / np.maximum(sums[:-1, 0], 1.0)).sum())
+                metric.count.assign(has_some.sum())
 
     @contextmanager
     def merging(self) -> Iterator[None]:
@@ -66,6 +105,7 @@ class GlobalMetrics:
             if is_in_step or not self._is_merging:
                 return inner()
             with merged(self._group(), model.metrics):
+                self._set_means_of_batches(model, bool(self._last is not None and self._last.numpy()[1]))
                 results = tf.nest.map_structure(lambda tensor: tensor, inner())
                 has_seen = {metric.name: any(map(_is_set, metric.variables)) for metric in model.metrics}
                 by_name = {metric.name: metric.result() for metric in model.metrics}
@@ -89,6 +129,13 @@ class GlobalMetrics:
         for name, value in zip(others, values, strict=True):
             of_all[name] = np.array([next(means) for _ in range(value.size)]).reshape(value.shape)
         return {name: of_all.get(name) for name in returned}
+
+
+def _means_of(model: Any) -> list[Any]:
+    """Return the metrics of a model that may count a batch as one: losses of single outputs, and functions."""
+    metrics: Any = registration.keras_of(model).metrics
+    found = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]
+    return [one for one in found if type(one) in (metrics.Mean, metrics.MeanMetricWrapper) and one.name != "loss"]
 
 
 @contextmanager

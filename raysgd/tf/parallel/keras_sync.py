@@ -60,7 +60,7 @@ class Synchronizer:
         self.losses = self._losses if is_one_of_many else None
         self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
         self._averagers: list[GradientAverager] = []
-        self._metrics = GlobalMetrics(lambda: self.group, traced)
+        self._metrics = GlobalMetrics(lambda: self.group, traced, lambda: self._losses.evaluates_together)
 
     @property
     def group(self) -> Group:
@@ -226,7 +226,9 @@ class Synchronizer:
             with self._traced.tracing(count, is_test):
                 self._metrics.note_batch(count)
                 if _is_never_empty(data) and not tf.executing_eagerly():
-                    return inner(data)
+                    result = inner(data)
+                    self._metrics.note_means(model, count)
+                    return result
 
                 def usual() -> Any:
                     nonlocal usual_step
@@ -235,8 +237,11 @@ class Synchronizer:
                     return tf.nest.map_structure(tf.convert_to_tensor, result)
 
                 if tf.executing_eagerly():
-                    return usual() if count > 0 else repeat_with_zeros(*usual_step)
-                return tf.cond(count > 0, usual, lambda: repeat_with_zeros(*usual_step))
+                    result = usual() if count > 0 else repeat_with_zeros(*usual_step)
+                else:
+                    result = tf.cond(count > 0, usual, lambda: repeat_with_zeros(*usual_step))
+                self._metrics.note_means(model, count)
+                return result
 
         return step
 
