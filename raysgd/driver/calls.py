@@ -210,7 +210,8 @@ class EpochCalls:
             facts: What a replica says of itself; None for those of now.
         """
         sharing, facts = sharing or self.sharing, facts or self._controller.facts[0]
-        request = replace(asked, seed=facts.seed, starts_over=self._validation_starts_over)
+        starts_over = asked.starts_over or self._validation_starts_over
+        request = replace(asked, seed=facts.seed, starts_over=starts_over)
         requests: Requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
         if self._use_local and self._listeners.listeners:  # rank 0, in the driver, draws for them
             requests[0] = (replace(request, redraw=self._listeners.on_wait),)

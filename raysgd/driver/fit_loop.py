@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,7 @@ class Fit:
     """
 
     def __init__(self, trainer: Any, options: FitOptions) -> None:
+        trainer._refuse_inside_fit("fit")
         self._trainer = trainer
         self._options = options
         self._kept: FitProgress | None = trainer._fit_progress
@@ -167,7 +169,9 @@ class Fit:
         elif self._options.resume_from is None:
             self._run.epochs = self._epochs_done() + self._options.epochs
         self._check()
-        return self._epochs()
+        epochs = self._epochs()
+        self._trainer._running_fit = weakref.ref(epochs)
+        return epochs
 
     def _check(self) -> None:
         options = self._options
@@ -280,6 +284,14 @@ class Fit:
         recorded = self._trainer.history
         self._take_records()
         row = self._run.history[-1]
+        number = result.get("epoch", self._run.epoch)  # Keras's `fit` counts none
+        if number != self._run.epoch and self._trainer._once.is_first("epochs"):
+            logger.warning(
+                "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
+                'meanwhile. Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch',
+                self._run.epoch,
+                number,
+            )
         row["epoch"] = self._run.epoch
         return TrainedEpoch(self._run.epoch, result, row, recorded[-1] if len(recorded) else {})
 
@@ -298,8 +310,9 @@ class Fit:
             epoch.handle = trainer._begin_validation(asked(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
+        whole = replace(asked(None), starts_over=True)  # also where a callback has validated on some batches
         with self._noting_lack_of_data():
-            trainer._after_validation(epoch.trained, trainer._validate(asked(None), dataset, of_fit=True))
+            trainer._after_validation(epoch.trained, trainer._validate(whole, dataset, of_fit=True))
         self._take_records()
 
     @contextmanager

@@ -95,6 +95,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Keeps how far `fit` is, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
+    _running_fit: Callable[[], Any] = staticmethod(lambda: None)
+    """Returns the iterator over the epochs of the last `fit`, as long as there is one."""
     _shows_progress = False
     """Whether something shows how far a training call is."""
     _runs_worker_callbacks = False
@@ -311,9 +313,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
         Raises:
             InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
+            ValueError: `fit` is running: a callback has called this.
             WorkerError: Your code raised; also of the class that it raised. Never retried.
             WorkersLostError: Workers were lost and the retries are used up.
         """
+        self._refuse_inside_fit("train")
         checks.check_max_retries(max_retries)
         request = asked(num_steps, profile, reduce_results, info)
         if dataset is not None:
@@ -333,6 +337,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         result = self._merged(answers, reduce_results)
         self._warn_of_nan(result)
         return result
+
+    def _refuse_inside_fit(self, method: str) -> None:
+        epochs = self._running_fit()
+        if epochs is not None and epochs.gi_running:
+            raise ValueError(
+                f"`{method}` was called while `fit` runs, as in a callback, and would change its epochs. Call it after "
+                "`fit`, or between two epochs: `for row in trainer.epochs(n): ...`"
+            )
 
     def _warn_of_nan(self, result: Any) -> None:
         """Say once that a loss is no number any more."""

@@ -388,11 +388,46 @@ class TestOtherCallsDuringARun:
         logged = [json.loads(line).get("val_loss") for line in (tmp_path / "log.jsonl").read_text().splitlines()]
         assert logged == expected["val_loss"]
 
+    @pytest.mark.parametrize("method", ["on_epoch_begin", "on_result"])
+    def test_on_some_batches_leave_the_validation_of_an_epoch_whole(self, method: str, make_local: Make) -> None:
+        expected = make_local().fit(2)
+        some = Calls(method, lambda run: run.trainer.validate(num_steps=1))  # type: ignore[union-attr]
+        history = make_local().fit(2, callbacks=[some])
+        assert [each["num_samples"] for each in some.returned] == [4, 4]
+        assert history["val_num_samples"] == [13, 13]
+        assert history["val_loss"] == expected["val_loss"]
+
+    @pytest.mark.parametrize("name", ["train", "fit", "epochs"])
+    @pytest.mark.parametrize("method", ["on_run_begin", "on_epoch_trained", "on_result"])
+    def test_that_train_are_refused_in_callbacks(self, name: str, method: str, make_local: Make) -> None:
+        trainer = make_local()
+        calls = Calls(method, lambda run: getattr(run.trainer, name)(1))
+        with pytest.raises(CallbackError, match=rf"in `{method}`: .*was called while `fit` runs.*in trainer\.epochs"):
+            trainer.fit(2, callbacks=[calls])
+        num_done = 0 if method == "on_run_begin" else 1
+        assert (len(trainer.history), trainer.fit(1)["epoch"]) == (num_done, [num_done + 1])
+
+    def test_that_change_the_number_of_the_epoch_are_named_in_the_log(
+        self, make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        trainer = make_local()
+        trainer.fit(1)
+        trainer.save(tmp_path / "first.pt")
+        back = Calls("on_result", lambda run: trainer.load(tmp_path / "first.pt", parts=["models"]))
+        assert trainer.fit(3, callbacks=[back])["epoch"] == [2, 3, 4]
+        assert not caplog.records
+        for row in trainer.epochs(2):
+            if row["epoch"] == 5:
+                trainer.load(tmp_path / "first.pt")
+        assert [record.getMessage() for record in caplog.records] == [
+            "epoch 6 of this run is epoch 2 of the trainer, because something else was trained or loaded meanwhile. "
+            'Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch'
+        ]
+
     @pytest.mark.parametrize("method", ["on_progress", "on_step_metrics"])
     def test_are_refused_while_the_workers_are_in_one(self, method: str, make_local: Make, tmp_path: Path) -> None:
         def try_all(run: Run) -> None:
             calls: list[Callable[[], object]] = [
-                trainer.train,
                 trainer.validate,
                 partial(trainer.validate, blocking=False),
                 partial(trainer.predict, torch.ones(2, 3)),
