@@ -50,7 +50,7 @@ class Hang(BaseException):
 
 # What the handlers of signals have seen: Cython, which Ray is written in, may turn their exceptions into others.
 _interrupts: list[int] = []
-_hangs: list[str] = []
+hangs: list[str] = []
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -221,13 +221,13 @@ class Runner:
         if self._subject is None or number != self._number:
             self.close()
         try:
-            with _alarm(HANG_S * 2):
+            with alarm(HANG_S * 2):
                 subject = self._subject = self._subject or self._new(number)
                 step = "start over"
                 subject.start_over()
             num_events = len(subject.events())
             step = " ".join(map(str, words))
-            with _alarm(HANG_S, subject):
+            with alarm(HANG_S, subject):
                 Run(subject, self.sums).go_through(words)
             found = None
             events = subject.events()[num_events:]
@@ -261,15 +261,15 @@ class Runner:
 
     @staticmethod
     def _fault(error: BaseException) -> str:
-        if _hangs:
-            return f"HANG {_hangs.pop()}"
+        if hangs:
+            return f"HANG {hangs.pop()}"
         if isinstance(error, Wrong):
             return f"WRONG {error}"
         last = traceback.format_exception_only(error)[-1].strip().replace("\n", " ")
         return f"RAISED {last[:600]}"
 
     def _events(self) -> list[str]:
-        with suppress(Exception, Hang), _alarm(20):
+        with suppress(Exception, Hang), alarm(20):
             return self._subject.events() if self._subject is not None else []
         return ["unknown"]
 
@@ -277,12 +277,12 @@ class Runner:
         """End the trainer."""
         subject, self._subject = self._subject, None
         if subject is not None:
-            with suppress(Exception, Hang), _alarm(60):
+            with suppress(Exception, Hang), alarm(60):
                 subject.close()
 
 
 @contextmanager
-def _alarm(seconds: float, subject: Subject | None = None) -> Iterator[None]:
+def alarm(seconds: float, subject: Subject | None = None) -> Iterator[None]:
     """Raise `Hang` in the main thread if the block takes longer. It says where all are."""
 
     def ring(number: int, frame: FrameType | None) -> None:
@@ -291,7 +291,7 @@ def _alarm(seconds: float, subject: Subject | None = None) -> Iterator[None]:
         asking = threading.Thread(target=lambda: stacks.extend(subject.stacks() if subject else ()), daemon=True)
         asking.start()
         asking.join(20)
-        _hangs.append("\n    ".join([f"{seconds:g} s have passed", *stacks]))
+        hangs.append("\n    ".join([f"{seconds:g} s have passed", *stacks]))
         raise Hang
 
     before = signal.signal(signal.SIGALRM, ring)
