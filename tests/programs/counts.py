@@ -285,7 +285,7 @@ class Counts(Kind):
         "split": ("yes", "yes", "yes", "no"),
         "task": ("mse", "bce", "labels", "ignored", "weighed", "own", "pairs"),
         "collate": ("loader", "drop", "triple", "graphs", "texts", "dict"),
-        "say": ("nothing", "weight"),
+        "say": ("nothing", "weight", "weight", "weight"),
         "step": ("stock", "own", "plain"),
         "sampler": ("loader", "turns", "backwards", "repeats"),
         "last": ("keep", "keep", "drop"),
@@ -313,12 +313,12 @@ class Counts(Kind):
             new["step"] = "own" if new["step"] == "plain" else new["step"]
         if new["nan"] == "some" and (new["task"] not in ("mse", "own") or new["collate"] != "loader"):
             new["nan"] = "no"
-        if new["nan"] == "some" and new["step"] == "stock":
+        if new["nan"] == "some":
+            new.update(say="weight", step="own")
+        if new["step"] == "plain" and (new["say"] == "weight" or new["task"] in ("ignored", "weighed", "texts")):
             new["step"] = "own"
-        if new["say"] == "weight" and new["step"] == "plain":
-            new["step"] = "own"
-        if new["step"] == "stock" or new["micro"] != "no":  # each part has a number
-            new["leave"] = "no"
+        if new["step"] == "stock" or new["micro"] != "no" or new["accumulate"] != 1:
+            new["leave"] = "no"  # each part of a batch has a number, and accumulated batches are not left out
         if new["loader"] == "own":
             new.update(split="no", kill="no", last="keep", sampler="loader", calls="all,all", grow="no")
         if new["split"] == "no":
@@ -326,14 +326,16 @@ class Counts(Kind):
         if new["deterministic"] == "yes":
             new.update(accumulate=1, say="nothing", loader="divided", leave="no", nan="no")
             if new["task"] in ("ignored", "weighed", "texts"):  # these say a weight, which the page excludes
-                new.update(task="labels", collate="triple" if new["collate"] == "texts" else new["collate"])
+                new["task"] = "labels"
+            new["collate"] = "dict" if new["collate"] == "dict" else "loader"
             new["step"] = "own" if new["step"] == "plain" else new["step"]
             if new["task"] == "pairs":
                 new["task"] = "mse"
         if new["micro"] != "no" or new["accumulate"] != 1:
             new["step"] = "own" if new["step"] == "plain" else new["step"]
         if new["grow"] == "yes":
-            new.update(calls="all,all", kill="no", sampler="loader")
+            new.update(calls="all,all", kill="no")  # a sampler of its own follows them
+            new["sampler"] = "turns" if new["sampler"] == "loader" else new["sampler"]
         return new
 
     def operator(self, words: Words) -> type[Any]:
@@ -416,35 +418,29 @@ def trained_plainly(
                 torch.nn.utils.clip_grad_norm_(model.parameters(), BOUND)
             optimizer.step()
             loss_of_call.add(loss.detach(), weight_of(words, batch))
-            num_samples += len(target_of(batch))
+            num_samples += len(taken) if words["step"] == "stock" else len(target_of(batch))
         row: Row = {"epoch": epoch, "train_loss": loss_of_call.value, "num_samples": num_samples}
         row = compared(words, number, row)
         outcome.rows.append(row if others is None else without(row, "epoch"))
-        outcome.rows.append(_validated(words, model, criterion, rows.collated(validated)))
+        outcome.rows.append(_validated(words, model, criterion, rows.collated(validated), len(validated)))
     return outcome.keep(model)
 
 
-def _validated(words: Words, model: Any, criterion: Any, batch: Any) -> Row:
+def _validated(words: Words, model: Any, criterion: Any, batch: Any, num_rows: int) -> Row:
     with torch.no_grad():
         output, loss = loss_of(words, model, criterion, batch)
     target = target_of(batch)
     num_times = int(words["workers"]) if words["loader"] == "own" else 1  # each worker evaluates all
-    row: Row = {"val_loss": loss.item(), "num_samples": num_times * len(target)}
+    row: Row = {"val_loss": loss.item(), "num_samples": num_times * num_rows}
     if words["task"] in WITH_LABELS and words["task"] != "weighed" and words["say"] == "nothing":
         is_counted = target != {"ignored": 0, "texts": PADDING}.get(str(words["task"]), -1)
         row["val_accuracy"] = float((output.argmax(1) == target)[is_counted].double().mean())
-    return without_doubtful(words, row)
+    return row
 
 
 def grow(operator: Any) -> None:
     """Add rows to the data of a worker."""
     operator.rows.num_rows += NUM_GROWN
-
-
-def without_doubtful(words: Words, row: Row) -> Row:
-    """Return a row without a number of samples of which nothing is said: graphs and texts, with a weight."""
-    is_doubtful = words["collate"] in ("graphs", "texts") and words["say"] == "weight" and words["step"] == "stock"
-    return without(row, "num_samples") if is_doubtful else row
 
 
 def compared(words: Words, call: int, row: Row) -> Row:
@@ -456,7 +452,7 @@ def compared(words: Words, call: int, row: Row) -> Row:
         return {"epoch": row["epoch"]}
     if words["leave"] != "no":
         row = without(row, "num_samples", *["train_loss"] * (not row["num_samples"]))
-    return without_doubtful(words, row)
+    return row
 
 
 KIND = Counts()

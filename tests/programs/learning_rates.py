@@ -62,7 +62,7 @@ SCHEDULERS: dict[str, Made] = {
     "cosine-least": lambda o, lr, n: lr_scheduler.CosineAnnealingLR(o, 4 * n, eta_min=lr / 10),
     "restarts": lambda o, lr, n: lr_scheduler.CosineAnnealingWarmRestarts(o, n, 2),
     "cyclic": lambda o, lr, n: lr_scheduler.CyclicLR(o, lr, 3 * lr, n, cycle_momentum=_has_momentum(o)),
-    "onecycle": lambda o, lr, n: lr_scheduler.OneCycleLR(o, 3 * lr, 6 * n, cycle_momentum=_has_momentum(o)),
+    "onecycle": lambda o, lr, n: lr_scheduler.OneCycleLR(o, lr, 6 * n, cycle_momentum=_has_momentum(o)),
     "plateau": lambda o, lr, n: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.5),
     "swa": lambda o, lr, n: SWALR(o, swa_lr=lr / 2, anneal_epochs=n),
     "warm-cosine": lambda o, lr, n: _one_after_another(

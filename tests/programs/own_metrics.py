@@ -3,7 +3,7 @@
 - `task`, `reduction`: what is learned, and what the criterion does with the losses of the samples.
 - `train`: how the metric is reported in training: not at all, by `self.log`, by `forward`, or by an own `train_batch`.
 - `metric`: a mean, one that is NaN where some sample is in the batch, a mean over some samples with a weight of its
-  own, a dict, or an object of torchmetrics.
+  own, or an object of torchmetrics.
 - `called`: its name, which may be one of the library's.
 - `count`: whether an own `train_batch` and `validate_batch` return `num_samples`, or `batch_weight` beside it.
 - `validate`: the stock validation; an own `validate_batch` with a plain loss, the criterion, the criterion and a
@@ -55,7 +55,6 @@ OBJECTS: dict[str, Any] = {
     "object-sum": torchmetrics.SumMetric,
     "object-max": torchmetrics.MaxMetric,
 }
-CONSTANTS: dict[str, Any] = {"dict": {"a": 1, "b": 2}}
 OF_LIBRARY = ("epoch", "batch_count", "seconds", "num_workers")
 
 
@@ -114,8 +113,6 @@ def errors_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def reported(words: Words, errors: torch.Tensor, numbers: torch.Tensor) -> dict[str, Any]:
     """Return the metric of a batch, and its weight if it has one."""
     name = str(words["called"])
-    if words["metric"] in CONSTANTS:
-        return {name: CONSTANTS[str(words["metric"])]}
     if words["metric"] == "nan" and bool((numbers == 3).any()):
         return {name: torch.nan}
     if words["metric"] == "some":
@@ -259,8 +256,8 @@ class Metrics(Kind):
         "task": ("mse", "huber", "labels", "ignored", "weighed", "smoothed", "own"),
         "reduction": ("mean", "mean", "mean", "mean", "mean", "none", "none", "sum"),
         "train": ("no", "log", "forward", "own"),
-        "metric": ("mean", "mean", "nan", "some", *CONSTANTS, *OBJECTS),
-        "called": ("error", "error", "error", "error", "error", "error", *OF_LIBRARY),
+        "metric": ("mean", "nan", "some", *OBJECTS),
+        "called": (*["error"] * 20, *OF_LIBRARY),
         "count": ("said", "unsaid", "weight"),
         "validate": ("stock", *OWN_BATCHES, *VALIDATIONS),
         "by": ("calls", "calls", "steps"),
@@ -277,12 +274,12 @@ class Metrics(Kind):
             new["count"] = "said"
         if new["count"] == "weight":
             new["reduction"] = "mean"
+        if new["validate"] == "heads" and new["task"] in ("ignored", "weighed", "smoothed"):
+            new["validate"] = "criterion"  # as with a penalty, it is unknown how much such a loss counts
         if new["reduction"] == "none" and new["task"] in ("ignored", "weighed", "smoothed"):
             new["task"] = "labels"
         if new["train"] == "no" and new["validate"] not in OWN_BATCHES:
             new.update(metric="mean", called="error")
-        if new["train"] in ("log", "forward") and new["metric"] in CONSTANTS:
-            new["train"] = "own"  # these take numbers and objects
         if new["called"] != "error" and new["metric"] != "mean":
             new["called"] = "error"
         if new["reduction"] == "sum" and (new["train"] == "own" or new["workers"] == 1):
@@ -358,18 +355,11 @@ class Metrics(Kind):
             return {name: {"mean": errors.mean(), "sum": errors.sum(), "max": errors.max()}[how[7:]].item()}
         if words["count"] == "weight" and how == "mean":
             return {name: float((errors * TOKENS[numbers]).sum() / TOKENS[numbers].sum())}
-        return {
-            key: float(value) if key == name and how not in CONSTANTS else value
-            for key, value in reported(words, errors, numbers).items()
-            if key == name
-        }
+        return {name: float(reported(words, errors, numbers)[name])}
 
     @staticmethod
     def _compared(words: Words, call: int, row: Row) -> Row:
         """Return a row without what the documentation promises nothing of."""
-        if words["called"] in ("epoch", "batch_count"):
-            row.pop("epoch", None)  # one of the two has to go
-            row.pop("batch_count", None)
         if is_killed(words, call) and words["train"] == "own":
             return {}
         if is_killed(words, call) and words["metric"] in OBJECTS:
@@ -393,8 +383,6 @@ class Metrics(Kind):
             row["num_samples"] = len(numbers)
             if words["validate"] in OWN_BATCHES:
                 row.update(Metrics._expected({**words, "count": "said"}, errors_of(output, target), numbers))
-        if words["called"] in ("epoch", "batch_count"):
-            row = {name: value for name, value in row.items() if name not in ("epoch", "batch_count")}
         return row
 
 

@@ -241,7 +241,7 @@ class Streams(Kind):
         "processes": (0, 0, 1, 2),
         "task": ("mse", "labels", "ignored", "own"),
         "collate": ("loader", "drop", "triple", "texts", "dict", "graphs"),
-        "say": ("nothing", "weight"),
+        "say": ("nothing", "weight", "weight", "weight"),
         "step": ("stock", "own", "plain"),
         "second": ("no", "no", "yes"),
         "optimizer": tuple(OPTIMIZERS),
@@ -259,7 +259,8 @@ class Streams(Kind):
             new["task"] = "texts"
         if new["collate"] == "drop" and new["task"] in WITH_LABELS:
             new["task"] = "mse"
-        if new["say"] == "weight" or new["micro"] != "no" or new["accumulate"] != 1:
+        says = new["say"] == "weight" or new["task"] in ("ignored", "texts")
+        if says or new["micro"] != "no" or new["accumulate"] != 1:
             new["step"] = "own" if new["step"] == "plain" else new["step"]
         if new["source"] in ("function", "list"):
             new["shards"] = 1
