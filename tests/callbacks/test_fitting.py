@@ -401,7 +401,7 @@ class TestOtherCallsDuringARun:
     @pytest.mark.parametrize("method", ["on_run_begin", "on_epoch_trained", "on_result"])
     def test_that_train_are_refused_in_callbacks(self, name: str, method: str, make_local: Make) -> None:
         trainer = make_local()
-        calls = Calls(method, lambda run: getattr(run.trainer, name)(1))
+        calls = Calls(method, lambda run: getattr(run.trainer, name)(**({} if name == "train" else {"epochs": 1})))
         with pytest.raises(CallbackError, match=rf"in `{method}`: .*was called while `fit` runs.*in trainer\.epochs"):
             trainer.fit(2, callbacks=[calls])
         num_done = 0 if method == "on_run_begin" else 1
