@@ -418,7 +418,7 @@ def trained_plainly(
                 torch.nn.utils.clip_grad_norm_(model.parameters(), BOUND)
             optimizer.step()
             loss_of_call.add(loss.detach(), weight_of(words, batch))
-            num_samples += len(taken) if words["step"] == "stock" else len(target_of(batch))
+            num_samples += num_counted(words, len(taken), batch, is_stock=words["step"] == "stock")
         row: Row = {"epoch": epoch, "train_loss": loss_of_call.value, "num_samples": num_samples}
         row = compared(words, number, row)
         outcome.rows.append(row if others is None else without(row, "epoch"))
@@ -426,12 +426,17 @@ def trained_plainly(
     return outcome.keep(model)
 
 
+def num_counted(words: Words, num_drawn: int, batch: Any, is_stock: bool) -> int:
+    """Return what `num_samples` says of a batch: the samples that were drawn for it where the library draws them."""
+    return num_drawn if is_stock and words["loader"] == "divided" else len(target_of(batch))
+
+
 def _validated(words: Words, model: Any, criterion: Any, batch: Any, num_rows: int) -> Row:
     with torch.no_grad():
         output, loss = loss_of(words, model, criterion, batch)
     target = target_of(batch)
     num_times = int(words["workers"]) if words["loader"] == "own" else 1  # each worker evaluates all
-    row: Row = {"val_loss": loss.item(), "num_samples": num_times * num_rows}
+    row: Row = {"val_loss": loss.item(), "num_samples": num_times * num_counted(words, num_rows, batch, is_stock=True)}
     if words["task"] in WITH_LABELS and words["task"] != "weighed" and words["say"] == "nothing":
         is_counted = target != {"ignored": 0, "texts": PADDING}.get(str(words["task"]), -1)
         row["val_accuracy"] = float((output.argmax(1) == target)[is_counted].double().mean())

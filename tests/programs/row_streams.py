@@ -241,7 +241,7 @@ class Streams(Kind):
         "processes": (0, 0, 1, 2),
         "task": ("mse", "labels", "ignored", "own"),
         "collate": ("loader", "drop", "triple", "texts", "dict", "graphs"),
-        "say": ("nothing", "weight", "weight", "weight"),
+        "say": ("nothing", *["weight"] * 5),
         "step": ("stock", "own", "plain"),
         "second": ("no", "no", "yes"),
         "optimizer": tuple(OPTIMIZERS),
