@@ -1,6 +1,7 @@
 """Programs that report metrics of their own.
 
-- `task`, `reduction`: what is learned, and what the criterion does with the losses of the samples.
+- `task`, `reduction`: what is learned, and what the criterion does with the losses of the samples. The program makes a
+  mean of `none` and `sum`.
 - `train`: how the metric is reported in training: not at all, by `self.log`, by `forward`, or by an own `train_batch`.
 - `metric`: a mean, one that is NaN where some sample is in the batch, a mean over some samples with a weight of its
   own, or an object of torchmetrics.
@@ -88,7 +89,7 @@ def weight_of(words: Words, numbers: torch.Tensor) -> float:
     if words["count"] == "weight":
         return float(TOKENS[numbers].sum())
     labels = LABELS[numbers]
-    if words["reduction"] == "none":
+    if words["reduction"] != "mean":
         return float(len(numbers))
     counted = {"ignored": (labels != 0).double(), "smoothed": (labels != 1).double(), "weighed": WEIGHTS[labels]}
     return float(counted.get(str(words["task"]), torch.ones(len(numbers))).sum())
@@ -99,8 +100,13 @@ def loss_of(words: Words, criterion: Any, output: torch.Tensor, target: Any, num
     if words["count"] == "weight":
         losses, weights = errors_of(output, target).pow(2), TOKENS[numbers]
         return (losses * weights).sum() / weights.sum()
+    return mean_by(words, criterion, output, target)
+
+
+def mean_by(words: Words, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the mean of what the criterion returns."""
     loss: torch.Tensor = criterion(output, target)
-    return loss.mean() if words["reduction"] == "none" else loss
+    return loss.mean() if words["reduction"] == "none" else loss / len(target) if words["reduction"] == "sum" else loss
 
 
 def errors_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -193,12 +199,10 @@ def validated_loss(words: Words, criterion: Any, output: torch.Tensor, target: t
     how = words["validate"]
     if how in ("errors", "loop", "sums"):
         return errors_of(output, target).mean()
-    loss = criterion(output, target)
-    loss = loss.mean() if words["reduction"] == "none" else loss
+    loss = mean_by(words, criterion, output, target)
     if how == "heads":
         other = (target + 1) % NUM_CLASSES if target.ndim == 1 else target + 1
-        second = criterion(output.flip(-1), other)
-        return loss + (second.mean() if words["reduction"] == "none" else second)
+        return loss + mean_by(words, criterion, output.flip(-1), other)
     return loss + output.pow(2).mean() if how == "penalty" else loss
 
 
@@ -276,14 +280,12 @@ class Metrics(Kind):
             new["reduction"] = "mean"
         if new["validate"] == "heads" and new["task"] in ("ignored", "weighed", "smoothed"):
             new["validate"] = "criterion"  # as with a penalty, it is unknown how much such a loss counts
-        if new["reduction"] == "none" and new["task"] in ("ignored", "weighed", "smoothed"):
+        if new["reduction"] != "mean" and new["task"] in ("ignored", "weighed", "smoothed"):
             new["task"] = "labels"
         if new["train"] == "no" and new["validate"] not in OWN_BATCHES:
             new.update(metric="mean", called="error")
         if new["called"] != "error" and new["metric"] != "mean":
             new["called"] = "error"
-        if new["reduction"] == "sum" and (new["train"] == "own" or new["workers"] == 1):
-            new["reduction"] = "mean"  # of other sums the page says that they are not seen
         if new["by"] == "steps":
             new.update(calls="all,all", accumulate=1)
         if new["split"] == "no":
