@@ -849,13 +849,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._controller.snapshot()  # the calls before this one were of the old class
         with self._adopted(settings):
             options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
-            facts = self._on_all(self._runner_cls.finish_reload, revision, edited, **options)
+            finish = partial(self._on_all, self._runner_cls.finish_reload, revision, edited, **options)
+            facts = finish()
+            if None in facts:  # the group was changed in between, and with it what was prepared: all are made again
+                self._controller.kill_group()
+                self._controller.ensure_group()
+                facts = finish()
         self._calls.sharing.forget()
-        if None in facts:  # the group was changed in between
-            self._controller.kill_group()
-            self._controller.ensure_group()
-        else:
-            self._controller.keep_facts(facts)
+        self._controller.keep_facts(facts)
 
     @abstractmethod
     def _check_reload(self, training_operator_cls: Any) -> None:

@@ -192,7 +192,7 @@ class LightningOperator(TrainingOperator):
         return result
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
-        step = self._raysgd.parallel.step
+        step, self._parts = self._raysgd.parallel.step, []  # of the batch that is not yet whole
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not step.is_padding)
@@ -220,14 +220,14 @@ class LightningOperator(TrainingOperator):
             _, output = self._training_step(batch, batch_idx)
         step = self._raysgd.parallel.step
         step.skip()  # where the module has left it out
-        if self._scheduler_dicts and step.is_boundary and not self._raysgd.precision.has_skipped():
+        if self._scheduler_dicts:
             num_samples = 0 if step.is_padding else self._raysgd.num_samples(batch)
-            so_far = {
-                NUM_SAMPLES: num_samples,
-                **numbers_in(output, self._values.loss_name),
-                **self._values.of_batch,
-            }
-            self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), so_far)
+            numbers = numbers_in(output, self._values.loss_name)
+            self._parts.append({NUM_SAMPLES: num_samples, **numbers, **self._values.of_batch})
+            if step.is_boundary and not self._raysgd.precision.has_skipped():
+                self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts)
+            if step.is_last_part:
+                self._parts.clear()
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(output)
 
@@ -342,7 +342,7 @@ class LightningOperator(TrainingOperator):
                 step.end_waiting()
 
     def _step_schedulers(
-        self, intervals: tuple[str, ...], count: int, metrics: Mapping[str, Any], waits: bool = False
+        self, intervals: tuple[str, ...], count: int, *parts: Mapping[str, Any], waits: bool = False
     ) -> None:
         if not self._module.automatic_optimization:
             return
@@ -350,7 +350,7 @@ class LightningOperator(TrainingOperator):
             if entry["interval"] not in intervals or count % entry["frequency"]:
                 continue
             needs_value, mean_of = entry["reduce_on_plateau"], self._raysgd.mean_over_workers
-            value = mean_of(str(entry["monitor"]), metrics) if needs_value else None
+            value = mean_of(str(entry["monitor"]), *parts) if needs_value else None
             if not needs_value or value is not None:
                 self._hooks.call("lr_scheduler_step", entry["scheduler"], value)
             elif not waits:

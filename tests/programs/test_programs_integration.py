@@ -28,3 +28,8 @@ def test_no_program_is_wrong_and_few_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(SWITCH, raising=False)  # hundreds of workers start
     options = ("--programs", str(NUM_PROGRAMS), "--processes", "2")
     print(run_story("tests.programs", "--kind", kind, *options, timeout_s=7000).stdout)
+
+
+def test_a_class_that_changes_the_rate_keeps_it_where_a_worker_steps_in(ray_cluster: None) -> None:
+    verdict = Runner("schedulers").run("workers=2 kill=1@0 change=reload")
+    assert (verdict.word, verdict.reason, verdict.is_killed) == (EQUAL, "", True)

@@ -90,9 +90,11 @@ def scheduled(make: Callable[[Any], Any], **entry: Any) -> type[Plain]:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **entry}}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen.append(round(self.optimizers().param_groups[0]["lr"], 8))
-            self.log("train_loss", loss := self.loss(batch), on_step=False, on_epoch=True)
+            self.log("train_loss", loss := self.loss(batch), on_step=entry.get("interval") == "step", on_epoch=True)
             return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append(round(optimizer.param_groups[0]["lr"], 8))
 
     return Scheduled
 
@@ -184,6 +186,11 @@ MODULES: dict[str, tuple[type[Plain], dict[str, Any], dict[str, Any]]] = {
     "scheduled by epoch": (scheduled(halving), {}, {}),
     "scheduled every other epoch": (scheduled(halving, frequency=2), {}, {}),
     "on a plateau": (scheduled(impatient, monitor="train_loss"), {}, {}),
+    "on a plateau of steps in parts": (
+        scheduled(impatient, monitor="train_loss", interval="step"),
+        {},
+        {"micro_batch_size": 2, "split_batches": True},
+    ),
     "clipped norm": (Plain, {"gradient_clip_val": 0.1}, {"clip_grad_norm": 0.1}),
     "clipped values": (
         Plain,

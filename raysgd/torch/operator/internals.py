@@ -503,19 +503,22 @@ class TorchInternals(Internals):
             output = batches.call(model, features)
         return batches.prediction(output)
 
-    def mean_over_workers(self, name: str, metrics: Mapping[str, Any]) -> float | None:
+    def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:
         """The mean of a metric over all workers, each of which has to ask; None where no worker has it.
 
         Args:
             name: The metric.
-            metrics: Those of this worker, of an epoch or, with `num_samples`, of a batch or of user code.
+            *parts: The metrics of this worker: those of an epoch or, with `num_samples`, of the parts of a batch or of
+                user code.
         """
-        weight = float(metrics.get(weight_of(name), metrics.get(BATCH_WEIGHT, metrics.get(NUM_SAMPLES, 1))))
-        own = (float(metrics[name]) * weight, weight) if weight and name in metrics else (0.0, 0.0)
-        totals = getattr(metrics, "totals", None)
-        counted = [own if totals is None else totals.get(name, own)]
-        if totals is not None:
-            counted += [each.totals.get(name, (0.0, 0.0)) for each in self.lost]
+        counted = []
+        for metrics in parts:
+            weight = float(metrics.get(weight_of(name), metrics.get(BATCH_WEIGHT, metrics.get(NUM_SAMPLES, 1))))
+            own = (float(metrics[name]) * weight, weight) if weight and name in metrics else (0.0, 0.0)
+            totals = getattr(metrics, "totals", None)
+            counted.append(own if totals is None else totals.get(name, own))
+            if totals is not None:
+                counted += [each.totals.get(name, (0.0, 0.0)) for each in self.lost]
         total, count = self.sum_over_workers(*map(sum, zip(*counted, strict=True)))
         return total / count if count else None
 
