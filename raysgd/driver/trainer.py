@@ -334,6 +334,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         can_resume = dataset is None or self._goes_on_with(dataset)
         with self._shown() if self._shows_progress else nullcontext():
             answers = self._calls.train(request, max_retries, dataset, can_resume, check)
+        self._recorder.trained = answers[0].epoch_idx + 1
         result = self._merged(answers, reduce_results)
         self._warn_of_nan(result)
         return result

@@ -337,10 +337,11 @@ class CallRecorder:
 
     Attributes:
         history: The calls so far.
+        trained: The epoch, from 1, that the last call of `train` began in.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
-        self.history = History(events)
+        self.history, self.trained = History(events), 0
         self._lock = threading.Lock()
 
     def record(
@@ -351,7 +352,7 @@ class CallRecorder:
         with self._lock:
             epoch = metrics.get("epoch") if kind == "train" else None
             if not isinstance(epoch, int):
-                epoch = self._epoch + (kind == "train")
+                epoch = self.trained if kind == "train" else self._epoch
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:

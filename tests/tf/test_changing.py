@@ -6,6 +6,7 @@ Covers `raysgd.worker.runner` and `raysgd.tf.objects.learning_rates`, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,17 @@ def test_a_trainer_of_creators_says_what_it_cannot_do(keras_here: Any) -> None:
     trainer = TFTrainer(make_model, make_data, {"lr": 0.1}, use_local=True)
     with trainer, pytest.raises(ValueError, match="needs an operator class, and this trainer has creator functions"):
         trainer.reload(Line)
+
+
+@pytest.mark.keras_in_turns("keras3")
+def test_rows_of_creators_are_numbered_by_the_state_that_was_loaded(keras_here: Any, tmp_path: Path) -> None:
+    with TFTrainer(make_model, make_data, {"lr": 0.1}, use_local=True) as trainer:
+        trainer.train()
+        trainer.save(tmp_path / "saved")
+        trainer.train()
+        trainer.load(tmp_path / "saved")
+        assert [row["epoch"] for row in trainer.fit(2)] == [2, 3]
+        assert [row["epoch"] for row in trainer.history] == [1, 2, 2, 3]
 
 
 @pytest.mark.soak
