@@ -192,7 +192,8 @@ class LightningOperator(TrainingOperator):
         return result
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
-        step, self._parts = self._raysgd.parallel.step, []  # of the batch that is not yet whole
+        step = self._raysgd.parallel.step
+        self._parts: list[dict[str, Any]] = []  # of the batch that is not yet whole
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not step.is_padding)
