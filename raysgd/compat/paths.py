@@ -259,7 +259,10 @@ _TRANSFORMERS = (
     "run `transformers.Trainer` in the function of a `TorchTrainer`; see `raysgd.train.huggingface.transformers`"
 )
 _LIGHTNING = "run Lightning's `Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.lightning` has"
-_ELSEWHERE = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
+_ELSEWHERE = (
+    "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer, with Ray's configs: in a file with one "
+    "`raysgd migrate` leaves `ray.train`, `ray.air` and `ray.tune` to Ray"
+)
 _REPORTED = "`Result.best_checkpoints` has the checkpoints that were kept, with their metrics"
 _VALIDATION = "validate in the function before `report`, and report what you find with the checkpoint"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
@@ -320,6 +323,7 @@ _GONE = {
     "ray.train.huggingface.TransformersTrainer": _TRANSFORMERS,
     "ray.train.lightning.LightningConfigBuilder": _LIGHTNING,
     "ray.train.lightning.LightningTrainer": _LIGHTNING,
+    "ray.train.gbdt_trainer": _ELSEWHERE,
     "ray.train.rl": _ELSEWHERE,
     "ray.train.sklearn": _ELSEWHERE,
     "ray.train.lightning.RayDeepSpeedStrategy": "divide the model with `RayFSDPStrategy`",
@@ -330,6 +334,9 @@ _GONE = {
     "ray.train.xgboost": _ELSEWHERE,
     "ray.train.tensorflow.TensorflowCheckpoint.from_saved_model": "Keras 3 loads no SavedModel: pass a file of "
     '`model.save("model.h5")` to `from_h5`',
+    "ray.train.v2.jax": _ELSEWHERE,
+    "ray.train.v2.lightgbm": _ELSEWHERE,
+    "ray.train.v2.xgboost": _ELSEWHERE,
     "ray.train.v2": _INTERNAL,
     "ray.data.DatasetPipeline": _PIPELINE,
     "ray.data.dataset_pipeline": _PIPELINE,
@@ -369,6 +376,11 @@ class NewPlace:
     reason: str = ""
     module: str = ""
 
+    @property
+    def is_trainer_of_ray(self) -> bool:
+        """True for a trainer, or a part of one, that needs Ray's own configs."""
+        return self.reason == _ELSEWHERE
+
 
 class Paths:
     """The table as a program sees it.
@@ -376,9 +388,11 @@ class Paths:
     Args:
         ray_train: Whether `ray.train` and `ray.air` mean the old library, and not today's Ray.
         beside_sgd: Whether the program uses `ray.util.sgd` or another name that Ray has no longer.
+        keeps_ray_train: Whether `ray.train` and `ray.air` mean today's Ray, and nothing else.
     """
 
-    def __init__(self, ray_train: bool = False, beside_sgd: bool = True) -> None:
+    def __init__(self, ray_train: bool = False, beside_sgd: bool = True, keeps_ray_train: bool = False) -> None:
+        self._keeps_ray_train = keeps_ray_train
         self._modules = {**_SGD, **(_BESIDE_SGD if beside_sgd else {}), **(_TRAIN if ray_train else {})}
         self._renamed = {**_RENAMED, **(_RENAMED_TRAIN if ray_train else {})}
         self._packages = {package for module in self._modules for package in _packages_of(module)}
@@ -404,7 +418,8 @@ class Paths:
 
     def is_of_ray(self, module: str) -> bool:
         """Return whether Ray has to have a module, because it is neither the old library's nor may mean that."""
-        return self.find(module) is None and not self.is_package(module) and not _means_two(module)
+        means_two = _means_two(module) and not self._keeps_ray_train
+        return self.find(module) is None and not self.is_package(module) and not means_two
 
     def is_package(self, old: str) -> bool:
         """Return whether something of the old library is below this name."""

@@ -1,6 +1,7 @@
 """`raysgd migrate`: what becomes of a program's text, and of its files.
 
-Covers `raysgd.compat.migrate.names` and `raysgd.compat.migrate.calls`, which have no face of their own.
+Covers `raysgd.compat.migrate.names`, `raysgd.compat.migrate.calls` and `raysgd.compat.migrate.layout`, which have no
+face of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import builtins
 import os
 import random
 import re
+import tokenize
+from collections import Counter
+from io import StringIO
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -53,6 +57,11 @@ def failed(text: str | bytes) -> MigratedProgram:
         ("import os, ray.util.sgd.utils as u", "import os, raysgd.utils as u"),
         ("from ray.util.sgd import torch, utils", "from raysgd import torch, utils"),
         ("from ray.util import sgd", "import raysgd as sgd"),
+        ("if x: import ray.util.sgd as s; import os", "if x: import raysgd as s; import os"),
+        (
+            "if x: from ray.util import sgd, iter as i  # c",
+            "if x: import raysgd as sgd; from raysgd.util import iter as i  # c",
+        ),
         ("from ray.util.sgd.v2.backends.torch import TorchConfig", "from raysgd.train.torch import TorchConfig"),
         ("import ray.tune.integration.torch as integration", "import raysgd.tune.torch as integration"),
     ],
@@ -244,6 +253,37 @@ def test_names_of_ray_tune_that_mean_trainers_follow_and_the_others_stay() -> No
     )
 
 
+def test_a_program_with_a_trainer_of_ray_keeps_the_configs_of_ray() -> None:
+    text = """\
+    from ray import train, tune
+    from ray.air.config import RunConfig, ScalingConfig
+    from ray.train.xgboost import XGBoostTrainer
+
+    tune.Tuner(XGBoostTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2)), run_config=RunConfig())
+    train.lightgbm.LightGBMTrainer(train_loop, run_config=train.RunConfig())
+    """
+    assert migrated(text, ray_train=True) == dedent(text)
+    found = migrate(dedent(text).encode(), ray_train=True)
+    assert [(finding.line, finding.is_error) for finding in found.findings] == [(3, False), (6, False)]
+    assert "`ray.train.xgboost.XGBoostTrainer` is Ray's own" in found.findings[0].text
+    assert "`ray.train.ScalingConfig`" in found.findings[0].text
+
+
+def test_a_trainer_beside_one_of_ray_stays_too_and_a_person_is_told() -> None:
+    text = """\
+    from ray.train import ScalingConfig
+    from ray.train.batch_predictor import BatchPredictor
+    from ray.train.torch import TorchTrainer
+    from ray.train.xgboost import XGBoostTrainer
+    from ray.util.sgd import TFTrainer
+    """
+    found = migrate(dedent(text).encode(), ray_train=True)
+    left, gone, others = dedent(text).partition("from ray.train.batch")
+    gone = f"# raysgd: today's Ray has no module `ray.train.batch_predictor`\n{gone}"
+    assert found.text.decode() == left + gone + others.replace("ray.util.sgd", "raysgd")
+    assert "move them to a file without it" in found.findings[1].text
+
+
 def test_iterators_follow_only_beside_other_old_names() -> None:
     alone = "from ray.util.iter import from_items\n"
     assert migrated(alone) == alone
@@ -293,6 +333,91 @@ optimizer_creator=optimizer), num_workers=2)
         num_workers=2)
     """
     assert new.endswith(dedent(wanted))
+
+
+def test_comments_go_with_the_arguments_that_move() -> None:
+    new = migrated(
+        """\
+        from ray.util.sgd import TorchTrainer
+
+        t = TorchTrainer(  # drives
+            model_creator=M,  # the model
+            data_creator=D,  # the data
+            # in step with the paper
+            optimizer_creator=O,  # the optimizer
+            # counts machines
+            num_replicas=2,  # two
+            batch_size=8,  # of all
+            training_operator_cls=Own,  # mine
+            config={"lr": 1})  # end
+        u = TorchTrainer(
+            num_workers=1, batch_size=8,  # small
+            data_creator=D,  # one
+            config=config,
+            # nothing more
+        )
+        """
+    )
+    wanted = """\
+    t = TorchTrainer(  # drives
+        # mine
+        training_operator_cls=Own.from_creators(
+            model_creator=M,  # the model
+            data_creator=D,  # the data
+            # in step with the paper
+            optimizer_creator=O,  # the optimizer
+        ),
+        # counts machines
+        num_workers=2,  # two
+        # of all
+        config={"lr": 1, raysgd.utils.BATCH_SIZE: 8})  # end
+    u = TorchTrainer(
+        num_workers=1,
+        training_operator_cls=raysgd.TrainingOperator.from_creators(data_creator=D),  # one
+        # small
+        config={**config, raysgd.utils.BATCH_SIZE: 8},
+        # nothing more
+    )
+    """
+    assert new.endswith(dedent(wanted)), new
+
+
+def texts_of_tests() -> list[str]:
+    """All programs of these tests: those that run, those of the page, and some that are drawn."""
+    programs = [path.read_text(encoding="utf-8") for path in (Path(__file__).parent / "programs").glob("*.py")]
+    drawn = [random_program(random.Random(seed)) for seed in range(30)]
+    return [*programs, *(side(diff, "-") for diff in diffs_of_the_page()), *drawn]
+
+
+def comments_of(text: str) -> Counter[str]:
+    tokens = tokenize.generate_tokens(StringIO(text).readline)
+    return Counter(token.string for token in tokens if token.type == tokenize.COMMENT)
+
+
+def with_more_comments(text: str, chance: random.Random) -> str:
+    """The program with a comment, and a new line, at many of the places within brackets where one may stand."""
+    lines, depth, places = text.splitlines(keepends=True), 0, list[tuple[int, int]]()
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+            if depth and token.string in "([{,=." and chance.random() < 0.6:
+                places.append(token.end)
+    for number, (row, column) in enumerate(reversed(places)):
+        line = lines[row - 1]
+        lines[row - 1] = f"{line[:column]}  # comment {number}\n{line[column:]}"
+    return "".join(lines)
+
+
+def test_all_comments_before_are_there_after() -> None:
+    texts, num_comments = texts_of_tests(), 0
+    chance = random.Random(0)
+    for text in [*texts, *(with_more_comments(each, chance) for each in texts)]:
+        before = comments_of(text)
+        new = migrate(text.encode(), ray_train=True).text.decode()
+        num_comments += before.total()
+        assert before - comments_of(new) == Counter(), f"{text}\n{new}"
+        ast.parse(new)
+    assert num_comments > 1000
 
 
 def test_what_a_person_has_to_decide_is_named_with_its_line() -> None:

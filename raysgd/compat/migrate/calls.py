@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import libcst as cst
 from libcst import helpers
 
+from raysgd.compat.migrate.layout import COMMA, Arguments, call_of, name_of
+
 _TRAINERS = {
     f"{module}.TorchTrainer{method}"
     for module in ("raysgd", "raysgd.torch", "raysgd.torch.torch_trainer")
@@ -127,7 +129,7 @@ class Calls:
         if _REPORT in names:
             return self._of_report(old, new)
         for function in names & {*_RETIRED}:
-            for name in {*map(_name_of, old.args)} & {*_RETIRED[function].split()}:
+            for name in {*map(name_of, old.args)} & {*_RETIRED[function].split()}:
                 self._tell(old, f"today's `{function}` takes no `{name}`: leave it out", is_error=True)
         if _RUN in names:
             return new.with_changes(args=[_renamed(arg, "local_dir", "storage_path") for arg in new.args])
@@ -141,52 +143,50 @@ class Calls:
         return new
 
     def _of_trainer(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        args = list(new.args)
+        args = new.args
         for name, advice in _BY_HAND.items():
-            if _value_of(args, name) is not None:
+            if any(name_of(arg) == name for arg in args):
                 self._tell(old, f"`{name}` is no argument of `TorchTrainer` any more: {advice}", is_error=True)
         if any(arg.star == "**" for arg in args):
             self._tell(old, "`TorchTrainer(**...)`: look whether it holds arguments that were retired")
         if any(not arg.star and arg.keyword is None for arg in args):
             self._tell(old, "`TorchTrainer` takes its arguments by name only: name each", is_error=True)
-        changed = self._with_operator(args)
-        if _value_of(changed, "num_workers") is None:
-            changed = [_renamed(arg, "num_replicas", "num_workers") for arg in changed]
-        changed = self._with_batch_size(changed)
-        return new.with_changes(args=changed) if changed != args else new
+        before = Arguments.of(new)
+        after = self._with_batch_size(_with_num_workers(self._with_operator(before)))
+        return after.in_call(new) if after != before else new
 
-    def _with_operator(self, args: list[cst.Arg]) -> list[cst.Arg]:
+    def _with_operator(self, arguments: Arguments) -> Arguments:
         """Creator functions become an operator class, with the methods of the own one if there is one."""
-        taken = [arg for arg in args if _name_of(arg) in (*_CREATORS, "serialize_data_creation")]
-        if not any(_name_of(arg) in _CREATORS for arg in taken):
-            return args
-        own = _value_of(args, "training_operator_cls")
-        left = [arg for arg in args if arg not in taken[1:] and _name_of(arg) != "training_operator_cls"]
-        if own is None or helpers.get_full_name_for_node(own) == "None":
+        taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
+        if not any(name_of(each.arg) in _CREATORS for each in taken):
+            return arguments
+        own = [each for each in arguments.each if name_of(each.arg) == "training_operator_cls"]
+        if not own or helpers.get_full_name_for_node(own[0].arg.value) == "None":
             self.needs.add("raysgd")
             method = cst.parse_expression(_FROM_CREATORS)
         else:
-            method = cst.Attribute(own, cst.Name("from_creators"))
-        call = cst.Call(method, _on_one_line(taken))
-        operator = taken[0].with_changes(keyword=cst.Name("training_operator_cls"), value=call)
-        return _tidy(args, [operator if arg is taken[0] else arg for arg in left])
+            method = cst.Attribute(own[0].arg.value, cst.Name("from_creators"))
+        first = taken[0]
+        call = call_of(method, taken, first.indent if first.indent is not None else arguments.indent)
+        comments = [text for each in own for text in each.comments]
+        operator = first.with_value("training_operator_cls", call).below(comments, arguments.indent)
+        if len(taken) > 1 and first.after is not None:
+            operator = operator.at_end_of(cst.TrailingWhitespace())  # its comment went with the argument
+        return arguments.replaced(first, operator).without([*taken[1:], *own])
 
-    def _with_batch_size(self, args: list[cst.Arg]) -> list[cst.Arg]:
+    def _with_batch_size(self, arguments: Arguments) -> Arguments:
         """The batch size moves into the config."""
-        size = _value_of(args, "batch_size")
+        size = arguments.named("batch_size")
         if size is None:
-            return args
+            return arguments
         self.needs.add("raysgd.utils")
-        config = _value_of(args, "config")
-        entry = cst.DictElement(cst.parse_expression(_BATCH_SIZE), size)
-        new = _with_entry(config, entry)
-        kept = "config" if config is not None else "batch_size"
-        changed = [
-            arg.with_changes(keyword=cst.Name("config"), value=new) if _name_of(arg) == kept else arg
-            for arg in args
-            if _name_of(arg) != "batch_size" or kept == "batch_size"
-        ]
-        return _tidy(args, changed)
+        config = arguments.named("config")
+        entry = cst.DictElement(cst.parse_expression(_BATCH_SIZE), size.arg.value)
+        new = _with_entry(None if config is None else config.arg.value, entry)
+        if config is None:
+            return arguments.replaced(size, size.with_value("config", new))
+        moved = config.with_value("config", new).below(size.comments, arguments.indent)
+        return arguments.replaced(config, moved).without([size])
 
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
         """Trainers in actors of their own: what they are made with stands in a call of `remote` of something else."""
@@ -194,7 +194,7 @@ class Calls:
         if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
             self._has_remote_trainer = True
         is_remote = isinstance(call.func, cst.Attribute) and call.func.attr.value == "remote"
-        if self._has_remote_trainer and is_remote and any(_name_of(arg) in _CREATORS for arg in call.args):
+        if self._has_remote_trainer and is_remote and any(name_of(arg) in _CREATORS for arg in call.args):
             self._tell(call, _REMOTE_TRAINER, is_error=True)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
@@ -202,7 +202,7 @@ class Calls:
         if self._is_distributed:
             self._tell(old, _DISTRIBUTED, is_error=True)
             return new
-        passed = {_name_of(arg) for arg in new.args if not arg.star}
+        passed = {name_of(arg) for arg in new.args if not arg.star}
         if passed <= {None, "metrics", "checkpoint"} and not any(arg.star for arg in new.args):
             return new
         if None in passed or any(arg.star == "*" for arg in new.args):
@@ -243,36 +243,20 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
     if isinstance(config, cst.Dict):
         elements = [*config.elements]
         if elements and isinstance(elements[-1].comma, cst.MaybeSentinel):
-            elements[-1] = elements[-1].with_changes(comma=_COMMA)
+            elements[-1] = elements[-1].with_changes(comma=COMMA)
         return config.with_changes(elements=[*elements, entry])
-    return cst.Dict([cst.StarredDictElement(config, comma=_COMMA), entry])
+    return cst.Dict([cst.StarredDictElement(config, comma=COMMA), entry])
 
 
-_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-
-
-def _name_of(arg: cst.Arg) -> str | None:
-    return arg.keyword.value if arg.keyword is not None else None
-
-
-def _value_of(args: Sequence[cst.Arg], name: str) -> cst.BaseExpression | None:
-    return next((arg.value for arg in args if _name_of(arg) == name), None)
+def _with_num_workers(arguments: Arguments) -> Arguments:
+    old = arguments.named("num_replicas")
+    if old is None or arguments.named("num_workers") is not None:
+        return arguments
+    return arguments.replaced(old, old.with_value("num_workers", old.arg.value))
 
 
 def _renamed(arg: cst.Arg, old: str, new: str) -> cst.Arg:
-    return arg.with_changes(keyword=cst.Name(new)) if _name_of(arg) == old else arg
-
-
-def _on_one_line(args: Sequence[cst.Arg]) -> list[cst.Arg]:
-    plain = [arg.with_changes(comma=_COMMA, whitespace_after_arg=cst.SimpleWhitespace("")) for arg in args]
-    return [*plain[:-1], plain[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
-
-
-def _tidy(before: Sequence[cst.Arg], after: Sequence[cst.Arg]) -> list[cst.Arg]:
-    """The last argument ends as the last one did before."""
-    last = before[-1]
-    ended = after[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-    return [*after[:-1], ended]
+    return arg.with_changes(keyword=cst.Name(new)) if name_of(arg) == old else arg
 
 
 def _is_without_ending(args: Sequence[cst.Arg]) -> bool:

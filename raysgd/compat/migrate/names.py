@@ -21,6 +21,7 @@ from libcst.metadata import (
 )
 
 from raysgd.compat.migrate.calls import Calls, methods_to_change
+from raysgd.compat.migrate.layout import lost_comments
 from raysgd.compat.paths import NewPlace, Paths
 
 _COMMENT = "# raysgd:"
@@ -54,6 +55,8 @@ class OldNames(cst.CSTTransformer):
     Attributes:
         needs: Modules that have to be imported for what was rewritten.
         dropped_ray: Whether an import that bound `ray` binds `raysgd` instead.
+        trainers_of_ray: Names of trainers that Ray has and raysgd has not, each with the line.
+        has_trainers: Whether the program has a trainer of raysgd.
     """
 
     METADATA_DEPENDENCIES = (ScopeProvider,)
@@ -66,7 +69,10 @@ class OldNames(cst.CSTTransformer):
         self._calls = Calls(source, self._todays_names, self._tell)
         self.needs: set[str] = self._calls.needs
         self.dropped_ray = False
+        self.trainers_of_ray: dict[str, int] = {}
+        self.has_trainers = False
         self._for_a_person: list[list[str]] = []
+        self._lost: list[list[str]] = []
         self._comments = {line.strip() for line in source.splitlines() if line.lstrip().startswith(_COMMENT)}
         self._methods: dict[cst.CSTNode, str] = {}
 
@@ -74,17 +80,19 @@ class OldNames(cst.CSTTransformer):
         """Note in which statement what follows stands."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
+            self._lost.append([])
             if node in self._methods:
                 self._tell(node, self._methods[node], is_error=True)
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Say in a comment above a statement what only a person can rewrite in it."""
+        """Put above a statement what only a person can rewrite in it, and comments of what it has no longer."""
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
             return left
         comments = dict.fromkeys(f"{_COMMENT} {text}" for text in self._for_a_person.pop())
-        new = [cst.EmptyLine(comment=cst.Comment(text)) for text in comments if text not in self._comments]
+        said = [text for text in comments if text not in self._comments]
+        new = [cst.EmptyLine(comment=cst.Comment(text)) for text in [*self._lost.pop(), *said]]
         if not new:
             return left
         lines: list[Any] = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
@@ -105,12 +113,23 @@ class OldNames(cst.CSTTransformer):
         body: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
             body += self._rewritten(statement, original_node)
+        self._lost[-1] += lost_comments(updated_node.body, body)
         if len(body) == len(updated_node.body):
             return updated_node.with_changes(body=body)
         first, *others = (each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in body)
         return cst.FlattenSentinel(
             [updated_node.with_changes(body=[first]), *(cst.SimpleStatementLine([each]) for each in others)]
         )
+
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.SimpleStatementSuite:
+        """Rewrite an import behind a colon, as in `try: import ray`."""
+        body = [each for statement in updated_node.body for each in self._rewritten(statement, original_node)]
+        self._lost[-1] += lost_comments(updated_node.body, body)
+        if len(body) > len(updated_node.body):
+            body = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in body]
+        return updated_node.with_changes(body=body)
 
     def _rewritten(self, statement: cst.BaseSmallStatement, line: cst.CSTNode) -> Sequence[cst.BaseSmallStatement]:
         if isinstance(statement, cst.Import):
@@ -201,10 +220,15 @@ class OldNames(cst.CSTTransformer):
         if place is None or new is None:
             return updated_node
         self.needs.add(place.module)
-        return _dotted(new).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+        dotted = _dotted(new).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+        self._lost[-1] += lost_comments([updated_node], [dotted])
+        return dotted
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        return self._calls.rewritten(original_node, updated_node)
+        call = self._calls.rewritten(original_node, updated_node)
+        if call is not updated_node:
+            self._lost[-1] += lost_comments([updated_node], [call])
+        return call
 
     def _moved(self, node: cst.Attribute) -> NewPlace | None:
         """The place of a dotted name of the old library, if the import that brings it does not lead there, rewritten.
@@ -233,13 +257,21 @@ class OldNames(cst.CSTTransformer):
 
     def _new_name(self, place: NewPlace | None, node: cst.CSTNode) -> str | None:
         """Return where a name is now; of one that is gone, a person is told."""
-        if place is not None and place.new is None:
+        if place is None:
+            return None
+        if place.new is None:
             self._tell(node, f"`{place.old}` has no successor: {place.reason}", is_error=True)
-        return place.new if place is not None else None
+        if place.is_trainer_of_ray:
+            self.trainers_of_ray.setdefault(place.old, self._line_of(node))
+        self.has_trainers |= place.new is not None and place.new.endswith("Trainer")
+        return place.new
+
+    def _line_of(self, node: cst.CSTNode) -> int:
+        line: int = self._program.resolve(PositionProvider)[node].start.line
+        return line
 
     def _tell(self, node: cst.CSTNode, text: str, is_error: bool = False) -> None:
-        line: int = self._program.resolve(PositionProvider)[node].start.line
-        self._findings.add(Finding(line, text, is_error))
+        self._findings.add(Finding(self._line_of(node), text, is_error))
         if is_error:
             self._for_a_person[-1].append(text)
 

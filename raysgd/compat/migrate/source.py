@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,13 @@ from raysgd.compat.paths import Paths
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
 """In every program in which there is something to do."""
 _WRITABLE = 0o222
-_MARKS = ("ray.util.sgd", "ray.tune.integration", "ray.util.data", "raysgd")
+_OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|raysgd")
+"""In programs for which `ray.util.iter` is the old one."""
+_LEFT_TO_RAY = (
+    "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
+    "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"
+)
+_TRAINERS_BESIDE = ". To have the other trainers rewritten, move them to a file without it"
 
 
 @dataclass(frozen=True)
@@ -86,27 +92,38 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
         return _unchanged(text, error.lineno or 1, f"this is no valid Python: {error.msg}")
     except (cst.ParserSyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
         return _unchanged(text, 1, f"it cannot be read as Python: {error}")
-    paths, findings = Paths(ray_train, any(mark in source for mark in _MARKS)), set[Finding]()
+    uses_sgd = _OLD.search(source) is not None
+    paths, findings = Paths(ray_train, uses_sgd), set[Finding]()
     try:
-        new = _rewritten(module, source, paths, findings).bytes
+        names, new = _rewritten(module, source, paths, findings)
+        if names.trainers_of_ray:
+            paths, findings = Paths(beside_sgd=uses_sgd, keeps_ray_train=True), set(_left_to_ray(names))
+            _, new = _rewritten(module, source, paths, findings)
     except RecursionError:
         return _unchanged(text, 1, "its code is nested too deeply, or joins too many parts in one expression")
     _report_texts(tree, paths, findings)
-    return MigratedProgram(text, new, sorted(findings))
+    return MigratedProgram(text, new.bytes, sorted(findings))
 
 
 def _unchanged(text: bytes, line: int, reason: str) -> MigratedProgram:
     return MigratedProgram(text, text, [Finding(line, reason, is_error=True)])
 
 
-def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Finding]) -> cst.Module:
+def _left_to_ray(names: OldNames) -> Iterator[Finding]:
+    """Say why nothing of `ray.train` is rewritten in a program: Ray's trainers refuse configs that are not Ray's."""
+    ours = _TRAINERS_BESIDE if names.has_trainers else ""
+    for name, line in names.trainers_of_ray.items():
+        yield Finding(line, f"`{name}` is Ray's own: {_LEFT_TO_RAY}{ours}")
+
+
+def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Finding]) -> tuple[OldNames, cst.Module]:
     program = MetadataWrapper(module, unsafe_skip_copy=True)  # it comes from the parser: no node is in it twice
     names = OldNames(program, source, paths, findings)
     changed = program.visit(names)
     uses_ray = names.dropped_ray and any(
         isinstance(node, ast.Name) and node.id == "ray" for node in ast.walk(ast.parse(changed.bytes))
     )
-    return _with_imports(changed, sorted(names.needs | ({"ray"} if uses_ray else set())))
+    return names, _with_imports(changed, sorted(names.needs | ({"ray"} if uses_ray else set())))
 
 
 def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:

@@ -1,0 +1,211 @@
+"""Arguments of a call, each with its line and its comments, so that both go with an argument that moves."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+_COMMENT = re.compile(r"#.*")
+_NEW_LINE = cst.TrailingWhitespace()
+_STEP = "    "
+COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+
+
+class _Comments(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def visit_Comment(self, node: cst.Comment) -> None:
+        self.texts.append(node.value)
+
+
+def comments_in(*nodes: cst.CSTNode) -> list[str]:
+    """Return the comments in parts of a program."""
+    found = _Comments()
+    for node in nodes:
+        node.visit(found)
+    return found.texts
+
+
+def lost_comments(before: Sequence[cst.CSTNode], after: Sequence[cst.CSTNode]) -> list[str]:
+    """Return the comments of some parts that are not in what takes their place."""
+    return list((Counter(comments_in(*before)) - Counter(comments_in(*after))).elements())
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a call, with what belongs to it.
+
+    Attributes:
+        arg: The argument, without comma.
+        before: The whitespace before it: a space, or the lines above it and its indentation.
+        after: The end of its line; None if another argument follows on the line.
+    """
+
+    arg: cst.Arg
+    before: cst.BaseParenthesizableWhitespace
+    after: cst.TrailingWhitespace | None = None
+
+    @property
+    def comments(self) -> list[str]:
+        """The comments above it and behind it."""
+        return comments_in(self.before, *([self.after] if self.after is not None else []))
+
+    @property
+    def indent(self) -> str | None:
+        """Its indentation; None if it does not begin a line."""
+        return self.before.last_line.value if isinstance(self.before, cst.ParenthesizedWhitespace) else None
+
+    def with_value(self, keyword: str, value: cst.BaseExpression) -> Argument:
+        """Return the argument with another name and value."""
+        return replace(self, arg=self.arg.with_changes(keyword=cst.Name(keyword), value=value))
+
+    def at_end_of(self, line: cst.TrailingWhitespace | None) -> Argument:
+        """Return the argument with another end of its line."""
+        return replace(self, after=line)
+
+    def below(self, comments: Sequence[str], indent: str) -> Argument:
+        """Return the argument with more comments above it."""
+        if not comments:
+            return self
+        lines = [_line(text, indent) for text in comments]
+        before = self.before
+        if not isinstance(before, cst.ParenthesizedWhitespace):
+            before = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(indent))
+        return replace(self, before=before.with_changes(empty_lines=[*before.empty_lines, *lines]))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """All arguments of a call.
+
+    Attributes:
+        each: The arguments.
+        has_last_comma: Whether a comma follows the last one.
+        start: The end of the line of the opening parenthesis; None if an argument follows on the line.
+        end: The whitespace before the closing parenthesis.
+    """
+
+    each: Sequence[Argument]
+    has_last_comma: bool
+    start: cst.TrailingWhitespace | None
+    end: cst.BaseParenthesizableWhitespace
+
+    @classmethod
+    def of(cls, call: cst.Call) -> Arguments:
+        """Take the arguments of a call apart."""
+        gaps = [call.whitespace_before_args, *(_gap_after(arg) for arg in call.args)]
+        each = [
+            Argument(_bare(arg, is_last=arg is call.args[-1]), _above(before), _line_end(after))
+            for arg, before, after in zip(call.args, gaps, gaps[1:], strict=False)
+        ]
+        has_last_comma = bool(call.args) and isinstance(call.args[-1].comma, cst.Comma)
+        return cls(each, has_last_comma, _line_end(gaps[0]), _above(gaps[-1]))
+
+    @property
+    def indent(self) -> str:
+        """The indentation of arguments that begin a line."""
+        return next((each.indent for each in self.each if each.indent is not None), _STEP)
+
+    def named(self, name: str) -> Argument | None:
+        """Return an argument; None if it is not passed."""
+        return next((each for each in self.each if name_of(each.arg) == name), None)
+
+    def without(self, taken: Sequence[Argument]) -> Arguments:
+        """Return the arguments that are left; one behind a taken one on its line begins that line."""
+        left: list[Argument] = []
+        line: cst.BaseParenthesizableWhitespace | None = None
+        for each in self.each:
+            if each in taken:
+                line = line or (_without_lines(each.before) if each.indent is not None else None)
+            else:
+                left.append(replace(each, before=line) if line is not None and each.indent is None else each)
+                line = None
+        return replace(self, each=left)
+
+    def replaced(self, old: Argument, new: Argument) -> Arguments:
+        """Return the arguments with another one in the place of one."""
+        return replace(self, each=[new if each is old else each for each in self.each])
+
+    def in_call(self, call: cst.Call) -> cst.Call:
+        """Return the call with these arguments."""
+        start = self._gap(self.start, self.each[0].before, self.indent)
+        return call.with_changes(args=list(self._joined()), whitespace_before_args=start)
+
+    def _joined(self) -> Iterator[cst.Arg]:
+        for one, other in zip(self.each, self.each[1:], strict=False):
+            yield one.arg.with_changes(
+                comma=cst.Comma(whitespace_after=self._gap(one.after, other.before, self.indent))
+            )
+        last = self.each[-1]
+        end = self._gap(last.after, self.end, self.indent.removesuffix(_STEP))
+        if self.has_last_comma:
+            yield last.arg.with_changes(comma=cst.Comma(whitespace_after=end))
+        else:
+            yield last.arg.with_changes(whitespace_after_arg=end)
+
+    @staticmethod
+    def _gap(
+        after: cst.TrailingWhitespace | None, before: cst.BaseParenthesizableWhitespace, indent: str
+    ) -> cst.BaseParenthesizableWhitespace:
+        if isinstance(before, cst.ParenthesizedWhitespace):
+            return before.with_changes(first_line=after or _NEW_LINE)
+        if after is None or after.comment is None:
+            return before
+        return cst.ParenthesizedWhitespace(after, indent=True, last_line=cst.SimpleWhitespace(indent))
+
+
+def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent: str) -> cst.Call:
+    """Return a call with arguments of another one: on one line, or each on its own if there are comments.
+
+    Args:
+        function: What is called.
+        arguments: The arguments. The lines above the first one are not taken.
+        indent: The indentation of the call.
+    """
+    first, *others = arguments
+    has_comments = first.after is not None and first.after.comment is not None
+    if not others or not (has_comments or any(each.comments for each in others)):
+        plain = [each.arg.with_changes(comma=COMMA) for each in arguments]
+        return cst.Call(function, [*plain[:-1], plain[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+    inside = indent + _STEP
+    line = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(inside))
+    lines = [replace(first, before=line)]
+    lines += [replace(each, before=line).below(comments_in(each.before), inside) for each in others]
+    end = line.with_changes(last_line=cst.SimpleWhitespace(indent))
+    return Arguments(lines, has_last_comma=True, start=None, end=end).in_call(cst.Call(function))
+
+
+def name_of(arg: cst.Arg) -> str | None:
+    """Return the name under which an argument is passed."""
+    return arg.keyword.value if arg.keyword is not None else None
+
+
+def _line(comment: str, indent: str) -> cst.EmptyLine:
+    return cst.EmptyLine(indent=True, whitespace=cst.SimpleWhitespace(indent), comment=cst.Comment(comment))
+
+
+def _gap_after(arg: cst.Arg) -> cst.BaseParenthesizableWhitespace:
+    return arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else arg.whitespace_after_arg
+
+
+def _bare(arg: cst.Arg, is_last: bool) -> cst.Arg:
+    has_comma = isinstance(arg.comma, cst.Comma)
+    own = {} if has_comma or not is_last else {"whitespace_after_arg": cst.SimpleWhitespace("")}
+    return arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, **own)
+
+
+def _above(gap: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
+    return gap.with_changes(first_line=_NEW_LINE) if isinstance(gap, cst.ParenthesizedWhitespace) else gap
+
+
+def _without_lines(gap: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
+    return gap.with_changes(empty_lines=[]) if isinstance(gap, cst.ParenthesizedWhitespace) else gap
+
+
+def _line_end(gap: cst.BaseParenthesizableWhitespace) -> cst.TrailingWhitespace | None:
+    return gap.first_line if isinstance(gap, cst.ParenthesizedWhitespace) else None
