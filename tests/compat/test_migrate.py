@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import os
 import random
 import re
@@ -21,9 +22,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from raysgd.compat.migrate.calls import RENAMED, RETIRED
 from raysgd.compat.migrate.command import migrate as command
 from raysgd.compat.migrate.source import MigratedProgram, migrate
 from raysgd.compat.paths import Paths, renamed, table
+from tests.helpers.run_if import RunIf
 
 
 def migrated(text: str, ray_train: bool = False) -> str:
@@ -85,9 +88,56 @@ def test_the_page_shows_what_becomes_of_a_program(diff: str) -> None:
     assert migrated(before, ray_train="ray.train" in before) == side(diff, "+")
 
 
-def test_the_folder_of_a_sweep_has_its_new_name() -> None:
-    old = "from ray import tune\n\ntune.run(f, local_dir=folder, verbose=0)\n"
-    assert migrated(old) == old.replace("local_dir", "storage_path")
+@RunIf(modules=["pandas", "pyarrow"])
+def test_the_tables_of_arguments_are_those_of_todays_ray() -> None:
+    import ray
+    import ray.tune
+
+    functions = {"ray.init": ray.init, "ray.tune.run": ray.tune.run, "ray.tune.Experiment": ray.tune.Experiment}
+    for name, function in functions.items():
+        there = {
+            *inspect.signature(function).parameters,
+            *re.findall(r'kwargs.pop\(\s*"(\w+)', inspect.getsource(function)),
+        }
+        assert there & {*RETIRED.get(name, ())} <= {"chdir_to_trial_dir"}, (
+            "Ray takes it, and says that it has no effect"
+        )
+        assert {*RENAMED[name].values()} <= there
+        assert there & {*RENAMED[name]} <= {"local_dir"}, "Ray takes it, and raises"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("'./x'", "os.path.abspath('./x')"),
+        ("'~/x'", "os.path.expanduser('~/x')"),
+        ("'/x'", "'/x'"),
+        ("'s3://x'", "'s3://x'"),
+        ("None", "None"),
+        ("os.path.abspath(x)", "os.path.abspath(x)"),
+        ("args.x", "args.x and os.path.abspath(os.path.expanduser(args.x))"),
+        ("f'{x}/y'", "os.path.abspath(os.path.expanduser(f'{x}/y'))"),
+        ("os.path.join(x, 'y')", "os.path.abspath(os.path.expanduser(os.path.join(x, 'y')))"),
+    ],
+)
+def test_the_folder_of_a_sweep_has_its_new_name_and_is_absolute(old: str, new: str) -> None:
+    head = "import os, sys  # c\nfrom ray import tune\n\n"
+    assert migrated(f"{head}tune.run(f, local_dir={old}, verbose=0)\n") == (
+        f"{head}tune.run(f, storage_path={new}, verbose=0)\n"
+    )
+
+
+def test_the_module_for_an_absolute_folder_is_imported() -> None:
+    old = "from ray.tune import Experiment\n\nExperiment('a', f, local_dir='x')\n"
+    assert migrated(old) == (
+        "from ray.tune import Experiment\nimport os\n\nExperiment('a', f, storage_path=os.path.abspath('x'))\n"
+    )
+
+
+def test_arguments_of_ray_get_their_names_of_today() -> None:
+    old = "import ray\n\nray.init(redis_address=x, memory=2, include_webui=False, webui_host=h, temp_dir=t)\n"
+    new = "import ray\n\nray.init(address=x, _memory=2, include_dashboard=False, dashboard_host=h, _temp_dir=t)\n"
+    assert migrated(old) == new
 
 
 def test_formatting_and_comments_are_kept() -> None:
@@ -530,8 +580,11 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("for each in pipe.iter_epochs(): pass", "once for each epoch"),
         ("pipe = data.repeat().random_shuffle_each_window(seed=1)", "`random_shuffle` of it"),
         ("data.fully_executed()", "`materialize()`"),
-        ("ray.init(memory=2, num_cpus=1)", "today's `ray.init` takes no `memory`"),
-        ("ray.init(num_cpus=None, include_webui=False)", "today's `ray.init` takes no `include_webui`"),
+        ("ray.init(lru_evict=True, num_cpus=1)", "today's `ray.init` takes no `lru_evict`: leave it out"),
+        ("ray.init(load_code_from_local=True)", "today's `ray.init` takes no `load_code_from_local`"),
+        ("ray.init(address=None, redis_address=x)", "takes `address` and no `redis_address`: leave it out"),
+        ("trials = tune.run(f, return_trials=True)", "take `.trials` of what `ray.tune.run` returns"),
+        ("ray.train.xgboost.XGBoostTrainer(params={})", "as `train_loop_per_worker`"),
         ("import keras\nkeras.models.save_model(model, 'folder')", "`model.export(path)` writes a SavedModel"),
         ("tune.run(f, trial_executor=None)", "today's `ray.tune.run` takes no `trial_executor`"),
         ("from ray.tune.utils.util import merge_nothing, merge_dicts", "no `merge_nothing` in `ray.tune.utils.util`"),

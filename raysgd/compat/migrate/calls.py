@@ -29,17 +29,71 @@ _OF_TRIAL = {
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
 _RUN = "ray.tune.run"
-_RETIRED = {
+_BOOSTED = "pass a function that trains, as `train_loop_per_worker`"
+_EXPERIMENT = "ray.tune.Experiment"
+RENAMED = {
+    "ray.init": {
+        "driver_object_store_memory": "_driver_object_store_memory",
+        "include_webui": "include_dashboard",
+        "memory": "_memory",
+        "node_ip_address": "_node_ip_address",
+        "plasma_directory": "_plasma_directory",
+        "redis_address": "address",
+        "redis_password": "_redis_password",
+        "temp_dir": "_temp_dir",
+        "webui_host": "dashboard_host",
+    },
+    _RUN: {"local_dir": "storage_path"},
+    _EXPERIMENT: {"local_dir": "storage_path"},
+}
+"""Arguments that have another name in today's Ray."""
+_TRIALS_OF = "leave it out, and take `.trials` of what `ray.tune.run` returns"
+_CALLBACKS = "pass `callbacks=[...]`"
+_STORAGE = 'pass `storage_path="s3://..."`'
+_TO_LEAVE_OUT = {
     "ray.init": (
-        "driver_object_store_memory include_java include_webui lru_evict memory node_ip_address num_redis_shards "
-        "plasma_directory redis_address redis_max_memory redis_password temp_dir use_pickle webui_host"
+        "_internal_config _lru_evict _redis_max_memory enable_object_reconstruction huge_pages include_java "
+        "java_worker_options job_id load_code_from_local lru_evict num_redis_shards num_workers object_id_seed "
+        "plasma_store_socket_name raylet_socket_name redirect_output redirect_worker_output redis_max_clients "
+        "redis_max_memory use_pickle"
     ),
     _RUN: (
-        "global_checkpoint_period loggers queue_trials ray_auto_init run_errored_only server_port sync_on_checkpoint "
-        "sync_to_cloud sync_to_driver trial_executor upload_dir with_server"
+        "_experiment_checkpoint_dir global_checkpoint_period queue_trials ray_auto_init server_port "
+        "sync_on_checkpoint sync_to_driver trial_executor with_server"
     ),
 }
 """Arguments that today's Ray does not take any more."""
+_TO_REPLACE = {
+    _RUN: {
+        "chdir_to_trial_dir": 'set `RAY_CHDIR_TO_TRIAL_DIR` to `"0"` or `"1"` in the environment',
+        "loggers": _CALLBACKS,
+        "return_trials": _TRIALS_OF,
+        "run_errored_only": 'pass `resume="ERRORED_ONLY"`',
+        "sync_to_cloud": _STORAGE,
+        "upload_dir": _STORAGE,
+    },
+    "ray.train.xgboost.XGBoostTrainer": dict.fromkeys(("label_column", "num_boost_round", "params"), _BOOSTED),
+    "ray.train.lightgbm.LightGBMTrainer": dict.fromkeys(("label_column", "num_boost_round", "params"), _BOOSTED),
+}
+"""Those for which there is something else."""
+RETIRED = {
+    function: {
+        **dict.fromkeys(_TO_LEAVE_OUT.get(function, "").split(), "leave it out"),
+        **_TO_REPLACE.get(function, {}),
+    }
+    for function in (*_TO_LEAVE_OUT, *_TO_REPLACE)
+}
+"""All of them, each with what to do."""
+_ABSOLUTE = {
+    "os.getcwd",
+    "os.path.abspath",
+    "os.path.expanduser",
+    "os.path.realpath",
+    "pathlib.Path.cwd",
+    "pathlib.Path.home",
+    "tempfile.mkdtemp",
+}
+"""Functions that return an absolute path, or one that is as good as that."""
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -128,11 +182,8 @@ class Calls:
             return self._of_trainer(old, new)
         if _REPORT in names:
             return self._of_report(old, new)
-        for function in names & {*_RETIRED}:
-            for name in {*map(name_of, old.args)} & {*_RETIRED[function].split()}:
-                self._tell(old, f"today's `{function}` takes no `{name}`: leave it out", is_error=True)
-        if _RUN in names:
-            return new.with_changes(args=[_renamed(arg, "local_dir", "storage_path") for arg in new.args])
+        for function in names & {*RETIRED, *RENAMED}:
+            return self._of_ray(function, old, new)
         self._look_for_remote_trainer(old, names)
         if isinstance(old.func, cst.Attribute) and (advice := _METHODS.get(old.func.attr.value)):
             self._tell(old, advice, is_error=True)
@@ -141,6 +192,40 @@ class Calls:
                 return new.with_changes(args=[_renamed(arg, "lr", "learning_rate") for arg in new.args])
             self._look_at_keras(old)
         return new
+
+    def _of_ray(self, function: str, old: cst.Call, new: cst.Call) -> cst.Call:
+        """Arguments of Ray's own functions get their names of today; those that are gone are named."""
+        passed = {name_of(arg) for arg in old.args}
+        for name, advice in RETIRED.get(function, {}).items():
+            if name in passed:
+                self._tell(old, f"today's `{function}` takes no `{name}`: {advice}", is_error=True)
+        changed = new
+        for before, after in RENAMED.get(function, {}).items():
+            if before in passed and after in passed:
+                self._tell(old, f"today's `{function}` takes `{after}` and no `{before}`: leave it out", is_error=True)
+            elif before in passed:
+                changed = changed.with_changes(args=[_renamed(arg, before, after) for arg in changed.args])
+                if after == "storage_path":
+                    changed = changed.with_changes(args=[self._with_absolute(arg) for arg in changed.args])
+        return changed
+
+    def _with_absolute(self, arg: cst.Arg) -> cst.Arg:
+        """The folder of a sweep as an absolute path, as today's Ray wants it."""
+        if name_of(arg) != "storage_path":
+            return arg
+        value, function = arg.value, "os.path.abspath({})"
+        if isinstance(value, cst.SimpleString) and isinstance(text := value.evaluated_value, str):
+            if text.startswith("/") or "://" in text:
+                return arg
+            function = "os.path.expanduser({})" if text.startswith("~") else function
+        elif (isinstance(value, cst.Call) and self._names_of(value.func) & _ABSOLUTE) or _is_none(value):
+            return arg
+        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # it may be None
+            function = "{} and os.path.abspath(os.path.expanduser({}))"
+        else:
+            function = "os.path.abspath(os.path.expanduser({}))"
+        self.needs.add("os")
+        return arg.with_changes(value=helpers.parse_template_expression(function.replace("{}", "{value}"), value=value))
 
     def _of_trainer(self, old: cst.Call, new: cst.Call) -> cst.Call:
         args = new.args
@@ -161,7 +246,7 @@ class Calls:
         if not any(name_of(each.arg) in _CREATORS for each in taken):
             return arguments
         own = [each for each in arguments.each if name_of(each.arg) == "training_operator_cls"]
-        if not own or helpers.get_full_name_for_node(own[0].arg.value) == "None":
+        if not own or _is_none(own[0].arg.value):
             self.needs.add("raysgd")
             method = cst.parse_expression(_FROM_CREATORS)
         else:
@@ -238,7 +323,7 @@ def _with_dict(call: cst.Call) -> cst.Call:
 
 def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cst.Dict:
     """The config with one more entry."""
-    if config is None or helpers.get_full_name_for_node(config) == "None":
+    if config is None or _is_none(config):
         return cst.Dict([entry])
     if isinstance(config, cst.Dict):
         elements = [*config.elements]
@@ -257,6 +342,10 @@ def _with_num_workers(arguments: Arguments) -> Arguments:
 
 def _renamed(arg: cst.Arg, old: str, new: str) -> cst.Arg:
     return arg.with_changes(keyword=cst.Name(new)) if name_of(arg) == old else arg
+
+
+def _is_none(value: cst.BaseExpression) -> bool:
+    return isinstance(value, cst.Name) and value.value == "None"
 
 
 def _is_without_ending(args: Sequence[cst.Arg]) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
+from libcst import helpers
 from libcst.metadata import MetadataWrapper
 
 from raysgd._files import replacing
@@ -132,8 +133,8 @@ def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
     last = first
     while last < len(module.body) and _is_import(module.body[last]):
         last += 1
-    there = {module.code_for_node(line.with_changes(leading_lines=[])).strip() for line in module.body[first:last]}
-    new = [f"import {name}" for name in needs if f"import {name}" not in there]
+    there = {name for line in module.body[first:last] for name in _imported(line)}
+    new = [f"import {name}" for name in needs if name not in there]
     if not new:
         return module
     lines = [cst.parse_statement(line, config=module.config_for_parsing) for line in new]
@@ -141,6 +142,15 @@ def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
     if rest and not rest[0].leading_lines:
         rest[0] = rest[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
     return module.with_changes(body=[*module.body[:last], *lines, *rest])
+
+
+def _imported(line: cst.CSTNode) -> Iterator[str]:
+    """The modules that a line brings under their own names."""
+    assert isinstance(line, cst.SimpleStatementLine)
+    for statement in line.body:
+        for alias in statement.names if isinstance(statement, cst.Import) else ():
+            if alias.asname is None:
+                yield helpers.get_full_name_for_node(alias.name) or ""
 
 
 def _is_import(line: cst.CSTNode) -> bool:
