@@ -22,7 +22,7 @@ def run(script: Path, arguments: tuple[str, ...]) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except ImportError as error:
-        if (error.name or "").startswith(("ray.train", "ray.air")):
+        if (error.name or "").startswith(("ray.train", "ray.air", "ray.ml")):
             advice = "If the program was written for Ray 1.x or 2.0 to 2.9, rewrite it"
             error.msg += f". {advice}: `raysgd migrate --ray-train --write`"
         raise

@@ -21,8 +21,8 @@ from raysgd.compat.paths import Paths
 
 VARIABLE = "RAYSGD_COMPAT"
 """Tells worker processes that the driver called `install`."""
-_EXECUTED = "ray.util.sgd"
-"""A package that Ray has, but whose import raises."""
+_OLD = ("ray.util.sgd", "ray.experimental.sgd")
+"""The old library. Of the first one Ray has a package, but its import raises."""
 
 
 class Alias(ModuleType):
@@ -47,8 +47,10 @@ class Alias(ModuleType):
             if hasattr(target, "__path__") and importlib.util.find_spec(f"{target.__name__}.{name}") is not None:
                 return importlib.import_module(f"{target.__name__}.{name}")  # imported in another process only
             place = None if name.startswith("_") else Paths().find(f"{vars(self)['__name__']}.{name}")
-            if place is None or place.new is not None:
+            if place is None or place.new == f"{target.__name__}.{name}":
                 raise
+            if place.new is not None:
+                return getattr(importlib.import_module(place.module), place.new.rpartition(".")[2])
             raise AttributeError(f"`{place.old}` has no successor in raysgd: {place.reason}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -82,7 +84,7 @@ class _OldNames(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname in self._modules:
             return ModuleSpec(fullname, self, is_package=True)
-        is_old = fullname.startswith(_EXECUTED) or fullname.rpartition(".")[0] in self._modules
+        is_old = fullname.startswith(_OLD) or fullname.rpartition(".")[0] in self._modules
         gone = self._paths.find(fullname) if is_old else None
         if gone is not None and gone.new is None:  # of `ModuleNotFoundError` a `from` import would drop the text
             raise ImportError(f"`{fullname}` has no successor in raysgd: {gone.reason}", name=fullname)

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Literal
 
 Group = Literal["sgd", "train"]
@@ -31,6 +32,15 @@ _SESSION_C = (
     "get_checkpoint get_dataset_shard get_experiment_name get_local_rank get_local_world_size get_metadata "
     "get_node_rank get_trial_dir get_trial_id get_trial_name get_trial_resources get_world_rank get_world_size report"
 )
+_PREPROCESSORS = (
+    "Categorizer Chain Concatenator CountVectorizer FeatureHasher HashingVectorizer LabelEncoder MaxAbsScaler "
+    "MinMaxScaler MultiHotEncoder Normalizer OneHotEncoder OrdinalEncoder PowerTransformer RobustScaler SimpleImputer "
+    "StandardScaler Tokenizer"
+)
+_SAMPLE = (
+    "Categorical Domain Float Function Integer LogUniform Normal Quantized Sampler Uniform choice lograndint "
+    "loguniform qlograndint qloguniform qrandint qrandn quniform randint randn sample_from uniform"
+)
 _FIRST_CONSTANTS = "SCHEDULER_STEP SCHEDULER_STEP_BATCH SCHEDULER_STEP_EPOCH USE_FP16"
 _CONSTANTS = (
     "BASIC_AUTOFILLED_KEYS DEFAULT_RESULTS_DIR DETAILED_AUTOFILLED_KEYS ENABLE_DETAILED_AUTOFILLED_METRICS_ENV "
@@ -39,9 +49,13 @@ _CONSTANTS = (
 )
 _EXECUTOR = "Backend BackendConfig BackendExecutor InactiveWorkerGroupError TrainingWorkerError"
 
+_DCGAN = "Discriminator GANOperator Generator model_creator optimizer_creator train_example"
+_FASHION = "NeuralNetwork train_fashion_mnist train_func"
+
 _SGD: dict[str, tuple[str, str]] = {
     "ray.util.sgd": ("raysgd", "TorchTrainer TFTrainer"),
     "ray.util.sgd.pytorch": ("raysgd.torch", "TrainingOperator"),
+    "ray.util.sgd.pytorch.pytorch_trainer": ("raysgd.torch.torch_trainer", ""),
     "ray.util.sgd.pytorch.training_operator": ("raysgd.torch.training_operator", "TrainingOperator"),
     "ray.util.sgd.pytorch.constants": ("raysgd.torch.constants", _FIRST_CONSTANTS),
     "ray.util.sgd.pytorch.utils": ("raysgd.torch.constants", _FIRST_CONSTANTS),
@@ -49,6 +63,11 @@ _SGD: dict[str, tuple[str, str]] = {
         "raysgd.torch.examples.train_example",
         "LinearDataset data_creator model_creator optimizer_creator scheduler_creator train_example",
     ),
+    "ray.util.sgd.pytorch.examples.cifar_pytorch_example": (
+        "raysgd.torch.examples.cifar_pytorch_example",
+        "initialization_hook train_cifar",
+    ),
+    "ray.util.sgd.pytorch.examples.dcgan": ("raysgd.torch.examples.dcgan", _DCGAN),
     "ray.util.sgd.torch": ("raysgd.torch", "BaseTorchTrainable CreatorOperator TorchTrainer TrainingOperator"),
     "ray.util.sgd.torch.torch_trainer": ("raysgd.torch.torch_trainer", "BaseTorchTrainable TorchTrainer"),
     "ray.util.sgd.torch.training_operator": (
@@ -77,10 +96,7 @@ _SGD: dict[str, tuple[str, str]] = {
         "raysgd.torch.examples.tune_example",
         "get_custom_training_operator tune_example tune_example_manual",
     ),
-    "ray.util.sgd.torch.examples.dcgan": (
-        "raysgd.torch.examples.dcgan",
-        "Discriminator GANOperator Generator train_example",
-    ),
+    "ray.util.sgd.torch.examples.dcgan": ("raysgd.torch.examples.dcgan", _DCGAN),
     "ray.util.sgd.torch.examples.cifar_pytorch_example": (
         "raysgd.torch.examples.cifar_pytorch_example",
         "CifarTrainingOperator initialization_hook train_cifar",
@@ -139,9 +155,46 @@ _SGD: dict[str, tuple[str, str]] = {
     "ray.util.sgd.v2.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
     "ray.util.sgd.v2.backends.backend": ("raysgd.train.backend", f"{_EXECUTOR} CheckpointManager SGDBackendError"),
     "ray.util.sgd.v2.backends.torch": ("raysgd.train.torch", "TorchBackend TorchConfig"),
-    "ray.util.sgd.v2.backends.tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
+    "ray.util.sgd.v2.backends.tensorflow": ("raysgd.train.tensorflow", "TensorflowBackend TensorflowConfig"),
     "ray.util.sgd.v2.backends.horovod": ("raysgd.train.horovod", "HorovodConfig"),
+    "ray.util.sgd.v2.examples.train_fashion_mnist_example": (
+        "raysgd.train.examples.train_fashion_mnist_example",
+        _FASHION,
+    ),
+    "ray.experimental.sgd.examples.train_example": (
+        "raysgd.torch.examples.train_example",
+        "LinearDataset data_creator model_creator optimizer_creator train_example",
+    ),
 }
+_INSIDE_RAY = {
+    "ray.tune.sample": ("ray.tune.search.sample", _SAMPLE),
+    "ray.tune.suggest": (
+        "ray.tune.search",
+        "BasicVariantGenerator ConcurrencyLimiter Repeater SearchAlgorithm SearchGenerator Searcher create_searcher "
+        "grid_search",
+    ),
+    "ray.tune.suggest.ax": ("ray.tune.search.ax", "AxSearch"),
+    "ray.tune.suggest.basic_variant": ("ray.tune.search.basic_variant", "BasicVariantGenerator"),
+    "ray.tune.suggest.bayesopt": ("ray.tune.search.bayesopt", "BayesOptSearch"),
+    "ray.tune.suggest.bohb": ("ray.tune.search.bohb", "TuneBOHB"),
+    "ray.tune.suggest.hebo": ("ray.tune.search.hebo", "HEBOSearch"),
+    "ray.tune.suggest.hyperopt": ("ray.tune.search.hyperopt", "HyperOptSearch"),
+    "ray.tune.suggest.nevergrad": ("ray.tune.search.nevergrad", "NevergradSearch"),
+    "ray.tune.suggest.optuna": ("ray.tune.search.optuna", "OptunaSearch"),
+    "ray.tune.suggest.repeater": ("ray.tune.search.repeater", "Repeater"),
+    "ray.tune.suggest.search": ("ray.tune.search.search_algorithm", "SearchAlgorithm"),
+    "ray.tune.suggest.search_generator": ("ray.tune.search.search_generator", "SearchGenerator"),
+    "ray.tune.suggest.suggestion": ("ray.tune.search.searcher", "ConcurrencyLimiter Searcher"),
+    "ray.tune.suggest.variant_generator": (
+        "ray.tune.search.variant_generator",
+        "RecursiveDependencyError format_vars generate_variants grid_search",
+    ),
+    "ray.tune.suggest.zoopt": ("ray.tune.search.zoopt", "ZOOptSearch"),
+}
+"""What today's Ray has in other modules."""
+_EXPERIMENTAL = "ray.experimental.sgd"
+_FORMERLY = ("", ".pytorch", ".tf", ".utils")
+"""What of `ray.util.sgd` was `ray.experimental.sgd` before."""
 _BESIDE_SGD = {
     "ray.util.iter": (
         "raysgd.util.iter",
@@ -160,8 +213,8 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train.backend": ("raysgd.train.backend", f"{_EXECUTOR} EncodedData TrainBackendError"),
     "ray.train.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
     "ray.train.backends.backend": ("raysgd.train.backend", f"{_EXECUTOR} CheckpointManager TrainBackendError"),
-    "ray.train.backends.torch": ("raysgd.train.torch", "TorchConfig"),
-    "ray.train.backends.tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
+    "ray.train.backends.torch": ("raysgd.train.torch", "TorchBackend TorchConfig"),
+    "ray.train.backends.tensorflow": ("raysgd.train.tensorflow", "TensorflowBackend TensorflowConfig"),
     "ray.train.backends.horovod": ("raysgd.train.horovod", "HorovodConfig"),
     "ray.train.batch_predictor": ("raysgd.train.batch_predictor", "BatchPredictor"),
     "ray.train.base_trainer": ("raysgd.train.base_trainer", "BaseTrainer GenDataset TrainingFailedError"),
@@ -189,6 +242,10 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train.context": ("raysgd.train.session", "TrainContext get_context"),
     "ray.train.data_parallel_trainer": ("raysgd.train.data_parallel_trainer", "DataParallelTrainer"),
     "ray.train.error": ("raysgd.train.error", "SessionMisuseError"),
+    "ray.train.examples.train_fashion_mnist_example": (
+        "raysgd.train.examples.train_fashion_mnist_example",
+        _FASHION,
+    ),
     "ray.train.horovod": ("raysgd.train.horovod", "HorovodConfig HorovodTrainer"),
     "ray.train.huggingface.transformers": (
         "raysgd.train.huggingface.transformers",
@@ -212,6 +269,31 @@ _TRAIN: dict[str, tuple[str, str]] = {
     ),
     "ray.train.utils": ("raysgd.train.utils", "construct_path"),
     "ray.train.worker_group": ("raysgd.train.worker_group", _WORKER_GROUP),
+    "ray.train._internal.backend_executor": (
+        "raysgd.train.backend",
+        "BackendExecutor InactiveWorkerGroupError TrainBackendError TrainingWorkerError",
+    ),
+    "ray.train._internal.session": ("raysgd.air.session", _SESSION_C),
+    "ray.train._internal.worker_group": ("raysgd.train.worker_group", _WORKER_GROUP),
+    "ray.ml": ("raysgd.air", "RunConfig ScalingConfig"),
+    "ray.ml.batch_predictor": ("raysgd.train.batch_predictor", "BatchPredictor"),
+    "ray.ml.checkpoint": ("raysgd.air.checkpoint", "Checkpoint"),
+    "ray.ml.config": ("raysgd.air.config", f"{_CONFIGS} DatasetConfig"),
+    "ray.ml.constants": (
+        "raysgd.air.constants",
+        "EVALUATION_DATASET_KEY MODEL_KEY PREPROCESSOR_KEY TENSOR_COLUMN_NAME TRAIN_DATASET_KEY WILDCARD_KEY",
+    ),
+    "ray.ml.predictor": ("raysgd.train.predictor", "Predictor PredictorNotSerializableException"),
+    "ray.ml.predictors.integrations.tensorflow": ("raysgd.train.tensorflow", "TensorflowPredictor"),
+    "ray.ml.predictors.integrations.torch": ("raysgd.train.torch", "TorchPredictor"),
+    "ray.ml.preprocessor": ("ray.data.preprocessor", "Preprocessor PreprocessorNotFittedException"),
+    "ray.ml.preprocessors": ("ray.data.preprocessors", _PREPROCESSORS),
+    "ray.ml.result": ("raysgd.air.result", "Result"),
+    "ray.ml.train.data_parallel_trainer": ("raysgd.train.data_parallel_trainer", "DataParallelTrainer"),
+    "ray.ml.train.integrations.horovod": ("raysgd.train.horovod", "HorovodTrainer"),
+    "ray.ml.train.integrations.tensorflow": ("raysgd.train.tensorflow", "TensorflowTrainer"),
+    "ray.ml.train.integrations.torch": ("raysgd.train.torch", "TorchTrainer"),
+    "ray.ml.trainer": ("raysgd.train.base_trainer", "BaseTrainer GenDataset TrainingFailedError"),
     "ray.air": ("raysgd.air", f"{_CONFIGS} Checkpoint DatasetConfig Result"),
     "ray.air.callbacks.comet": ("raysgd.air.callbacks.comet", "CometLoggerCallback"),
     "ray.air.callbacks.keras": ("raysgd.air.callbacks.keras", "Callback ReportCheckpointCallback"),
@@ -234,24 +316,53 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.tune.syncer": ("raysgd.air.config", "SyncConfig"),
     "ray.tune.tuner": ("raysgd.tune.tuner", "Tuner"),
 }
-_GROUPS: dict[Group, dict[str, tuple[str, str]]] = {"sgd": {**_SGD, **_BESIDE_SGD}, "train": _TRAIN}
+_KEPT_BY_RAY = {
+    "ray.ml": ("ray.train", "RunConfig ScalingConfig"),
+    "ray.ml.checkpoint": ("ray.train", "Checkpoint"),
+    "ray.ml.config": ("ray.train", "FailureConfig RunConfig ScalingConfig"),
+    "ray.ml.preprocessor": _TRAIN["ray.ml.preprocessor"],
+    "ray.ml.preprocessors": _TRAIN["ray.ml.preprocessors"],
+    "ray.ml.result": ("ray.train", "Result"),
+    "ray.ml.train.integrations.lightgbm": ("ray.train.lightgbm", "LightGBMTrainer"),
+    "ray.ml.train.integrations.xgboost": ("ray.train.xgboost", "XGBoostTrainer"),
+}
+"""What is today's Ray's in programs with a trainer that only Ray has."""
+_GROUPS: dict[Group, dict[str, tuple[str, str]]] = {
+    "sgd": {**_SGD, **_BESIDE_SGD, **_INSIDE_RAY},
+    "train": _TRAIN,
+}
 
 _RENAMED = {
     "ray.util.sgd.PyTorchTrainer": "raysgd.TorchTrainer",
     "ray.util.sgd.pytorch.PyTorchTrainer": "raysgd.TorchTrainer",
     "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainer": "raysgd.TorchTrainer",
+    "ray.util.sgd.pytorch.utils.AverageMeter": "raysgd.utils.AverageMeter",
     "ray.util.sgd.v2.SGDBackendError": "raysgd.v2.SGDBackendError",
     "ray.util.ml_utils.util.find_free_port": "raysgd.utils.find_free_port",
     "ray.tune.function": "raysgd.tune.function",
+    "ray.tune.trial.Trial": "ray.tune.experiment.Trial",
+    "ray.services.get_node_ip_address": "ray.util.get_node_ip_address",
 }
 """Single names that have another name, or stand in no module of the tables."""
 _RENAMED_TRAIN = {
     "ray.tune.ResultGrid": "raysgd.tune.ResultGrid",
     "ray.tune.SyncConfig": "raysgd.air.SyncConfig",
     "ray.tune.Tuner": "raysgd.tune.Tuner",
+    "ray.tune.tuner.TuneConfig": "raysgd.tune.TuneConfig",
+    "ray.ml.Checkpoint": "raysgd.air.Checkpoint",
+    "ray.ml.Preprocessor": "ray.data.preprocessor.Preprocessor",
+    "ray.ml.trainer.Trainer": "raysgd.train.base_trainer.BaseTrainer",
+    "ray.train.tensorflow._TensorflowBackend": "raysgd.train.tensorflow.TensorflowBackend",
+    "ray.train.torch._TorchBackend": "raysgd.train.torch.TorchBackend",
+    "ray.train._internal.checkpoint.CheckpointManager": "raysgd.train.checkpoint.CheckpointManager",
+    "ray.train._internal.data_config.DataConfig": "raysgd.train.DataConfig",
+    "ray.train._internal.syncer.SyncConfig": "raysgd.air.SyncConfig",
+    "ray.train._internal.utils.check_for_failure": "raysgd.utils.check_for_failure",
+    "ray.train._internal.utils.construct_path": "raysgd.train.utils.construct_path",
 }
 """The same for those under which today's Ray has something else."""
 
+_NUM_NAMES = 5
 RAY_TRAIN = "2.60"
 """The version of Ray whose `ray.train` the tables were compared with: each of its public names is in one of them."""
 
@@ -267,6 +378,14 @@ _REPORTED = "`Result.best_checkpoints` has the checkpoints that were kept, with 
 _VALIDATION = "validate in the function before `report`, and report what you find with the checkpoint"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
 _EXAMPLES = "see `raysgd.torch.examples`, `raysgd.tf.examples` and the folder `examples`"
+_AIR_CHECKPOINT = (
+    "make the checkpoint with `raysgd.train.torch.TorchCheckpoint.from_model`, and read it with `get_model`"
+)
+_LOOP = "override `train_epoch` or `validate` of a `TrainingOperator`, whose `super()` has the loop"
+_DROPPED_SEARCH = "Ray dropped it: search with `ray.tune.search.optuna.OptunaSearch()`"
+_RESOURCES = 'return `ray.tune.PlacementGroupFactory([{"CPU": 1}, {"CPU": 1}])`, with one dict for each worker'
+_LIGHTNING_TESTS = "it was a helper of tests: copy the `LightningModule` into your program, where it works unchanged"
+_FIRST_SGD = "train a Keras model with a `TFTrainer`, or a model of PyTorch with a `TorchTrainer`"
 _PIPELINE = "pass the dataset, which is read while it is used"
 _LIGHTNING_ON_RAY = (
     "make an operator of the module with `raysgd.TrainingOperator.from_ptl`, or " + _LIGHTNING + "; the migration page "
@@ -278,6 +397,14 @@ _HOROVOD_ON_RAY = (
 )
 _GONE = {
     "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainable": "`TorchTrainer.as_trainable(...)` makes the class",
+    "ray.util.sgd.pytorch.PyTorchTrainable": "`TorchTrainer.as_trainable(...)` makes the class",
+    "ray.util.sgd.pytorch.distributed_pytorch_runner": _INTERNAL,
+    "ray.util.sgd.pytorch.pytorch_runner": _INTERNAL,
+    "ray.util.sgd.pytorch.utils.train": _LOOP,
+    "ray.util.sgd.pytorch.utils.validate": _LOOP,
+    "ray.experimental.sgd.mnist_example": _FIRST_SGD,
+    "ray.experimental.sgd.sgd": _FIRST_SGD,
+    "ray.experimental.sgd.tfbench": _FIRST_SGD,
     "ray.util.sgd.torch.torch_runner": _INTERNAL,
     "ray.util.sgd.torch.distributed_torch_runner": _INTERNAL,
     "ray.util.sgd.torch.worker_group": _INTERNAL,
@@ -327,6 +454,24 @@ _GONE = {
     "ray.train.rl": _ELSEWHERE,
     "ray.train.sklearn": _ELSEWHERE,
     "ray.train.lightning.RayDeepSpeedStrategy": "divide the model with `RayFSDPStrategy`",
+    "ray.train.horovod._HorovodBackend": "pass a `raysgd.train.horovod.HorovodConfig(...)`, which makes the backend",
+    "ray.ml.examples": _EXAMPLES,
+    "ray.ml.preprocessors.BatchMapper": "call `map_batches` of the dataset",
+    "ray.ml.predictors.integrations.huggingface": _TRANSFORMERS,
+    "ray.ml.predictors.integrations.lightgbm": _ELSEWHERE,
+    "ray.ml.predictors.integrations.rl": _ELSEWHERE,
+    "ray.ml.predictors.integrations.sklearn": _ELSEWHERE,
+    "ray.ml.predictors.integrations.xgboost": _ELSEWHERE,
+    "ray.ml.train.gbdt_trainer": _ELSEWHERE,
+    "ray.ml.train.integrations.huggingface": _TRANSFORMERS,
+    "ray.ml.train.integrations.lightgbm": _ELSEWHERE,
+    "ray.ml.train.integrations.rl": _ELSEWHERE,
+    "ray.ml.train.integrations.sklearn": _ELSEWHERE,
+    "ray.ml.train.integrations.torch.load_checkpoint": _AIR_CHECKPOINT,
+    "ray.ml.train.integrations.torch.to_air_checkpoint": _AIR_CHECKPOINT,
+    "ray.ml.train.integrations.xgboost": _ELSEWHERE,
+    "ray.ml.train_test_split": "datasets have the method `train_test_split`",
+    "ray.ml.utils": _INTERNAL,
     "ray.train.examples": _EXAMPLES,
     "ray.air.examples": _EXAMPLES,
     "ray.util.sgd.v2.examples": _EXAMPLES,
@@ -345,16 +490,22 @@ _GONE = {
     "to `ray.tune.report`",
     "ray.tune.integration.horovod": "pass a `raysgd.train.horovod.HorovodTrainer` to `raysgd.tune.Tuner`",
     "ray.get_resource_ids": "Ray has `ray.get_runtime_context().get_assigned_resources()`",
-    "ray.services": "Ray has `ray.util.get_node_ip_address`",
+    "ray.services": "it was an internal of Ray, of which `ray.util.get_node_ip_address` is left",
     "ray.tune.ray_trial_executor": "it was an internal of Ray Tune",
     "ray.tune.integration.mlflow": "Ray has it as `ray.air.integrations.mlflow`",
     "ray.tune.integration.wandb": "Ray has it as `ray.air.integrations.wandb`",
-    "ray.tune.sample": "Ray has these classes in `ray.tune.search.sample`",
-    "ray.tune.suggest": "Ray has the searches in `ray.tune.search`",
+    "ray.tune.resources.Resources": _RESOURCES,
+    "ray.tune.suggest.dragonfly": _DROPPED_SEARCH,
+    "ray.tune.suggest.flaml": _DROPPED_SEARCH,
+    "ray.tune.suggest.sigopt": _DROPPED_SEARCH,
+    "ray.tune.suggest.skopt": _DROPPED_SEARCH,
+    "ray.tune.trial.Resources": _RESOURCES,
     "ray.tune.track": "call `ray.tune.report({...})`",
     "horovod.ray": _HOROVOD_ON_RAY,
     "ray_lightning": _LIGHTNING_ON_RAY,
-    "ray_lightning.tune": "pass the trainer to `raysgd.tune.Tuner`; what it reports goes to Tune",
+    "ray_lightning.tests": _LIGHTNING_TESTS,
+    "ray_lightning.tune": "pass the trainer to `raysgd.tune.Tuner`; what the module logs goes to Tune under its own "
+    'name: write `metric="ptl/val_loss"` where `TuneReportCallback({"loss": "ptl/val_loss"})` made `"loss"` of it',
     "ray.util.data.read_parquet": "read the files with Ray Data, `ray.data.read_parquet`",
     "ray.util.iter.from_actors": "shards are no longer actors: use `raysgd.util.iter.from_iterators`",
 }
@@ -369,12 +520,14 @@ class NewPlace:
         new: Where it is now; None if it is gone.
         reason: Why it is gone, and what to use instead.
         module: The module to import for it.
+        is_listed: Whether the tables have it; others are names that no program should have had.
     """
 
     old: str
     new: str | None
     reason: str = ""
     module: str = ""
+    is_listed: bool = True
 
     @property
     def is_trainer_of_ray(self) -> bool:
@@ -393,9 +546,10 @@ class Paths:
 
     def __init__(self, ray_train: bool = False, beside_sgd: bool = True, keeps_ray_train: bool = False) -> None:
         self._keeps_ray_train = keeps_ray_train
-        self._modules = {**_SGD, **(_BESIDE_SGD if beside_sgd else {}), **(_TRAIN if ray_train else {})}
+        self._modules = {**_SGD, **_INSIDE_RAY, **(_BESIDE_SGD if beside_sgd else {}), **(_TRAIN if ray_train else {})}
+        self._modules.update(_KEPT_BY_RAY if keeps_ray_train else {})
         self._renamed = {**_RENAMED, **(_RENAMED_TRAIN if ray_train else {})}
-        self._packages = {package for module in self._modules for package in _packages_of(module)}
+        self._packages = {package for module, _ in self.modules() for package in _packages_of(module)}
 
     def find(self, old: str) -> NewPlace | None:
         """Return what became of a dotted name; None for one that is not of the old library.
@@ -408,7 +562,10 @@ class Paths:
             if (place := self._single(known)) is not None:
                 return NewPlace(old, place.new and f"{place.new}{rest}", place.reason, place.module)
             if known in self._modules:
-                return self._missing(old, known)
+                return self._inside(old, known)
+        if f"{old}.".startswith(f"{_EXPERIMENTAL}."):
+            place = self.find(old.replace(_EXPERIMENTAL, "ray.util.sgd", 1))
+            return place and replace(place, old=old)
         return None
 
     def today(self, name: str) -> str:
@@ -427,7 +584,11 @@ class Paths:
 
     def modules(self) -> Iterator[tuple[str, str]]:
         """All old modules, each with where it is now."""
-        return ((old, new) for old, (new, _) in self._modules.items())
+        for old, (new, _) in self._modules.items():
+            yield old, new
+            part = old.removeprefix("ray.util.sgd")
+            if part != old and any(part == each or (each and part.startswith(f"{each}.")) for each in _FORMERLY):
+                yield f"{_EXPERIMENTAL}{part}", new
 
     def _single(self, name: str) -> NewPlace | None:
         module, _, last = name.rpartition(".")
@@ -443,18 +604,33 @@ class Paths:
             return "ray.train" in self._modules
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
-    def _missing(self, old: str, module: str) -> NewPlace:
+    def _inside(self, old: str, module: str) -> NewPlace | None:
         """Return what became of a name that a listed package has not: its own, imported from a module within it?"""
         new, names = self._modules[module]
-        for known, rest in _cuts(old.removeprefix(f"{module}.")):
-            if (name := known.rpartition(".")[2]) in names.split():
-                return NewPlace(old, f"{new}.{name}{rest}", module=new)
-        return NewPlace(old, None, f"`{new}` has no such name")
+        inside = old.removeprefix(f"{module}.")
+        for known, rest in _cuts(inside):
+            name = known.rpartition(".")[2]
+            if self._single(f"{module}.{name}") is not None:
+                place = self.find(f"{module}.{name}{rest}")
+                return place and replace(place, old=old)
+        if module in _TRAIN and module.startswith("ray.tune."):
+            return None  # the rest of these modules is today's Ray's
+        return NewPlace(old, None, _has(new, module, names.split(), inside), is_listed=False)
+
+
+def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
+    """Say which names a module has, for one that it has not: those like it, or the first ones."""
+    some = get_close_matches(missing.rpartition(".")[2], names, cutoff=0.5) or names[:_NUM_NAMES]
+    if not some:
+        return f"`{new}` has none of its names, and raysgd has no internals of the old library"
+    listed = ", ".join(f"`{name}`" for name in some)
+    others = "" if len(some) == len(names) else f" and {len(names) - len(some)} more"
+    return f"of `{module}` raysgd has {listed}{others}, and no internals"
 
 
 def _means_two(name: str) -> bool:
     """Return whether a name means one thing in the old library, and another one in today's Ray."""
-    return name.startswith(("ray.train", "ray.air"))
+    return name.startswith(("ray.train", "ray.air", "ray.ml"))
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:

@@ -67,10 +67,78 @@ def failed(text: str | bytes) -> MigratedProgram:
         ),
         ("from ray.util.sgd.v2.backends.torch import TorchConfig", "from raysgd.train.torch import TorchConfig"),
         ("import ray.tune.integration.torch as integration", "import raysgd.tune.torch as integration"),
+        ("from ray.util.sgd.pytorch.utils import AverageMeter", "from raysgd.utils import AverageMeter"),
+        ("from ray.experimental.sgd.tf import TFTrainer", "from raysgd.tf import TFTrainer"),
+        ("from ray.experimental.sgd import utils", "from raysgd import utils"),
+        (
+            "from ray.experimental.sgd.pytorch.pytorch_trainer import PyTorchTrainer",
+            "from raysgd import TorchTrainer as PyTorchTrainer",
+        ),
+        ("from ray.tune.suggest.hyperopt import HyperOptSearch", "from ray.tune.search.hyperopt import HyperOptSearch"),
+        ("import ray.tune.suggest", "import ray.tune.search"),
+        ("from ray.tune.trial import Trial", "from ray.tune.experiment import Trial"),
     ],
 )
 def test_an_import_leads_to_raysgd(old: str, new: str) -> None:
     assert migrated(old + "\n") == new + "\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "from ray.train.torch.config import _TorchBackend",
+            "from raysgd.train.torch import TorchBackend as _TorchBackend",
+        ),
+        (
+            "from ray.train._internal.worker_group import WorkerGroup",
+            "from raysgd.train.worker_group import WorkerGroup",
+        ),
+        ("from ray.train._internal.session import report", "from raysgd.air.session import report"),
+        (
+            "from ray.tune.tuner import TuneConfig, Tuner",
+            "from raysgd.tune import TuneConfig\nfrom raysgd.tune.tuner import Tuner",
+        ),
+        ("from ray.ml.train.integrations.torch import TorchTrainer", "from raysgd.train.torch import TorchTrainer"),
+        (
+            "from ray.ml.config import RunConfig, ScalingConfig",
+            "from raysgd.air.config import RunConfig, ScalingConfig",
+        ),
+        ("from ray.ml.preprocessors import StandardScaler", "from ray.data.preprocessors import StandardScaler"),
+        (
+            "from ray.ml import Checkpoint, Preprocessor",
+            "from raysgd.air import Checkpoint\nfrom ray.data.preprocessor import Preprocessor",
+        ),
+    ],
+)
+def test_an_import_of_ray_train_leads_to_raysgd(old: str, new: str) -> None:
+    assert migrated(old + "\n", ray_train=True) == new + "\n"
+
+
+def test_names_of_ray_itself_follow_it() -> None:
+    old = "import ray\nfrom ray import tune\n\nx = tune.sample.Float(0, 1), ray.services.get_node_ip_address()\n"
+    new = (
+        "import ray\nfrom ray import tune\nimport ray.tune.search.sample\nimport ray.util\n\n"
+        "x = ray.tune.search.sample.Float(0, 1), ray.util.get_node_ip_address()\n"
+    )
+    assert migrated(old) == new
+
+
+def test_a_program_for_ray_ml_is_said_to_need_the_option(tmp_path: Path) -> None:
+    text = "from ray.ml.config import ScalingConfig\nfrom ray.ml.train.integrations.xgboost import XGBoostTrainer\n"
+    assert migrated(text) == text
+    (tmp_path / "old.py").write_text(text)
+    assert "there is `ray.ml`, pass --ray-train" in run(tmp_path / "old.py").output
+    assert migrated(text, ray_train=True) == (
+        "from ray.train import ScalingConfig\nfrom ray.train.xgboost import XGBoostTrainer\n"
+    )
+
+
+def test_a_name_that_no_table_has_is_said_with_those_that_are_like_it() -> None:
+    [finding] = failed("from ray.util.sgd.torch import TrainOperator\n").findings
+    assert "of `ray.util.sgd.torch` raysgd has `TrainingOperator`, `CreatorOperator`" in finding.text
+    [finding] = failed("from ray.util.sgd.pytorch.examples.dcgan import LeNet\n").findings
+    assert "of `ray.util.sgd.pytorch.examples.dcgan` raysgd has `Discriminator`" in finding.text
 
 
 def diffs_of_the_page() -> list[str]:
@@ -93,7 +161,11 @@ def test_the_tables_of_arguments_are_those_of_todays_ray() -> None:
     import ray
     import ray.tune
 
-    functions = {"ray.init": ray.init, "ray.tune.run": ray.tune.run, "ray.tune.Experiment": ray.tune.Experiment}
+    functions: dict[str, Any] = {
+        "ray.init": ray.init,
+        "ray.tune.run": ray.tune.run,
+        "ray.tune.Experiment": ray.tune.Experiment,
+    }
     for name, function in functions.items():
         there = {
             *inspect.signature(function).parameters,
@@ -572,8 +644,9 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
             "class Own(TrainingOperator):\n    def __init__(self, config, **kwargs):\n        x = kwargs['world_rank']",
             "`setup(self, config)`",
         ),
-        ("from ray.tune.suggest.hyperopt import HyperOptSearch", "`ray.tune.search`"),
-        ("x = tune.sample.Float(0, 1)", "`ray.tune.search.sample`"),
+        ("from ray.tune.suggest.skopt import SkOptSearch", "`ray.tune.search.optuna.OptunaSearch()`"),
+        ("r = ray.tune.resources.Resources(cpu=1, gpu=0)", "`ray.tune.PlacementGroupFactory("),
+        ("from ray_lightning.tests.utils import LightningMNISTClassifier", "copy the `LightningModule`"),
         ("from ray.data.preprocessors import BatchMapper, Chain", "`map_batches`"),
         ("from ray.data.dataset_pipeline import DatasetPipeline", "read while it is used"),
         ("predictor.predict_pipelined(dataset)", "call `predict`"),

@@ -92,8 +92,15 @@ def test_a_program_for_the_old_ray_train_is_told_to_migrate(tmp_path: Path) -> N
 MISSING = {
     "from ray.util.sgd.torch import distributed_torch_runner": "it was an internal of the old library",
     "import ray.util.sgd.torch.torch_runner": "it was an internal of the old library",
-    "from ray.util.sgd.torch.constants import NOTHING": "`raysgd.torch.constants` has no such name",
-    "import ray.util.sgd as sgd; sgd.Nothing": "`raysgd` has no such name",
+    "from ray.util.sgd.torch.constants import NUM_STEP": "of `ray.util.sgd.torch.constants` raysgd has `NUM_STEPS`",
+    "import ray.util.sgd as sgd; sgd.Nothing": "of `ray.util.sgd` raysgd has `TorchTrainer`, `TFTrainer`",
+    "from ray.util.sgd.pytorch.pytorch_trainer import PyTorchTrainable": "`TorchTrainer.as_trainable(...)` makes the",
+    "from ray.util.sgd.pytorch import PyTorchTrainer": "nothing is missing",
+    "from ray.util.sgd.pytorch.pytorch_trainer import PyTorchTrainer": "nothing is missing",
+    "import ray.experimental.sgd.pytorch as old; old.PyTorchTrainer": "nothing is missing",
+    "from ray.experimental.sgd.tf.tf_trainer import TFTrainer": "nothing is missing",
+    "from ray.util.sgd.torch.examples.dcgan import model_creator, optimizer_creator": "nothing is missing",
+    "from ray.tune.suggest import BasicVariantGenerator": "nothing is missing",
     "from ray.util.iter import from_actors": "use `raysgd.util.iter.from_iterators`",
     "from ray.util.iter import from_items": "nothing is missing",
 }

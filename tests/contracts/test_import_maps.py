@@ -19,7 +19,7 @@ ROWS = [
 def reason_of(old: str) -> str:
     """Return why a name of the old library is gone; nothing if it is not."""
     found = Paths(ray_train=True).find(old)
-    return "" if found is None or found.new is not None or "has no such name" in found.reason else found.reason
+    return "" if found is None or found.new is not None or not found.is_listed else found.reason
 
 
 def is_in(module: ModuleType, name: str) -> bool:

@@ -137,6 +137,7 @@ INSIDE = {
         "fit",
         "base_trainer trainer",
         "_tune data_parallel_trainer",
+        "examples",
     ),
     "worker": (
         "data ledger",

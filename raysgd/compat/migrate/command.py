@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
 @click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
 @click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
-@click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean Ray 1.x or 2.0 to 2.9, too.")
+@click.option("--ray-train", is_flag=True, help="`ray.train`, `ray.air` and `ray.ml` mean Ray 1.x or 2.0 to 2.9.")
 def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
     """Rewrite programs for `ray.util.sgd`.
 
@@ -43,8 +43,11 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
         is_left = write and file.has_changed and not _wrote(file)
         has_failed |= file.has_failed or is_left
     click.echo(_summary(found, write), err=True)
-    if not ray_train and any(b"ray.train" in file.text or b"ray.air" in file.text for file in found):
-        click.echo("If `ray.train` or `ray.air` is that of Ray 1.x or 2.0 to 2.9, pass --ray-train.", err=True)
+    if not ray_train and any(name in file.text for file in found for name in (b"ray.train", b"ray.air", b"ray.ml")):
+        click.echo(
+            "If `ray.train` or `ray.air` is that of Ray 1.x or 2.0 to 2.9, or there is `ray.ml`, pass --ray-train.",
+            err=True,
+        )
     sys.exit(int(has_failed))
 
 

@@ -11,6 +11,8 @@ from raysgd.compat.migrate.names import Finding
 from raysgd.compat.migrate.source import MigratedProgram, migrate
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
+_OLD = (b"ray.util.sgd", b"ray.experimental.sgd")
+_TWICE = (b"ray.train", b"ray.air", b"ray.ml")
 _NOTEBOOK = (
     "a notebook is not rewritten: run `jupytext --to py:percent {path}`, migrate `{code}`, and run `jupytext --update "
     "--to ipynb {code}`, which keeps the outputs"
@@ -50,7 +52,7 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
     except OSError as error:
         return MigratedProgram(b"", b"", [Finding(1, f"it cannot be read: {error}", is_error=True)], path)
     if path.suffix == ".ipynb":
-        is_old = any(name in before for name in (b"ray.util.sgd", *[b"ray.train", b"ray.air"] * ray_train))
+        is_old = any(name in before for name in (*_OLD, *_TWICE * ray_train))
         text = _NOTEBOOK.format(path=path, code=path.with_suffix(".py"))
         return MigratedProgram(before, before, [Finding(1, text, is_error=True)] * is_old, path)
     return replace(migrate(before, ray_train), path=path)

@@ -143,15 +143,17 @@ class OldNames(cst.CSTTransformer):
 
     def _look_for(self, module: str, line: cst.CSTNode, names: Sequence[str] = ()) -> None:
         """Tell a person of a module, or a name in it, that today's Ray has no longer; Ray is not imported for that."""
-        for root in _folders_of_ray() if self._is_of_ray(module) else ():
+        unknown = [name for name in names if self._paths.find(f"{module}.{name}") is None]
+        if not self._is_of_ray(module) or (names and not unknown):
+            return
+        for root in _folders_of_ray():
             path = Path(root, *module.split(".")[1:])
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             if not path.is_dir() and not any(path.parent.glob(f"{path.name}.*")):
                 self._tell(line, f"today's Ray has no module `{module}`", is_error=True)
             elif file.exists() and "import *" not in (text := file.read_text(encoding="utf-8")):
-                for name in names:
-                    is_known = self._paths.find(f"{module}.{name}") is not None or any(path.glob(f"{name}*"))
-                    if not is_known and not re.search(rf"\b{name}\b", text):
+                for name in unknown:
+                    if not any(path.glob(f"{name}*")) and not re.search(rf"\b{name}\b", text):
                         self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
 
     def _look_for_attribute(self, node: cst.Attribute) -> None:
@@ -174,7 +176,7 @@ class OldNames(cst.CSTTransformer):
                 aliases.append(alias)
             else:
                 changed = True
-                self.dropped_ray |= alias.asname is None
+                self.dropped_ray |= alias.asname is None and not new.startswith("ray.")
                 aliases.append(alias.with_changes(name=_dotted(new)))
         return [statement.with_changes(names=_unique(aliases))] if changed else [statement]
 

@@ -20,7 +20,7 @@ from raysgd.compat.paths import Paths
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
 """In every program in which there is something to do."""
 _WRITABLE = 0o222
-_OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|raysgd")
+_OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|ray\.experimental\.sgd|raysgd")
 """In programs for which `ray.util.iter` is the old one."""
 _LEFT_TO_RAY = (
     "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "

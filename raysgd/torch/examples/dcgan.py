@@ -7,6 +7,7 @@ here are imported by programs and tests in the wild; `examples/dcgan.py` has an 
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,23 @@ class Discriminator(nn.Module):
         return judged.flatten()
 
 
+def model_creator(config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    """Make the discriminator and the generator."""
+    return Discriminator(), Generator()
+
+
+def optimizer_creator(models: Sequence[nn.Module], config: dict[str, Any]) -> tuple[torch.optim.Optimizer, ...]:
+    """Make an optimizer for each model."""
+    rate = config.get("lr", 0.0002)
+    return tuple(torch.optim.Adam(model.parameters(), lr=rate, betas=(0.5, 0.999)) for model in models)
+
+
 class GANOperator(TrainingOperator):
     """Steps the discriminator, then the generator, on each batch."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        models = Discriminator(), Generator()
-        optimizers = tuple(torch.optim.Adam(each.parameters(), lr=config["lr"], betas=(0.5, 0.999)) for each in models)
+        models = model_creator(config)
+        optimizers = optimizer_creator(models, config)
         images, labels = _load_data(config)
         self.models, self.optimizers, self.criterion = self.register(
             models=models, optimizers=optimizers, criterion=nn.BCELoss()
@@ -125,12 +137,12 @@ def _load_data(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     if config.get("test_mode"):
         noise = torch.randn(_NUM_TEST_IMAGES, 1, 28, 28, generator=torch.Generator().manual_seed(0))
         return noise.clamp(-1, 1), torch.arange(_NUM_TEST_IMAGES) % 10
-    images, labels = (_read(Path(config["data_dir"]).expanduser(), name) for name in _FILES)
+    images, labels = (read_mnist_file(Path(config["data_dir"]).expanduser(), name) for name in _FILES)
     return (torch.from_numpy(images).float() / 127.5 - 1).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
 
 
-def _read(folder: Path, name: str) -> np.ndarray[Any, Any]:
-    """One of MNIST's files, packed or not, in the folder or anywhere below it."""
+def read_mnist_file(folder: Path, name: str) -> np.ndarray[Any, Any]:
+    """Read one of MNIST's files, packed or not, in the folder or anywhere below it."""
     found = sorted(path for ending in ("", ".gz") for path in folder.rglob(name + ending))
     if not found:
         raise FileNotFoundError(
