@@ -193,6 +193,23 @@ def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = 
     return result
 
 
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be called without arguments as an `initialization_hook`."""
+    if hook is None:
+        return
+    if not callable(hook):
+        raise TypeError(f"`initialization_hook={hook!r}`: need a function without parameters.")
+    name = getattr(hook, "__name__", repr(hook))
+    try:
+        inspect.signature(hook).bind()
+    except ValueError:
+        return  # a built-in function that does not say what it takes
+    except TypeError:
+        raise TypeError(
+            f"`initialization_hook={name}`: it is called without arguments, in each worker. Write `def {name}():`."
+        ) from None
+
+
 def check_num_steps(num_steps: Any) -> int | None:
     """Refuse anything but None or a count, and return it as Python's."""
     if num_steps is None:

@@ -51,8 +51,7 @@ class GroupSettings:
 
     def __post_init__(self) -> None:
         checks.refuse_text(use_local=self.use_local)
-        if self.initialization_hook is not None and not callable(self.initialization_hook):
-            raise TypeError(f"`initialization_hook={self.initialization_hook!r}`: need a function without parameters.")
+        checks.check_hook(self.initialization_hook)
         checks.check_amount("num_cpus_per_worker", self.num_cpus_per_worker)
         checks.check_kind("recovery", self.recovery, Recovery)
         self._check_counts()

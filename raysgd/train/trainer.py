@@ -14,7 +14,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-from raysgd._arguments import is_integer, refuse_text, refuse_unknown
+from raysgd._arguments import check_hook, is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
@@ -181,8 +181,7 @@ class Trainer:
             ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
             WorkerError: The hook raised; of that class too.
         """
-        if initialization_hook is not None and not callable(initialization_hook):
-            raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
+        check_hook(initialization_hook)
         self._executor.start(initialization_hook)
         if not self._use_gpu and (found := num_gpus()):
             logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)

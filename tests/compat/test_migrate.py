@@ -563,6 +563,31 @@ def test_what_a_person_has_to_decide_is_named_with_its_line() -> None:
         assert words in told
 
 
+def test_arguments_of_the_first_versions_are_named_with_what_to_write() -> None:
+    text = """\
+    from ray.util.sgd.pytorch import PyTorchTrainer, PyTorchTrainable
+
+    def hook(runner):
+        pass
+
+    class Trial(PyTorchTrainable):
+        def _train(self):
+            return PyTorchTrainer(
+                train_function=f, validation_function=g, dataloader_config={}, initialization_hook=hook, num_replicas=2)
+    """
+    found = failed(text)
+    told = [(finding.line, finding.text) for finding in found.findings]
+    for line, words in [
+        (7, "rename `_train` to `step`"),
+        (8, "`train_function` is no argument of `TorchTrainer` any more: override `train_epoch(self, iterator, info)`"),
+        (8, "override `validate(self, val_iterator, info)`"),
+        (8, "`dataloader_config` is no argument of `TorchTrainer` any more: make the `DataLoader`"),
+        (8, "`initialization_hook` is called without arguments: write `def hook():`"),
+    ]:
+        assert [text for at, text in told if at == line and words in text], told
+    assert b"num_workers=2" in found.text
+
+
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [

@@ -200,7 +200,10 @@ REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"num_replicas": 2}, DeprecationWarning, "use `num_workers`"),
     ({"batch_size": 8}, DeprecationWarning, "BATCH_SIZE"),
     ({"apex_args": {}}, DeprecationWarning, "TrainingOperator.register"),
+    ({"train_function": a_function}, DeprecationWarning, "override `train_epoch"),
+    ({"validation_function": a_function}, DeprecationWarning, "override `validate"),
     ({"data_loader_args": {"a": 1}}, DeprecationWarning, "DataLoader"),
+    ({"dataloader_config": {"a": 1}}, DeprecationWarning, "DataLoader"),
     ({"scheduler_step_freq": "step"}, ValueError, "allowed are None, 'batch', 'epoch', 'manual'"),
 ]
 
@@ -216,6 +219,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         for value in (0, -1, 1.5, True, "1")
     ],
     ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL needs a GPU for each worker"),
+    ({"initialization_hook": lambda runner: None}, TypeError, "called without arguments, in each worker"),
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
     *[({"min_workers": 3, "num_workers": 2}, kind, "`min_workers=3` with `num_workers=2`") for kind in COUNT_ERRORS],

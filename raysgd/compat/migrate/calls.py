@@ -5,6 +5,7 @@ They are those of `TorchTrainer`, of `ray.tune.report`, and of Keras, where Kera
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
@@ -18,7 +19,12 @@ _TRAINERS = {
     for method in ("", ".as_trainable")
 }
 _OPERATORS = {f"{module}.TrainingOperator" for module in ("raysgd", "raysgd.torch", "raysgd.torch.training_operator")}
-_TRIALS = {"ray.tune.Trainable", "ray.tune.trainable.Trainable"}
+_TRIALS = {
+    "ray.tune.Trainable",
+    "ray.tune.trainable.Trainable",
+    "ray.util.sgd.pytorch.PyTorchTrainable",
+    "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainable",
+}
 _OF_TRIAL = {
     "_setup": "setup",
     "_train": "step",
@@ -97,10 +103,21 @@ _ABSOLUTE = {
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
+_LOADER = "make the `DataLoader` with these options in the operator's `setup`, or in `data_creator`"
 _BY_HAND = {
     "apex_args": "pass it to `self.register(apex_args=...)` in the operator's `setup`",
-    "data_loader_args": "make the `DataLoader` with these options in the operator's `setup`",
+    "data_loader_args": _LOADER,
+    "dataloader_config": _LOADER,
+    "train_function": (
+        "override `train_epoch(self, iterator, info)` in a class `Own(TrainingOperator)`, and pass "
+        "`training_operator_cls=Own.from_creators(...)`"
+    ),
+    "validation_function": (
+        "override `validate(self, val_iterator, info)` in a class `Own(TrainingOperator)`, and pass "
+        "`training_operator_cls=Own.from_creators(...)`"
+    ),
 }
+_HOOK = "`initialization_hook` is called without arguments: write `def {name}():`"
 _FROM_CREATORS = "raysgd.TrainingOperator.from_creators"
 _BATCH_SIZE = "raysgd.utils.BATCH_SIZE"
 _REMOTE_TRAINER = (
@@ -173,6 +190,7 @@ class Calls:
         self._has_keras = "keras" in source
         self._is_distributed = "DistributedTrainableCreator" in source
         self._has_remote_trainer = False
+        self._with_parameters = _with_parameters(source) if "initialization_hook" in source else set()
         self.needs: set[str] = set()
 
     def rewritten(self, old: cst.Call, new: cst.Call) -> cst.Call:
@@ -229,9 +247,12 @@ class Calls:
 
     def _of_trainer(self, old: cst.Call, new: cst.Call) -> cst.Call:
         args = new.args
-        for name, advice in _BY_HAND.items():
-            if any(name_of(arg) == name for arg in args):
-                self._tell(old, f"`{name}` is no argument of `TorchTrainer` any more: {advice}", is_error=True)
+        for arg in args:
+            if (name := name_of(arg)) in _BY_HAND:
+                self._tell(old, f"`{name}` is no argument of `TorchTrainer` any more: {_BY_HAND[name]}", is_error=True)
+            hook = arg.value if name_of(arg) == "initialization_hook" else None
+            if isinstance(hook, cst.Name) and hook.value in self._with_parameters:
+                self._tell(old, _HOOK.format(name=hook.value), is_error=True)
         if any(arg.star == "**" for arg in args):
             self._tell(old, "`TorchTrainer(**...)`: look whether it holds arguments that were retired")
         if any(not arg.star and arg.keyword is None for arg in args):
@@ -331,6 +352,13 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
             elements[-1] = elements[-1].with_changes(comma=COMMA)
         return config.with_changes(elements=[*elements, entry])
     return cst.Dict([cst.StarredDictElement(config, comma=COMMA), entry])
+
+
+def _with_parameters(source: str) -> set[str]:
+    """Return the names of functions that cannot be called without arguments."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
+    return {node.name for node in needing if node.args.args[0].arg != "self"}
 
 
 def _with_num_workers(arguments: Arguments) -> Arguments:

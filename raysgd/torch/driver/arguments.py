@@ -391,8 +391,11 @@ def take_others(given: dict[str, Any]) -> Any:
         logger.warning(
             "`serialize_data_creation` of the trainer has no effect; `TrainingOperator.from_creators` has it"
         )
-    given["data_loader_args"] = given.get("data_loader_args") or None
-    _take(given, "data_loader_args", "make the `DataLoader` with these options in the operator's `setup`")
+    _take(given, "train_function", "override `train_epoch(self, iterator, info)` of a `TrainingOperator`")
+    _take(given, "validation_function", "override `validate(self, val_iterator, info)` of a `TrainingOperator`")
+    for name in ("data_loader_args", "dataloader_config"):
+        given[name] = given.get(name) or None
+        _take(given, name, "make the `DataLoader` with these options in the operator's `setup`")
     return serialize_data_creation
 
 
