@@ -329,6 +329,12 @@ TABLE = (
         "air._running",
         "`raysgd.air.session` in a function of Ray Tune has no effect, and warns of it",
     ),
+    PrivateNames(
+        "ray.train._internal.session",
+        ("_session",),
+        "train.fit.fit_session",
+        "`ray.tune.report` in a function that `fit` runs is an error, which says to use `raysgd.train.report`",
+    ),
 )
 
 

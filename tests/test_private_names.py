@@ -44,6 +44,7 @@ from raysgd.torch.parallel import ddp
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
 from raysgd.torch.step import advice, undo
 from raysgd.train._torch import global_steps
+from raysgd.train.fit import fit_session
 from tests.helpers.fakes import meeting
 from tests.helpers.run_if import RunIf
 
@@ -581,6 +582,19 @@ def test_what_runs_ends_with_the_program_without(name: str, monkeypatch: pytest.
     program_end.finalizers.append(finalize(owner, ended.append, 1))
     program_end.run()
     assert ended == [1]
+
+
+@without("_session")
+def test_reports_of_ray_tune_are_not_those_of_the_run_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("ray.train._internal.session")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    session: Any = SimpleNamespace(world=World(0, size=1))
+    with fit_session._seen_by_ray(session):
+        assert not hasattr(module, name)
+    module._session = None  # type: ignore[attr-defined]
+    with fit_session._seen_by_ray(session):
+        assert module._session.world_rank == 0  # type: ignore[attr-defined]
+    assert module._session is None  # type: ignore[attr-defined]
 
 
 @without("_in_tune_session")

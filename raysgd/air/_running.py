@@ -108,7 +108,8 @@ def running_session(helper: str) -> RunningSession:
     if _current is None:
         raise SessionMisuseError(
             f"`{helper}` works only in the workers of a run: call it inside the training function that you "
-            "pass to a trainer."
+            "pass to a trainer. To try the function, run it with one worker: "
+            "`TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=1)).fit()`."
         )
     return _current
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from raysgd._arguments import did_you_mean, refuse_unknown
@@ -20,6 +21,7 @@ from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
+from raysgd.air.constants import MAX_REPR_LENGTH
 from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
@@ -269,15 +271,19 @@ class BaseTrainer(ABC):
         return trainer
 
     def __repr__(self) -> str:
-        """The class and the arguments that were given."""
-        given = ", ".join(
-            f"{name}={_on_one_line(value):.200}" for name, value in self._arguments.items() if value is not None
-        )
-        return f"{type(self).__name__}({given})"
+        """The class and the arguments that were given, shortened to a line."""
+        given = {name: _on_one_line(value) for name, value in self._arguments.items() if value is not None}
+        for size in range(MAX_REPR_LENGTH, 0, -5):
+            parts = [f"{name}={text if len(text) <= size else f'{text[:size]}...'}" for name, text in given.items()]
+            if len(text := f"{type(self).__name__}({', '.join(parts)})") < MAX_REPR_LENGTH:
+                return text
+        return f"{type(self).__name__}(...)"
 
 
 def _on_one_line(value: Any) -> str:
-    """The text of an argument; of one that draws a table, as datasets do, its kind."""
+    """The text of an argument; of a function its name; of one that draws a table, as datasets do, its kind."""
+    if isinstance(value, FunctionType):
+        return value.__name__
     if isinstance(value, dict) and any("\n" in repr(each) for each in value.values()):
         return f"{{{', '.join(f'{name!r}: {_on_one_line(each)}' for name, each in value.items())}}}"
     text = masked(repr(masked(value)))

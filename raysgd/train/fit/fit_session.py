@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 _once = Once()
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
+_FOREIGN = (
+    "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
+    "`raysgd.train` instead of `ray.train`, and `raysgd.air.session` instead of `ray.air.session`."
+)
 _MISUSES = (_MISUSE, "cannot be used outside of a Ray Train training function")
 
 
@@ -69,7 +73,7 @@ class FitSession(Session):
 
     def _run(self) -> Any:
         """Run the function. What it returns stays in the worker, unless it is plain data and this is rank 0."""
-        with _working_in(self.facts.workdir), _errors_for_calls_of_ray():
+        with _working_in(self.facts.workdir), _errors_for_calls_of_ray(), _seen_by_ray(self):
             returned = super()._run()
             self._await_upload()
             return returned if self._may_be_first and is_plain(returned) else None
@@ -78,11 +82,7 @@ class FitSession(Session):
         """Say what to do where a session function of Ray was called."""
         if not isinstance(error, UserWarning | RuntimeError) or not any(text in str(error) for text in _MISUSES):
             return super()._explained(error)
-        return SessionMisuseError(
-            "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
-            "`raysgd.train` instead of `ray.train`, and `raysgd.air.session` instead of `ray.air.session`. Ray says: "
-            f"{error}"
-        )
+        return SessionMisuseError(f"{_FOREIGN} Ray says: {error}")
 
     @property
     def _may_be_first(self) -> bool:
@@ -299,6 +299,47 @@ def _working_in(workdir: str | None) -> Iterator[None]:
     finally:
         with suppress(OSError):
             os.chdir(before)
+
+
+class SessionForRay:
+    """The session that `ray.tune.report` and `ray.tune.get_checkpoint` find: they mean this run.
+
+    Args:
+        session: The run.
+    """
+
+    def __init__(self, session: FitSession) -> None:
+        self._session = session
+        self.world_rank = session.world.rank
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        """Send metrics, and perhaps a checkpoint, of Ray or of raysgd."""
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            checkpoint = Checkpoint(checkpoint.path, checkpoint.filesystem)
+        self._session.report(metrics, checkpoint)
+
+    @property
+    def loaded_checkpoint(self) -> Checkpoint | None:
+        """What the function continues from."""
+        return self._session.current_checkpoint()
+
+    def __getattr__(self, name: str) -> Any:
+        raise SessionMisuseError(f"{_FOREIGN} `{name}` was asked for.")
+
+
+@contextmanager
+def _seen_by_ray(session: FitSession) -> Iterator[None]:
+    """Let Ray's own functions that report find this run, for a while, if Ray Tune is loaded and runs nothing here."""
+    module = sys.modules.get("ray.train._internal.session")
+    if module is None or getattr(module, "_session", session) is not None:
+        yield
+        return
+    own = SessionForRay(session)
+    module._session = own  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module._session = None  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from raysgd import tune
-from raysgd.air import CheckpointConfig, RunConfig, ScalingConfig
+from raysgd.air import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.air.constants import MAX_REPR_LENGTH
 from raysgd.train._tune import merged_arguments
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer
@@ -117,11 +118,20 @@ def test_metadata_is_what_json_makes_of_it() -> None:
 
 def test_a_trainer_shows_what_it_was_given_and_notes_it() -> None:
     trainer = DataParallelTrainer(loop, train_loop_config={"lr": 1}, scaling_config=ScalingConfig(num_workers=2))
-    assert repr(trainer).startswith("DataParallelTrainer(train_loop_per_worker=<function loop")
-    assert "train_loop_config={'lr': 1}" in repr(trainer)
+    assert repr(trainer).startswith("DataParallelTrainer(train_loop_per_worker=loop, train_loop_config={'lr': 1}, ")
     assert "datasets" not in repr(trainer)
+    assert len(repr(trainer)) < MAX_REPR_LENGTH
     assert set(trainer._arguments) == {"train_loop_per_worker", "train_loop_config", "scaling_config"}
     assert pickle.loads(pickle.dumps(trainer))._arguments["train_loop_config"] == {"lr": 1}
+
+
+def test_the_text_of_a_trainer_with_long_arguments_is_short() -> None:
+    run_config = RunConfig(name="x" * 50, failure_config=FailureConfig(max_failures=3))
+    trainer = DataParallelTrainer(loop, train_loop_config={"a": "b" * 50}, run_config=run_config)
+    assert len(repr(trainer)) < MAX_REPR_LENGTH
+    assert re.fullmatch(
+        r"DataParallelTrainer\(train_loop_per_worker=loop, train_loop_config={'a.*run_config=.*\)", repr(trainer)
+    )
 
 
 class Table:

@@ -379,11 +379,32 @@ class TestSurroundings:
         assert start(lambda: seen.append(os.getcwd()), workdir=str(workdir)).next(0) == FunctionEnded()
         assert (seen, os.getcwd()) == ([str(workdir)], before)
 
-    @pytest.mark.parametrize("module", ["ray.air.session", "ray.train"])
-    def test_a_session_function_of_ray_is_an_error_with_advice(self, start: Start, module: str) -> None:
-        foreign = pytest.importorskip(module)
+    def test_a_session_function_of_ray_is_an_error_with_advice(self, start: Start) -> None:
+        foreign = pytest.importorskip("ray.train")
         with pytest.raises(SessionMisuseError, match=r"Import `raysgd\.train` instead of `ray\.train`"):
             start(lambda: foreign.report({"loss": 1})).next(0)
+
+    def test_reports_of_ray_tune_are_those_of_the_run(self, start: Start, own: Path) -> None:
+        tune = pytest.importorskip("ray.tune")
+        seen: list[Any] = []
+
+        def loop() -> None:
+            seen.append(tune.get_checkpoint())
+            tune.report({"loss": 1}, checkpoint=tune.Checkpoint.from_directory(str(own)))
+            seen.append(tune.get_checkpoint())
+
+        replica = start(loop)
+        assert message(replica.next(0)).data == {"loss": 1}
+        assert replica.next(0) == FunctionEnded()
+        assert seen[0] is None
+        assert Path(seen[1].path).name == "checkpoint_000000"
+
+    def test_what_else_ray_asks_its_session_is_an_error_with_advice(self, start: Start) -> None:
+        foreign = pytest.importorskip("ray.air.session")
+        pytest.importorskip("ray.tune")
+        assert start(lambda: foreign.report({"loss": 1})).next(0) != FunctionEnded()
+        with pytest.raises(SessionMisuseError, match=r"instead of `ray\.air\.session`\. `trial_name` was asked for"):
+            start(foreign.get_trial_name).next(0)
 
     def test_any_other_warning_stays_one(self, start: Start) -> None:
         with warnings.catch_warnings(record=True):
