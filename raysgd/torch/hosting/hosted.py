@@ -327,7 +327,7 @@ class TorchHosted(hosted.Hosted):
         modes = self._modes = self._modes or ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
-            with self.parallel.evaluating(registered.wrapped), noting:
+            with self.parallel.evaluating(registered.wrapped), noting, with_advice(registered.wrapped):
                 yield
         finally:
             modes.note()

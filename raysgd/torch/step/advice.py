@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import BatchNorm1d, Module, SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._private_names import require_names
 from raysgd.torch.data.batch_sampler import PassPlan
@@ -41,6 +42,19 @@ def with_advice(models: Iterable[torch.nn.Module], divided: BatchStep | None = N
         elif _SINGLE in str(error) and divided is not None and divided.num_samples in (0, 1):
             error.args = (f"{SINGLE_SAMPLE}\n\nPyTorch says: {error}",)
         raise
+    except AttributeError as error:
+        name = error.name or ""
+        if isinstance(error.obj, DistributedDataParallel) and hasattr(error.obj.module, name):
+            error.args = (_of_a_wrapper(type(error.obj.module).__name__, name),)
+        raise
+
+
+def _of_a_wrapper(kind: str, name: str) -> str:
+    return (
+        f"`{name}` belongs to your `{kind}`, and `register` returned its wrapper, `DistributedDataParallel`: it has "
+        f"parameters, and there are several workers. Keep the object itself before `register`, `self.own = {kind}("
+        f"...)`, and write `self.own.{name}`."
+    )
 
 
 def _of_unused_parameters(models: Iterable[torch.nn.Module]) -> str:

@@ -50,6 +50,17 @@ def test_parameters_without_a_gradient_are_named_with_the_way_out(
     assert dist.get_world_size() == 1
 
 
+def test_a_name_that_a_wrapper_hides_is_said_with_the_line_to_write(process_group: None) -> None:
+    model = DistributedDataParallel(Branches(1))
+    with (
+        pytest.raises(AttributeError, match=r"`used` belongs to your `Branches`.*write `self\.own\.used`"),
+        with_advice([]),
+    ):
+        model.used(torch.ones(1, 1))
+    with pytest.raises(AttributeError, match="no attribute 'other'"), with_advice([]):
+        model.other()
+
+
 def test_what_there_is_no_advice_for_stays_as_it_is() -> None:
     error = RuntimeError("something else")
     with pytest.raises(RuntimeError) as caught, with_advice([]):
