@@ -1,7 +1,7 @@
 """`raysgd migrate`: what becomes of a program's text, and of its files.
 
-Covers `raysgd.compat.migrate.names`, `raysgd.compat.migrate.calls` and `raysgd.compat.migrate.layout`, which have no
-face of their own.
+Covers `raysgd.compat.migrate.names`, `raysgd.compat.migrate.calls`, `raysgd.compat.migrate.layout` and
+`raysgd.compat.migrate.datasets`, which have no face of their own.
 """
 
 from __future__ import annotations
@@ -782,6 +782,49 @@ def test_calls_that_todays_keras_refuses_are_rewritten_or_named() -> None:
     assert "optimizer.variables" in found.findings[0].text
     assert "`.keras`" in found.findings[1].text
     assert all("`TF_USE_LEGACY_KERAS=1`" in finding.text for finding in found.findings)
+
+
+def test_methods_that_datasets_of_ray_no_longer_have_are_named_and_those_of_others_stay() -> None:
+    text = """\
+    import ray, torch
+    from ray import train
+    import ray.data as rd
+
+    def loop():
+        shard = train.get_dataset_shard("train")
+        shard.to_torch(batch_size=2)
+        for each in shard.window(): pass
+
+    data = rd.range(10).map(f)
+    data.repeat(2)
+    first, second = data.train_test_split(0.5)
+    first.to_torch()
+    ray.data.read_csv("x").repartition(2).window(blocks_per_window=1)
+    def other(data):
+        data.repeat(2)
+    torch.ones(2).repeat(3)
+    data = data.take(5)
+    data.repeat(2)
+    for epoch in pipeline.iter_datasets(): pass
+    class Own:
+        def __init__(self):
+            self.data: object = ray.data.from_items([1])
+            self.data.cache()
+    """
+    found = failed(text)
+    assert [(finding.line, finding.is_error) for finding in found.findings] == [
+        (7, False),
+        *((line, True) for line in (8, 11, 13, 14, 20, 24)),
+    ]
+    told = " ".join(finding.text for finding in found.findings)
+    for words in (
+        "`iter_torch_batches(batch_size=...)`",
+        "no windows",
+        "no `repeat`",
+        "no pipelines",
+        "`materialize()`",
+    ):
+        assert words in told
 
 
 def test_functions_in_configs_need_no_wrapping() -> None:

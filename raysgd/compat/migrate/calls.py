@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import libcst as cst
 from libcst import helpers
 
+from raysgd.compat.migrate.datasets import Datasets
 from raysgd.compat.migrate.layout import COMMA, Arguments, call_of, name_of
 
 _TRAINERS = {
@@ -132,13 +133,27 @@ _DISTRIBUTED = (
     "the function of a `DistributedTrainableCreator` calls `raysgd.train.report(...)`, with the same arguments"
 )
 _METRIC = 'name what is reported: `ray.tune.report({"_metric": ..., ...})`'
+_TO_TORCH = (
+    "iterate over `iter_torch_batches(batch_size=...)`, whose batches are dicts of tensors: Ray drops `to_torch`"
+)
 _METHODS = {
+    "experimental_lazy": "datasets of today's Ray Data are lazy: leave it out",
+    "foreach_window": "Ray Data has no windows: call the method of the dataset itself",
     "fully_executed": "datasets of today's Ray Data have `materialize()`",
+    "iter_datasets": "Ray Data has no pipelines: iterate over the dataset once for each epoch",
     "iter_epochs": "Ray Data has no pipelines: iterate over the dataset once for each epoch",
     "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
     "random_shuffle_each_window": "Ray Data has no windows: pass the dataset itself, and call `random_shuffle` of it",
 }
 """Calls of objects that no import brings, by names that nothing else has."""
+_METHODS_OF_DATASETS = {
+    "cache": "datasets of today's Ray Data have `materialize()`",
+    "lazy": "datasets of today's Ray Data are lazy: leave it out",
+    "repeat": "datasets of today's Ray Data have no `repeat`: iterate over the dataset once for each epoch",
+    "to_torch": _TO_TORCH,
+    "window": "Ray Data has no windows: pass the dataset itself, which is read while it is used",
+}
+"""Those by names that others have, too."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
 _GET_WEIGHTS = (
     "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
@@ -177,15 +192,21 @@ class Calls:
         source: The program.
         names_of: What an expression may be called today.
         tell: Takes a call, what a person has to know about it, and whether it cannot work.
+        datasets: The datasets of the program, as far as they are known.
 
     Attributes:
         needs: Modules to import. Written out, because programs have constants of their own called `BATCH_SIZE`.
     """
 
     def __init__(
-        self, source: str, names_of: Callable[[cst.BaseExpression], set[str]], tell: Callable[..., None]
+        self,
+        source: str,
+        names_of: Callable[[cst.BaseExpression], set[str]],
+        tell: Callable[..., None],
+        datasets: Datasets,
     ) -> None:
         self._names_of = names_of
+        self._datasets = datasets
         self._tell = tell
         self._has_keras = "keras" in source
         self._is_distributed = "DistributedTrainableCreator" in source
@@ -203,8 +224,8 @@ class Calls:
         for function in names & {*RETIRED, *RENAMED}:
             return self._of_ray(function, old, new)
         self._look_for_remote_trainer(old, names)
-        if isinstance(old.func, cst.Attribute) and (advice := _METHODS.get(old.func.attr.value)):
-            self._tell(old, advice, is_error=True)
+        if isinstance(old.func, cst.Attribute):
+            self._look_at_method(old, old.func)
         if self._has_keras:
             if any(_OPTIMIZERS in f".{name}" for name in names):
                 return new.with_changes(args=[_renamed(arg, "lr", "learning_rate") for arg in new.args])
@@ -302,6 +323,14 @@ class Calls:
         is_remote = isinstance(call.func, cst.Attribute) and call.func.attr.value == "remote"
         if self._has_remote_trainer and is_remote and any(name_of(arg) in _CREATORS for arg in call.args):
             self._tell(call, _REMOTE_TRAINER, is_error=True)
+
+    def _look_at_method(self, call: cst.Call, func: cst.Attribute) -> None:
+        name = func.attr.value
+        if advice := _METHODS.get(name):
+            self._tell(call, advice, is_error=True)
+        elif name in _METHODS_OF_DATASETS and (kind := self._datasets.kind_of(func.value)) is not None:
+            works = kind == "shard" and name == "to_torch"
+            self._tell(call, _METHODS_OF_DATASETS[name], is_error=not works)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
         """Metrics become a dict; a call that passes one is today's."""

@@ -21,6 +21,7 @@ from libcst.metadata import (
 )
 
 from raysgd.compat.migrate.calls import Calls, methods_to_change
+from raysgd.compat.migrate.datasets import Datasets
 from raysgd.compat.migrate.layout import lost_comments
 from raysgd.compat.paths import NewPlace, Paths
 
@@ -66,7 +67,8 @@ class OldNames(cst.CSTTransformer):
         self._program = program
         self._paths = paths
         self._findings = findings
-        self._calls = Calls(source, self._todays_names, self._tell)
+        self._datasets = Datasets(self._todays_names, lambda node: self.get_metadata(ScopeProvider, node, None))
+        self._calls = Calls(source, self._todays_names, self._tell, self._datasets)
         self.needs: set[str] = self._calls.needs
         self.dropped_ray = False
         self.trainers_of_ray: dict[str, int] = {}
@@ -210,6 +212,15 @@ class OldNames(cst.CSTTransformer):
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._methods.update(methods_to_change(node, self._todays_names))
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+        self._datasets.note([each.target for each in original_node.targets], original_node.value)
+        return updated_node
+
+    def leave_AnnAssign(self, original_node: cst.AnnAssign, updated_node: cst.AnnAssign) -> cst.AnnAssign:
+        if original_node.value is not None:
+            self._datasets.note([original_node.target], original_node.value)
+        return updated_node
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         return not _is_dotted(node)
