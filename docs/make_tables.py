@@ -28,9 +28,19 @@ def moved_modules() -> str:
     return "\n".join(["| old module | now |", "|---|---|", *(f"| `{old}` | `{new}` |" for old, new in rows)])
 
 
+RULES = {
+    "ray.util.sgd.pytorch": "raysgd.torch",
+    "ray.util.sgd": "raysgd",
+    "ray.tune.suggest": "ray.tune.search",
+    "ray.ml": "raysgd.air",
+    "ray": "raysgd",
+}
+
+
 def by_rule(module: str) -> str:
     """Where the page says that an old module is, if the table does not list it."""
-    return module.replace("ray.util.sgd", "raysgd") if "sgd" in module else module.replace("ray.", "raysgd.", 1)
+    start = next(start for start in RULES if f"{module}.".startswith(f"{start}."))
+    return module.replace(start, RULES[start], 1)
 
 
 def gone_names() -> str:

@@ -367,9 +367,11 @@ RAY_TRAIN = "2.60"
 """The version of Ray whose `ray.train` the tables were compared with: each of its public names is in one of them."""
 
 _TRANSFORMERS = (
-    "run `transformers.Trainer` in the function of a `TorchTrainer`; see `raysgd.train.huggingface.transformers`"
+    "run `transformers.Trainer` in the function of a `TorchTrainer`, with what "
+    "`raysgd.train.huggingface.transformers` has; the migration page says how, under `From HuggingFaceTrainer`"
 )
 _LIGHTNING = "run Lightning's `Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.lightning` has"
+_LIGHTNING_TRAINER = f"{_LIGHTNING}; the migration page says how, under `From LightningTrainer`"
 _ELSEWHERE = (
     "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer, with Ray's configs: in a file with one "
     "`raysgd migrate` leaves `ray.train`, `ray.air` and `ray.tune` to Ray"
@@ -448,8 +450,8 @@ _GONE = {
     "ray.train.get_all_reported_checkpoints": _REPORTED,
     "ray.train.huggingface.HuggingFaceTrainer": _TRANSFORMERS,
     "ray.train.huggingface.TransformersTrainer": _TRANSFORMERS,
-    "ray.train.lightning.LightningConfigBuilder": _LIGHTNING,
-    "ray.train.lightning.LightningTrainer": _LIGHTNING,
+    "ray.train.lightning.LightningConfigBuilder": _LIGHTNING_TRAINER,
+    "ray.train.lightning.LightningTrainer": _LIGHTNING_TRAINER,
     "ray.train.gbdt_trainer": _ELSEWHERE,
     "ray.train.rl": _ELSEWHERE,
     "ray.train.sklearn": _ELSEWHERE,

@@ -827,6 +827,21 @@ def test_methods_that_datasets_of_ray_no_longer_have_are_named_and_those_of_othe
         assert words in told
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("x = stats['mean_train_loss']", "results have no `mean_train_loss`: it is `train_loss`"),
+        ("print(trainer.validate().get('mean_accuracy', 0))", "`val_accuracy`"),
+        ("x = stats['mean_train_loss'], {'mean_train_loss': 1}", ""),
+        ("x = stats['train_loss']", ""),
+    ],
+)
+def test_results_of_the_first_versions_have_their_names_of_today(line: str, words: str) -> None:
+    text = f"from ray.util.sgd import TorchTrainer\n{line}\n"
+    assert bool(words) is migrate(text.encode()).has_failed
+    assert words in "".join(finding.text for finding in migrate(text.encode()).findings)
+
+
 def test_functions_in_configs_need_no_wrapping() -> None:
     assert migrated("from ray import tune\n\nconfig = {'f': tune.function(len)}\n") == (
         "from ray import tune\nimport raysgd.tune\n\nconfig = {'f': raysgd.tune.function(len)}\n"

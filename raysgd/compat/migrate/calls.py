@@ -6,6 +6,7 @@ They are those of `TorchTrainer`, of `ray.tune.report`, and of Keras, where Kera
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
@@ -154,6 +155,15 @@ _METHODS_OF_DATASETS = {
     "window": "Ray Data has no windows: pass the dataset itself, which is read while it is used",
 }
 """Those by names that others have, too."""
+_FIRST_TRAINERS = re.compile(
+    r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
+)
+_KEYS = {
+    "mean_accuracy": "`val_accuracy`",
+    "mean_train_loss": "`train_loss`, or the name that your `train_batch` gives to its loss",
+    "mean_validation_loss": "`val_loss`, or the name that your `validate_batch` gives to its loss",
+}
+"""What the first versions called what `train` and `validate` return."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
 _GET_WEIGHTS = (
     "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
@@ -211,6 +221,7 @@ class Calls:
         self._has_keras = "keras" in source
         self._is_distributed = "DistributedTrainableCreator" in source
         self._has_remote_trainer = False
+        self._keys = _keys_of_results(source) if _FIRST_TRAINERS.search(source) else {}
         self._with_parameters = _with_parameters(source) if "initialization_hook" in source else set()
         self.needs: set[str] = set()
 
@@ -324,8 +335,16 @@ class Calls:
         if self._has_remote_trainer and is_remote and any(name_of(arg) in _CREATORS for arg in call.args):
             self._tell(call, _REMOTE_TRAINER, is_error=True)
 
+    def look_at_key(self, node: cst.CSTNode, key: cst.BaseExpression) -> None:
+        """Name a result of `train` or `validate` that has another name now."""
+        name = key.evaluated_value if isinstance(key, cst.SimpleString) else None
+        if isinstance(name, str) and name in self._keys:
+            self._tell(node, f"results have no `{name}`: it is {self._keys[name]}", is_error=True)
+
     def _look_at_method(self, call: cst.Call, func: cst.Attribute) -> None:
         name = func.attr.value
+        if name == "get" and call.args:
+            self.look_at_key(call, call.args[0].value)
         if advice := _METHODS.get(name):
             self._tell(call, advice, is_error=True)
         elif name in _METHODS_OF_DATASETS and (kind := self._datasets.kind_of(func.value)) is not None:
@@ -388,6 +407,11 @@ def _with_parameters(source: str) -> set[str]:
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
     return {node.name for node in needing if node.args.args[0].arg != "self"}
+
+
+def _keys_of_results(source: str) -> dict[str, str]:
+    """Return the names of results that the library has changed: those that the program does not give to its own."""
+    return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
 def _with_num_workers(arguments: Arguments) -> Arguments:

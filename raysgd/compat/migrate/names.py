@@ -213,6 +213,11 @@ class OldNames(cst.CSTTransformer):
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._methods.update(methods_to_change(node, self._todays_names))
 
+    def visit_Subscript(self, node: cst.Subscript) -> None:
+        for element in node.slice:
+            if isinstance(element.slice, cst.Index):
+                self._calls.look_at_key(node, element.slice.value)
+
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
         self._datasets.note([each.target for each in original_node.targets], original_node.value)
         return updated_node
