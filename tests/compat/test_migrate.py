@@ -928,6 +928,7 @@ def test_pipes_links_and_files_that_may_not_be_written_stay(
     assert f"link.py:1: look: left alone: it is a link to `{outside}`" in found.output
     assert "pipe.py:1: look: left alone: it is not a regular file" in found.output
     assert "is read-only" in found.output
+    assert "1 of 5 files rewritten; 1 could not be written" in found.output
     assert "raysgd" not in outside.read_text() + (folder / "a.py").read_text()
     assert "raysgd" in (folder / "sub/b.py").read_text()
 

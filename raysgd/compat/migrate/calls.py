@@ -37,7 +37,12 @@ _OF_TRIAL = {
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
 _RUN = "ray.tune.run"
-_BOOSTED = "pass a function that trains, as `train_loop_per_worker`"
+_OF_TREES = {
+    **dict.fromkeys(
+        ("label_column", "num_boost_round", "params"), "pass a function that trains, as `train_loop_per_worker`"
+    ),
+    "preprocessor": "call `preprocessor.fit_transform(dataset)`, and pass what it returns",
+}
 _EXPERIMENT = "ray.tune.Experiment"
 RENAMED = {
     "ray.init": {
@@ -80,8 +85,8 @@ _TO_REPLACE = {
         "sync_to_cloud": _STORAGE,
         "upload_dir": _STORAGE,
     },
-    "ray.train.xgboost.XGBoostTrainer": dict.fromkeys(("label_column", "num_boost_round", "params"), _BOOSTED),
-    "ray.train.lightgbm.LightGBMTrainer": dict.fromkeys(("label_column", "num_boost_round", "params"), _BOOSTED),
+    "ray.train.xgboost.XGBoostTrainer": _OF_TREES,
+    "ray.train.lightgbm.LightGBMTrainer": _OF_TREES,
 }
 """Those for which there is something else."""
 RETIRED = {
