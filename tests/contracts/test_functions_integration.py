@@ -210,6 +210,16 @@ def test_datasets_are_made_and_transformed_before_the_loop_of_a_trainer(make_dat
     assert [found[name] for name in ("train", "other", "times_fit", "is_set_up")] == [[2, 3], [2, 3], 1, True]
 
 
+def test_the_loop_of_a_trainer_may_report_to_ray_tune(tmp_path: Path) -> None:
+    tune = pytest.importorskip("ray.tune")
+
+    class OwnForTune(BaseTrainer):
+        def training_loop(self) -> None:
+            tune.report({"my_metric": 1})
+
+    assert OwnForTune(run_config=RunConfig(storage_path=str(tmp_path))).fit().metrics["my_metric"] == 1
+
+
 def report_models(config: dict[str, Any]) -> Any:
     """Reports a model, and a state, and a folder."""
     from raysgd.train.torch import prepare_model
