@@ -199,14 +199,15 @@ def check_hook(hook: Any) -> None:
         return
     if not callable(hook):
         raise TypeError(f"`initialization_hook={hook!r}`: need a function without parameters.")
-    name = getattr(hook, "__name__", repr(hook))
     try:
         inspect.signature(hook).bind()
     except ValueError:
         return  # a built-in function that does not say what it takes
     except TypeError:
+        name = getattr(hook, "__name__", repr(hook))
+        line = f"def {name}():" if name.isidentifier() else "def hook():"
         raise TypeError(
-            f"`initialization_hook={name}`: it is called without arguments, in each worker. Write `def {name}():`."
+            f"`initialization_hook={name}`: it is called without arguments, in each worker. Write `{line}`."
         ) from None
 
 
