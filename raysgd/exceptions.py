@@ -175,7 +175,7 @@ class MissingFrameworkError(ModuleNotFoundError, ValueError):
 
 
 class SessionMisuseError(RaySGDError, RuntimeError):
-    """A helper that needs a running training function was called outside of one."""
+    """A function of a session was called in a run that has none of its kind, such as one of Ray in `fit`."""
 
 
 class TrainingFailedError(RaySGDError, RuntimeError):

@@ -16,7 +16,6 @@ from raysgd._text.log_lines import Once
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
-from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
 
 if TYPE_CHECKING:
@@ -87,6 +86,24 @@ class RunningSession(Protocol):
         """Return this worker's part of a dataset."""
 
 
+class Alone:
+    """What helpers share where a function is called by itself: it has the place of a worker alone, and no driver."""
+
+    accelerator: Any = None
+    membership: Any = None
+
+    @property
+    def world(self) -> World:
+        """The place of a worker alone."""
+        return place()
+
+    def ask(self, name: str, data: Any = None) -> Any:
+        """Return what the only rank sends."""
+        return data
+
+
+_alone = Alone()
+
 # One function runs at a time in a worker process; threads that it starts see the same session.
 _current: RunningSession | None = None
 
@@ -96,22 +113,9 @@ def current_session() -> RunningSession | None:
     return _current
 
 
-def running_session(helper: str) -> RunningSession:
-    """Return the session of the function that runs in this process.
-
-    Args:
-        helper: What is called, for the error.
-
-    Raises:
-        SessionMisuseError: No function runs here.
-    """
-    if _current is None:
-        raise SessionMisuseError(
-            f"`{helper}` works only in the workers of a run: call it inside the training function that you "
-            "pass to a trainer. To try the function, run it with one worker: "
-            "`TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=1)).fit()`."
-        )
-    return _current
+def helper_session() -> RunningSession | Alone:
+    """Return what the helpers of the function that runs in this process share; outside a run, those of one worker."""
+    return _current or _alone
 
 
 def open_session(session: RunningSession) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from raysgd.air._running import running_session
+from raysgd.air._running import helper_session
 from raysgd.train._worker.messages import BROADCAST
 
 __all__ = ["barrier", "broadcast_from_rank_zero"]
@@ -16,17 +16,12 @@ def broadcast_from_rank_zero(data: T) -> T:
     """Return on all workers what rank 0 passed. All of them have to call it; it waits for the last one.
 
     Raises:
-        SessionMisuseError: Outside of a training function.
         TypeError: It cannot be pickled.
     """
-    found: T = running_session("broadcast_from_rank_zero").ask(BROADCAST, data)
+    found: T = helper_session().ask(BROADCAST, data)
     return found
 
 
 def barrier() -> None:
-    """Wait until all workers have called it.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
-    """
-    running_session("barrier").ask(BROADCAST)
+    """Wait until all workers have called it."""
+    helper_session().ask(BROADCAST)

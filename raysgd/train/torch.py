@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from raysgd._files import check_local
 from raysgd._imports import lazy_names
-from raysgd.air._running import running_session
+from raysgd.air._running import helper_session
 from raysgd.train._torch.checkpoint import TorchCheckpoint, TorchPredictor
 from raysgd.train._torch.global_steps import step_committed
 from raysgd.train._torch.loaders import prepare_data_loader
@@ -64,13 +64,10 @@ class TorchWorkerProfiler:
 
     Args:
         trace_dir: Where traces are written in the worker. Default: a folder for temporary files.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
     """
 
     def __init__(self, trace_dir: str | None = None) -> None:
-        self._rank = running_session("TorchWorkerProfiler").world.rank
+        self._rank = helper_session().world.rank
         check_local("trace_dir", trace_dir)
         folder = Path(trace_dir) if trace_dir else Path(tempfile.gettempdir()) / "pytorch_profiler_worker_traces"
         folder.mkdir(parents=True, exist_ok=True)

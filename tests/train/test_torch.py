@@ -30,8 +30,8 @@ from torch.utils.data import (
 )
 
 from raysgd.engine.shared.types import World
-from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.objects.precision import NativeAmp, Precision
+from raysgd.train import collective
 from raysgd.train import torch as helpers
 from raysgd.train._torch.loaders import DeviceLoader, divided, over_global_batches
 from raysgd.train._torch.prepared import Accelerator, ForwardInContext
@@ -57,24 +57,20 @@ def seen(loader: Any) -> list[int]:
 
 
 class TestOutsideOfAFunction:
-    @pytest.mark.parametrize(
-        "call",
-        [
-            helpers.get_device,
-            helpers.accelerate,
-            helpers.enable_reproducibility,
-            helpers.TorchWorkerProfiler,
-            lambda: helpers.prepare_model(torch.nn.Linear(1, 1)),
-            lambda: helpers.prepare_data_loader(DataLoader(numbers())),
-            lambda: helpers.prepare_optimizer(torch.optim.SGD([torch.zeros(1)], 0.1)),
-            lambda: helpers.backward(torch.zeros(1)),
-            lambda: helpers.gather_state(torch.nn.Linear(1, 1)),
-            lambda: helpers.load_state(torch.nn.Linear(1, 1), {}),
-        ],
-    )
-    def test_helpers_say_where_they_belong(self, call: Callable[[], Any]) -> None:
-        with pytest.raises(SessionMisuseError, match=r"`\w+` works only in the workers of a run"):
-            call()
+    def test_devices_are_those_of_the_process(self) -> None:
+        assert [helpers.get_device()] == helpers.get_devices()
+        assert helpers.get_device() == torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
+
+    def test_exchanges_are_those_of_a_single_rank(self) -> None:
+        collective.barrier()
+        assert collective.broadcast_from_rank_zero({"a": 1}) == {"a": 1}
+
+    def test_a_profiler_is_that_of_rank_0(self, tmp_path: Path) -> None:
+        profiler = helpers.TorchWorkerProfiler(str(tmp_path))
+        with torch.profiler.profile(on_trace_ready=profiler.trace_handler):
+            torch.ones(1)
+        [written] = profiler.get_and_clear_profile_traces().values()
+        assert written[0][0].startswith("worker_0_")
 
 
 class TestAccelerate:
@@ -447,6 +443,24 @@ class TestReproducibility:
         first, again, other = (inside(lambda seed=seed: function(seed)) for seed in (3, 3, 4))
         assert first == again != other
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+    def test_a_function_that_is_called_by_itself_does_what_one_worker_does(self) -> None:
+        def function() -> list[float]:
+            helpers.accelerate()
+            helpers.enable_reproducibility(seed=3)
+            model = helpers.prepare_model(torch.nn.Linear(1, 1))
+            optimizer = helpers.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+            helpers.prepare_state(optimizer)
+            for batch in helpers.prepare_data_loader(DataLoader(numbers(), batch_size=4, shuffle=True)):
+                loss = model(batch[0].float().unsqueeze(1)).square().mean()
+                optimizer.zero_grad()
+                helpers.backward(loss)
+                optimizer.step()
+            helpers.load_state(model, helpers.gather_state(model))
+            return [each.item() for each in model.parameters()]
+
+        alone = function()
+        assert function() == alone == inside(function), "also a second time in this process"
 
     def test_processes_of_a_loader_are_seeded_and_then_do_what_they_had_to(self) -> None:
         import random

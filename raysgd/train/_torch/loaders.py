@@ -20,14 +20,14 @@ from torch.utils.data import (
 )
 
 from raysgd._numbers.seeds import seed_of
-from raysgd.air._running import running_session
+from raysgd.air._running import helper_session
 from raysgd.engine.shared.types import World
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, length_of, order_of
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ranks import Ranks
-from raysgd.train._torch.prepared import accelerator_of
+from raysgd.train._torch.prepared import shared_accelerator
 from raysgd.train._torch.repeating_loader import DrawnSampler, GlobalBatches, GlobalStream, RepeatingLoader
 from raysgd.train._worker.shards import StreamPart
 
@@ -63,12 +63,11 @@ def prepare_data_loader(
             stream has the size of the stream.
 
     Raises:
-        SessionMisuseError: Outside of a training function.
         ValueError: The loader has a `batch_sampler` of a class that cannot be divided, or a sampler without a length;
             or `elastic=True`, and its batches could not be repeated.
     """
-    accelerator = accelerator_of("prepare_data_loader")
-    world = running_session("prepare_data_loader").world
+    accelerator = shared_accelerator()
+    world = helper_session().world
     data: Any = data_loader
     is_stream = isinstance(data, Stream | StreamPart)
     is_global = is_stream or (add_dist_sampler and exact and is_divisible(data))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.air._running import RunningSession, running_session
+from raysgd.air._running import Alone, RunningSession, current_session, helper_session
 from raysgd.connections.torch import ordinal_of
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.ddp import DDP
@@ -69,11 +69,10 @@ def accelerate(amp: bool = False) -> None:
     """Choose the precision of a run: with `amp`, fp16 with a gradient scaler on GPUs. Call it first.
 
     Raises:
-        SessionMisuseError: Outside of a training function.
         RuntimeError: A helper was called before, or this was.
     """
-    session = running_session("accelerate")
-    if session.accelerator is not None:
+    session = helper_session()
+    if session.accelerator is not None and current_session() is not None:
         raise RuntimeError("call `accelerate` once, and before all other helpers of `raysgd.train.torch`.")
     device = _device_of(session)
     precision = NativeAmp(torch.float16, device, enabled=device.type == "cuda") if amp else Precision()
@@ -81,30 +80,18 @@ def accelerate(amp: bool = False) -> None:
 
 
 def get_device() -> torch.device:
-    """The device of this worker.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
-    """
-    return accelerator_of("get_device").device
+    """The device of this worker."""
+    return shared_accelerator().device
 
 
 def get_devices() -> list[torch.device]:
-    """The devices of this worker: one for each of its GPUs, or the CPU.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
-    """
-    return _devices_of(running_session("get_devices"))
+    """The devices of this worker: one for each of its GPUs, or the CPU."""
+    return _devices_of(helper_session())
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Make two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
-    """
-    accelerator_of("enable_reproducibility").seed = seed
+    """Make two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers."""
+    shared_accelerator().seed = seed
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -113,26 +100,28 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def accelerator_of(helper: str) -> Accelerator:
-    """Return what the helpers share in this run; raises as `running_session`."""
-    session = running_session(helper)
+def shared_accelerator() -> Accelerator:
+    """Return what the helpers share in this run."""
+    session = helper_session()
     if session.accelerator is None:
         session.accelerator = Accelerator(Precision(), _device_of(session), _steps_of(session))
     accelerator: Accelerator = session.accelerator
     return accelerator
 
 
-def _steps_of(session: RunningSession) -> GlobalSteps | None:
-    return GlobalSteps(session) if session.membership is not None else None
+def _steps_of(session: RunningSession | Alone) -> GlobalSteps | None:
+    return None if isinstance(session, Alone) or session.membership is None else GlobalSteps(session)
 
 
-def _device_of(session: RunningSession) -> torch.device:
+def _device_of(session: RunningSession | Alone) -> torch.device:
     """The first of this worker's GPUs; else the CPU."""
     return _devices_of(session)[0]
 
 
-def _devices_of(session: RunningSession) -> list[torch.device]:
-    """This worker's GPUs, as the process counts those that it sees; else the CPU."""
+def _devices_of(session: RunningSession | Alone) -> list[torch.device]:
+    """This worker's GPUs, as the process counts those that it sees; else the CPU. Outside a run, the GPU of PyTorch."""
+    if isinstance(session, Alone) and torch.cuda.is_available():
+        return [torch.device("cuda", torch.cuda.current_device())]
     gpu_ids = session.world.gpu_ids
     if not gpu_ids or not torch.cuda.is_available():
         return [torch.device("cpu")]
@@ -164,12 +153,11 @@ def prepare_model(
         parallel_strategy_kwargs: Arguments for that; with "fsdp" those of `TorchTrainer(strategy_options=...)`.
 
     Raises:
-        SessionMisuseError: Outside of a training function.
         ValueError: Another strategy, or options that it does not have, or that do not work with `elastic=True`.
     """
     strategy, options = _strategy_of(wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs)
-    accelerator = accelerator_of("prepare_model")
-    world = running_session("prepare_model").world
+    accelerator = shared_accelerator()
+    world = helper_session().world
     device = move_to_device if isinstance(move_to_device, torch.device) else accelerator.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -216,20 +204,13 @@ def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any
     """The whole state of a model or an optimizer, without wrappers, for `save_checkpoint`; all workers have to call it.
 
     Of parts that are divided by "fsdp" it is put together on rank 0; the others get it without the tensors.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
     """
-    return accelerator_of("gather_state").parallel.state_of(unwrapped(part))
+    return shared_accelerator().parallel.state_of(unwrapped(part))
 
 
 def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Take over a state of `gather_state`, or of `state_dict` of a plain part, before or after it was prepared.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
-    """
-    parallel = accelerator_of("load_state").parallel
+    """Take over a state of `gather_state`, or of `state_dict` of a plain part, before or after it was prepared."""
+    parallel = shared_accelerator().parallel
     if isinstance(part, torch.nn.Module):
         model = unwrapped(part)
         is_divided = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -260,10 +241,9 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     Schedulers may be attached to it before or after that.
 
     Raises:
-        SessionMisuseError: Outside of a training function.
         ValueError: It was made before its model was divided, and so steps parameters that are not trained.
     """
-    accelerator = accelerator_of("prepare_optimizer")
+    accelerator = shared_accelerator()
     if any(accelerator.has_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
             'The optimizer has the parameters from before `prepare_model(..., "fsdp")`: create it afterwards.'
@@ -285,13 +265,12 @@ def prepare_state(*parts: Any) -> None:
         parts: The parts.
 
     Raises:
-        SessionMisuseError: Outside of a training function.
         TypeError: Something else.
     """
     for part in parts:
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
             raise TypeError(f"`prepare_state({part!r:.200})`: need something with `state_dict` and `load_state_dict`.")
-    steps = accelerator_of("prepare_state").steps
+    steps = shared_accelerator().steps
     if steps is not None:
         steps.share(*parts)
 
@@ -315,9 +294,5 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Compute the gradients of a loss, scaled if the precision of the run asks for it.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
-    """
-    accelerator_of("backward").precision.backward(tensor, None)
+    """Compute the gradients of a loss, scaled if the precision of the run asks for it."""
+    shared_accelerator().precision.backward(tensor, None)
