@@ -78,6 +78,7 @@ class Turns:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._lock = lifecycle.clock.make_lock()
+        self._ends = lifecycle.clock.make_lock()  # a call ends before an interrupt, or after it
         self._num_inside = 0
         self._owner: int | None = None
         self._line: list[PlaceInLine] = []
@@ -146,11 +147,12 @@ class Turns:
                         lifecycle.check_active(during=error)
                         raise
                 finally:
-                    self._num_inside -= 1
-                    if not self._num_inside:
-                        self._owner = None
-                        if lifecycle.interrupted is not None:
-                            lifecycle.end_interrupt()
+                    with self._ends:
+                        self._num_inside -= 1
+                        if not self._num_inside:
+                            self._owner = None
+                            if lifecycle.interrupted is not None:
+                                lifecycle.end_interrupt()
                     if lifecycle.stopped.is_set():
                         lifecycle.stop_group(force=True)
 
@@ -193,14 +195,15 @@ class Turns:
         with self._line_moves:
             place.is_interrupted = True
             self._line_moves.notify_all()
-        if place.thread is not None and self._owner == place.thread:
-            self._lifecycle.interrupt_thread(place.thread)
+        with self._ends:
+            if place.thread is not None and self._owner == place.thread:
+                self._lifecycle.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:
         """From another thread: does the same with the call that is running, if one is."""
-        owner = self._owner
-        if owner is not None:
-            self._lifecycle.interrupt_thread(owner)
+        with self._ends:
+            if self._owner is not None:
+                self._lifecycle.interrupt_thread(self._owner)
 
     def stop(self, force: bool) -> None:
         """Stop everything, from any thread; a call that is running then raises. A second time it does nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -100,6 +100,30 @@ def test_a_call_that_runs_is_interrupted_and_the_next_one_follows(line: Line) ->
     assert isinstance(running.exception(30), KeyboardInterrupt)
     line.call("next", next_place).result(30)
     assert (line.ended, line.lifecycle.num_killed) == (["next"], 1)
+
+
+@pytest.mark.parametrize("way", ["its place", "what runs"])
+def test_an_interrupt_at_the_end_of_a_call_is_not_left_for_the_next_one(line: Line, way: str) -> None:
+    place, is_inside, goes_on = line.turns.reserve(), threading.Event(), threading.Event()
+
+    def body() -> None:
+        is_inside.set()
+        assert goes_on.wait(30)
+
+    def interrupt_slowly(thread: int) -> None:
+        goes_on.set()
+        wait([running], 0.3)  # it may end in between
+        line.lifecycle.interrupted = thread
+
+    line.lifecycle.interrupt_thread = interrupt_slowly  # type: ignore[method-assign]
+    running = line.call("running", place, body)
+    assert is_inside.wait(30)
+    if way == "its place":
+        line.turns.interrupt_call(place)
+    else:
+        line.turns.interrupt_running()
+    running.result(30)
+    assert line.lifecycle.interrupted is None
 
 
 def test_what_fails_because_of_an_interrupt_counts_as_one(line: Line) -> None:
