@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
+from raysgd._text.frames import shows_all_frames, with_code
 from raysgd._text.log_lines import named
 
 _MOST_NODES = 8
+_MOST_FAULTS = 3
 
 
 class RaySGDError(Exception):
@@ -206,9 +208,11 @@ class WorkerFault:
         node: Address of the node it ran on.
         error: The exception itself, or None when it could not be pickled.
         type_name: Name of the exception's class.
-        message: The exception's own text.
+        message: The exception's own text, without frames of libraries that it quotes.
         location: The innermost line of user code, as ``file:line in function``.
         traceback_text: The traceback from the first line of user code on; empty where `error` has its live frames.
+        callers: The lines of user code that led to it, the last one first; empty where `error` has its live frames.
+        causes: The exceptions that Python would show before this one, the last one first, in words.
     """
 
     rank: int
@@ -218,6 +222,8 @@ class WorkerFault:
     message: str
     location: str
     traceback_text: str
+    callers: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "error": _Packed.of(self.error)}
@@ -330,11 +336,18 @@ class WorkerError(RaySGDError):
 
 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
-    """Build the exception for `faults`: a `WorkerError` that is also of the first fault's own class."""
+    """Build the exception for `faults`: a `WorkerError` that is also of the first fault's own class.
+
+    It stands in the original's place: with its live frames where the worker is this process, and with its cause.
+    """
     original = faults[0].error
     error = _as_both(original) if original is not None else WorkerError(faults[0].message)
     error.faults, error.aftermath = tuple(faults), aftermath
-    error.__cause__ = original  # with its live frames where the worker is this process
+    error.__suppress_context__ = True
+    if original is not None:
+        error.__cause__, error.__context__ = original.__cause__, original.__context__
+        error.__suppress_context__ = original.__suppress_context__ or original.__context__ is None
+        error.__traceback__ = original.__traceback__
     return error
 
 
@@ -374,9 +387,9 @@ def training_failed_error(
         advice: How to go on.
         also: Another class under which programs catch it.
     """
-    is_of_user = isinstance(failure, WorkerError) and failure.__cause__ is not None
-    cause = failure.__cause__ if is_of_user else failure
-    error = _joined(TrainingFailedError, cause or failure, also)
+    original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
+    cause = failure if original is None else original
+    error = _joined(TrainingFailedError, cause, also)
     assert isinstance(error, TrainingFailedError)
     error.failure, error.advice = failure, advice
     error.__cause__ = cause
@@ -388,14 +401,27 @@ def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str
     groups: dict[tuple[str, str, str], list[WorkerFault]] = {}
     for fault in faults:
         groups.setdefault((fault.type_name, fault.message, fault.location), []).append(fault)
-    parts = []
-    for (type_name, message, location), members in groups.items():
-        who, where = named([fault.rank for fault in members]), _nodes([fault.node for fault in members])
-        parts.append(f"{type_name}: {message}\n  raised at {location}\n  on {who}, node {where}")
+    lines: list[str] = []
+    for first, *others in [*groups.values()][:_MOST_FAULTS]:
+        who, where = _who_and_where([first, *others])
+        more: list[str] = []
+        if first is faults[0]:
+            more = [*(f"called from {with_code(caller)}" for caller in first.callers), *first.causes]
+        lines.append(": ".join(filter(None, (first.type_name, first.message.rstrip()))))
+        lines += [f"  {line}" for line in (f"raised at {with_code(first.location)}", f"on {who}, node {where}", *more)]
+    untold = [fault for members in [*groups.values()][_MOST_FAULTS:] for fault in members]
+    if untold:
+        who, _ = _who_and_where(untold)
+        lines.append(f"Other errors on {who}: see `error.faults`.")
     if aftermath:
-        parts.append(aftermath)
-    trace = faults[0].traceback_text.rstrip()
-    return "\n".join(parts) + (f"\n\nTraceback of rank {faults[0].rank}:\n{trace}" if trace else "")
+        lines.append(aftermath)
+    if shows_all_frames() and faults[0].traceback_text:
+        lines += ["", f"Traceback of rank {faults[0].rank}:", faults[0].traceback_text.rstrip()]
+    return "\n".join(lines)
+
+
+def _who_and_where(faults: list[WorkerFault]) -> tuple[str, str]:
+    return named([fault.rank for fault in faults]), _nodes([fault.node for fault in faults])
 
 
 def _nodes(nodes: list[str]) -> str:

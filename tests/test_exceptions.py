@@ -131,21 +131,21 @@ def test_a_worker_error_is_also_what_the_user_raised_with_all_it_holds(
         assert isinstance(each, WorkerError)
         assert isinstance(each, type(original))
         assert {name: getattr(each, name) for name in attributes} == attributes
-    assert error.__cause__ is original
+    assert error.faults[0].error is original
     assert str(copy) == str(error)
     sent = pickle.loads(cloudpickle.dumps(fault(2, original))).error
-    assert type(copy.__cause__) is type(sent) is type(original)
+    assert type(copy.faults[0].error) is type(sent) is type(original)
     assert {name: getattr(sent, name) for name in attributes} == attributes
     assert [fault.rank for fault in copy.faults] == [0, 1]
 
 
 @pytest.mark.parametrize("original", [Final("f"), Stubborn("s")])
-def test_a_class_that_cannot_be_subclassed_is_the_cause_of_a_plain_worker_error(original: Exception) -> None:
+def test_of_a_class_that_cannot_be_subclassed_the_error_is_a_plain_worker_error(original: Exception) -> None:
     error = worker_error((fault(0, original),))
     assert type(error) is WorkerError
-    assert error.__cause__ is original
+    assert error.faults[0].error is original
     assert type(original).__name__ in str(error)
-    assert type(pickle.loads(pickle.dumps(error)).__cause__) is type(original)
+    assert type(pickle.loads(pickle.dumps(error)).faults[0].error) is type(original)
 
 
 @pytest.mark.parametrize("original", [SystemExit(3), GeneratorExit()])
@@ -159,7 +159,6 @@ def test_what_would_end_the_driver_becomes_an_ordinary_error(original: BaseExcep
 def test_an_exception_that_could_not_travel_is_still_told() -> None:
     error = worker_error((WorkerFault(1, "10.0.0.2", None, "Weird", "its text", "a.py:1 in f", ""),))
     assert type(error) is WorkerError
-    assert error.__cause__ is None
     assert str(error) == "Weird: its text\n  raised at a.py:1 in f\n  on rank 1, node 10.0.0.2"
 
 
@@ -185,8 +184,7 @@ def test_workers_of_workers_raise_the_innermost_class_once() -> None:
     for error in (outer, copy):
         assert error.faults[0].rank == 0
         assert isinstance(error, KeyError)
-        assert isinstance(error.__cause__, KeyError)
-        assert error.__cause__ is not error
+        assert isinstance(error.faults[0].error, KeyError)
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -225,11 +223,60 @@ def test_the_same_message_from_two_places_is_said_twice() -> None:
     assert "raised at b.py:2 in g\n  on rank 1," in text
 
 
-def test_the_users_own_line_comes_before_the_traceback_of_the_first_rank() -> None:
-    text = describe_faults((fault(2, traceback_text="first\n"), fault(3, traceback_text="second")))
-    assert text.startswith("RuntimeError: broken\n  raised at model.py:7")
-    assert text.endswith("\n\nTraceback of rank 2:\nfirst")
-    assert "second" not in text
+def test_the_users_lines_are_shown_and_the_traceback_of_the_first_rank_if_the_user_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = fault(
+        2,
+        traceback_text="first\n",
+        callers=("train.py:3 in train_batch: forward()",),
+        causes=("caused by KeyError: 'x', raised at a.py:1 in f",),
+    )
+    faults = (first, fault(3, traceback_text="second", message="other", callers=("a.py:4 in g",)))
+    brief = describe_faults(faults)
+    assert brief.splitlines() == [
+        "RuntimeError: broken",
+        "  raised at model.py:7 in forward: x / 0",
+        "  on rank 2, node 10.0.0.3",
+        "  called from train.py:3 in train_batch: forward()",
+        "  caused by KeyError: 'x', raised at a.py:1 in f",
+        "RuntimeError: other",
+        "  raised at model.py:7 in forward: x / 0",
+        "  on rank 3, node 10.0.0.4",
+    ]
+    monkeypatch.setenv("RAYSGD_TRACEBACK", "full")
+    assert describe_faults(faults) == f"{brief}\n\nTraceback of rank 2:\nfirst"
+
+
+def test_of_many_different_errors_the_first_ones_are_told() -> None:
+    text = describe_faults(tuple(fault(rank, ValueError(f"sample {rank}")) for rank in range(100)))
+    assert text.splitlines()[6:] == [
+        "ValueError: sample 2",
+        "  raised at model.py:7 in forward: x / 0",
+        "  on rank 2, node 10.0.0.3",
+        "Other errors on ranks 3-99: see `error.faults`.",
+    ]
+
+
+def test_an_error_without_a_message_is_told_by_its_class() -> None:
+    assert describe_faults((fault(0, AssertionError()),)).startswith("AssertionError\n  raised at")
+
+
+def test_a_worker_error_stands_in_the_place_of_the_original() -> None:
+    """With its frames, and with what Python shows before it."""
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as first:
+            raise ValueError("second") from first
+    except ValueError as raised:
+        original = raised
+    error = worker_error((fault(0, original),))
+    assert isinstance(error.__cause__, KeyError)
+    assert error.__traceback__ is original.__traceback__
+    alone = worker_error((fault(0, ValueError("alone")),))
+    assert alone.__suppress_context__  # raised where another one is handled, it does not show that one
+    assert alone.__cause__ is None
 
 
 def test_the_words_of_the_user_do_not_hide_the_rank() -> None:

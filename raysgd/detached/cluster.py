@@ -15,6 +15,7 @@ from raysgd.detached.process import TrainerProcess
 from raysgd.detached.protocol import Detached, packed_arguments
 from raysgd.engine.keeper import NAMESPACE
 from raysgd.engine.placement import init_ray
+from raysgd.engine.shared.tracebacks import hides_library_frames
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
@@ -55,6 +56,7 @@ class DetachedStatus:
         return f"{self.name}: {self.trainer}\n  {running}, {attached}{ends}"
 
 
+@hides_library_frames
 def start(
     trainer_cls: type[Any],
     detached: str | Detached,

@@ -34,6 +34,7 @@ from raysgd.engine.keeper import NAMESPACE, end_workers
 from raysgd.engine.placement import session
 from raysgd.engine.program_end import end_with
 from raysgd.engine.shared.call import CallHandle
+from raysgd.engine.shared.tracebacks import hide_library_frames, hides_library_frames
 from raysgd.engine.worker import SentData
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
@@ -185,6 +186,7 @@ class DetachedTrainer:
         asked = self._request(kind, name, arguments)
         return self._answer(asked.token, self._actor.run.remote(asked)).result()
 
+    @hides_library_frames
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
@@ -336,6 +338,7 @@ class DetachedTrainer:
                 return
 
 
+@hide_library_frames
 class DetachedCall(CallHandle[Any]):
     """A call that its program does not wait for, or cannot wait for any more.
 

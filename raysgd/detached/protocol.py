@@ -23,6 +23,7 @@ from typing import Any
 
 from raysgd import _arguments as checks
 from raysgd._text import log_lines
+from raysgd._text.frames import shows_all_frames
 from raysgd._text.log_lines import WorkerLogLine
 from raysgd.engine.shared.faults import describe_fault, has_user_code
 from raysgd.engine.worker import cannot_import, is_sendable, node_here, packed_bytes
@@ -107,7 +108,14 @@ class DetachedTraceback(Exception):
     """Shows where in the trainer's process an exception was raised: its cause in the program."""
 
     def __str__(self) -> str:
-        return f"raised in the process of the detached trainer\n\n{self.args[0]}"
+        return f"in the process of the detached trainer: {self.args[0]}"
+
+
+def _place(fault: WorkerFault) -> str:
+    """Where an exception was raised, in words: the user's lines, or the whole traceback if the user wants that."""
+    if shows_all_frames():
+        return fault.traceback_text
+    return "\n  called from ".join([f"raised at {fault.location}", *fault.callers])
 
 
 def _error_of(fault: WorkerFault) -> BaseException:
@@ -171,9 +179,9 @@ class CallOutcome:
         error = _error_of(self.fault)
         if error.__cause__ is None and self.cause is not None:
             error.__cause__ = _error_of(self.cause)
-            error.__cause__.__cause__ = DetachedTraceback(self.cause.traceback_text)
+            error.__cause__.__cause__ = DetachedTraceback(_place(self.cause))
         elif error.__cause__ is None and self.shows_user_code:
-            error.__cause__ = DetachedTraceback(self.fault.traceback_text)
+            error.__cause__ = DetachedTraceback(_place(self.fault))
         raise error
 
 

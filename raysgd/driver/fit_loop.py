@@ -20,6 +20,7 @@ from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import Listener, StepListener, asked
 from raysgd.engine.shared.call import Call, CallHandle
+from raysgd.engine.shared.tracebacks import hides_library_frames
 from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, WorkersLostError
 from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
@@ -187,6 +188,7 @@ class Fit:
         if options.folder is not None:
             make_folder("folder", options.folder)
 
+    @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
         with self._in_workers():
             self._resume()

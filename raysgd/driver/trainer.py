@@ -43,6 +43,7 @@ from raysgd.engine.program_end import end_with
 from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger
+from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.worker import is_sendable
@@ -73,6 +74,7 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer[Any]")
 logger = logging.getLogger(__name__)
 
 
+@hide_library_frames
 class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import CallHandle
+from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.engine.transfers import run_into
 from raysgd.exceptions import OnFailure
 
@@ -18,6 +19,7 @@ T = TypeVar("T")
 _END_S = 10.0
 
 
+@hide_library_frames
 class BackgroundCall(CallHandle[T]):
     """A call in a thread.
 

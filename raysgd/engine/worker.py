@@ -393,10 +393,7 @@ class WorkerProcess:
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
         is_brief = kind == "disconnected"  # all survivors fail like this at the same time
-        operator = getattr(self._replica, "operator", None)
-        fault = describe_fault(
-            error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief, operator=operator
-        )
+        fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
         failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
         if kind == "disconnected":

@@ -27,6 +27,7 @@ from raysgd.driver.keeping import Content, load_into_all, load_snapshot_into_all
 from raysgd.driver.trainer import ClassTrainer
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
 from raysgd.messages.batch_options import BatchOptions
@@ -60,6 +61,7 @@ _REASONS = (
 )
 
 
+@hide_library_frames
 class TFTrainer(ClassTrainer[OperatorT]):
     """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
 

@@ -25,6 +25,7 @@ from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
 from raysgd.driver.trainer import ClassTrainer, show_options
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
 from raysgd.messages.batch_options import BatchOptions
@@ -52,6 +53,7 @@ from raysgd.worker.operator import OperatorT
 from raysgd.worker.state.replica_state import RESUME
 
 
+@hide_library_frames
 class TorchTrainer(ClassTrainer[OperatorT]):
     """Trains a `TrainingOperator` on one or many workers.
 

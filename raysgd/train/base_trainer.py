@@ -25,6 +25,7 @@ from raysgd.air.constants import MAX_REPR_LENGTH
 from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
+from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.exceptions import TrainingFailedError
 from raysgd.storage import Folder
 from raysgd.train.backend import BackendConfig
@@ -54,6 +55,7 @@ GenDataset = Callable[[], Any] | Any
 """A dataset, or a function that returns one."""
 
 
+@hide_library_frames
 class BaseTrainer(ABC):
     """A trainer whose `fit` runs `training_loop` once, in one worker.
 

@@ -23,6 +23,7 @@ from raysgd.detached.cluster import start as start_detached
 from raysgd.detached.protocol import Detached
 from raysgd.engine.placement import num_gpus
 from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
+from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.exceptions import InactiveWorkerGroupError, OnFailure
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
@@ -53,6 +54,7 @@ _OBSTACLE = (
 )
 
 
+@hide_library_frames
 class Trainer:
     """Runs training functions on workers that it keeps alive from `start` to `shutdown`.
 
@@ -353,6 +355,7 @@ class Trainer:
         return found
 
 
+@hide_library_frames
 class TrainingIterator:
     """Goes over what a running function reports. The function waits for it, one report ahead at most."""
 
@@ -402,6 +405,7 @@ class TrainingIterator:
         return found
 
 
+@hide_library_frames
 class TrainWorkerGroup:
     """Connected workers, each with an object of the user's class. `group[0].method.remote(...)` calls it.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate
 
 from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._numbers.timers import TimerCollection
+from raysgd._text.frames import defined_at
 from raysgd._text.log_lines import Once
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
@@ -159,7 +160,7 @@ class Internals:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"`{type(self._operator).__name__}.{method}` returned a `{type(metrics).__name__}`: return a dict of "
-                "metrics, an empty one if there are no metrics."
+                f"metrics, an empty one if there are no metrics.{defined_at(type(self._operator), method)}"
             )
         metrics = self.latest_metrics = with_logged(metrics, self.logged) if self.logged else metrics
         values = dict(metrics)

@@ -767,14 +767,42 @@ def test_an_exception_of_the_users_is_of_its_own_class_and_leads_to_the_users_li
     assert "rank 0" in lines[2]
 
 
+def test_python_shows_the_users_lines_of_an_exception_and_little_else(make_local: MakeTrainer) -> None:
+    trainer = make_local(Fails)
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.train(info={"fail_at": 2})
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert len(lines) <= 15
+    assert "Traceback" in lines[0]
+    assert any(f'"{__file__}"' in line and "in train_batch" in line for line in lines)
+    assert "on rank 0" in lines[-1]
+
+
+class ReturnsNothing(LinearOperator):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        super().train_batch(batch, batch_info)
+
+
+def test_where_no_line_of_the_users_was_running_none_is_blamed_and_the_method_is_named(make_local: MakeTrainer) -> None:
+    with pytest.raises(TypeError) as caught:
+        make_local(ReturnsNothing).train()
+    what, where, _ = str(caught.value).splitlines()
+    assert what.endswith(f"It is defined at {__file__}:{ReturnsNothing.train_batch.__code__.co_firstlineno}.")
+    assert re.fullmatch(
+        r"  raised at raysgd/worker/operator\.py:\d+ in parted \(no line of your code was running\)", where
+    )
+
+
 def test_a_debugger_finds_the_users_frame_with_its_variables(make_local: MakeTrainer) -> None:
     trainer = make_local(Fails)
     with pytest.raises(ZeroDivisionError) as caught:
         trainer.train(info={"fail_at": 2})
-    assert caught.value.__cause__ is not None
-    *_, (frame, _) = traceback.walk_tb(caught.value.__cause__.__traceback__)
-    assert frame.f_code.co_name == "train_batch"
-    assert frame.f_locals["batch_info"]["batch_idx"] == 2
+    assert isinstance(caught.value, WorkerError)
+    for error in (caught.value, caught.value.faults[0].error):
+        assert error is not None
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        assert frame.f_code.co_name == "train_batch"
+        assert frame.f_locals["batch_info"]["batch_idx"] == 2
 
 
 class Interrupted(LinearOperator):

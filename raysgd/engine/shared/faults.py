@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import os
+import bdb
 import pickle
 import re
-import sysconfig
 import traceback
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
+from raysgd._text.frames import is_of_library, is_of_user, short_name
 from raysgd._text.secrets import masked
 from raysgd.exceptions import WorkerFault, portable_copy
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_LIBRARY_FOLDERS = (_PACKAGE, sysconfig.get_path("stdlib") + os.sep)
-_LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_QUOTED_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)\n +(\S.*)')
+_QUOTED_FRAME = re.compile(r'( *)File "([^"\n]+)", line (\d+), in (\S+)')
+_HEADS = ("Original Traceback (most recent call last):", "in user code:")
+"""The lines with which PyTorch and TensorFlow begin to quote frames, of a process of a loader and of a function."""
+_MOST_CALLERS = 5
+_MOST_CAUSES = 3
+_LONGEST_CAUSE = 200  # characters
+_NO_DEBUGGER = (
+    "a worker has no terminal, so a debugger cannot stop there. To debug an operator make the trainer with "
+    "`use_local=True`: it then runs in your program. A training function can be called by itself."
+)
+_NO_INPUT = "EOF when reading a line"  # as `input` words it
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
 _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
 
 
-def describe_fault(
-    error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False, operator: Any = None
-) -> WorkerFault:
+def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
     """Describe `error`, which user code raised.
 
     The traceback begins at the first line of user code: what the library called to get there does not help.
@@ -36,18 +41,19 @@ def describe_fault(
         portable: Whether it has to leave the process. Else the exception stays whole, with its live frames, which a
             debugger can use; Python then shows these frames by itself, so they are not told in words too.
         brief: Whether the traceback goes without the text of its lines, for which Python reads many files.
-        operator: The user's object that was at work, if there is one.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
-    message, frames = masked(shortened(str(error))), _frames(error)
+    message, frames = _message(error, portable), _frames(error)
     return WorkerFault(
         rank=rank,
         node=node,
         error=_picklable(error) if portable else error,
         type_name=type(error).__name__,
         message=message,
-        location=_user_location(error, frames, type(operator)),
+        location=_location(error, frames),
         traceback_text=masked(_traceback_text(error, message, frames if brief else None)) if portable else "",
+        callers=_callers(error) if portable and not brief else (),
+        causes=_causes(error) if portable and not brief else (),
     )
 
 
@@ -65,7 +71,7 @@ def _from_user_code(where: TracebackType | None) -> TracebackType | None:
     """The traceback from the first frame on that is neither ours nor a library's; all of it when there is none."""
     link = where
     while link is not None:
-        if _is_own(link.tb_frame):
+        if is_of_user(link.tb_frame):
             return link
         link = link.tb_next
     return where
@@ -81,47 +87,86 @@ def _traceback_text(error: BaseException, message: str, frames: traceback.StackS
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
 
-def _user_location(error: BaseException, frames: traceback.StackSummary, operator_cls: type[Any]) -> str:
-    """The innermost line that is neither ours nor a library's.
+def _message(error: BaseException, portable: bool) -> str:
+    if portable and isinstance(error, bdb.BdbQuit):
+        return _NO_DEBUGGER
+    if portable and isinstance(error, EOFError) and str(error) == _NO_INPUT:
+        return f"{error}: a worker has no terminal. Read what you need in your program, and pass it in `config`."
+    _, text = _quoted(error)
+    return masked(shortened(text))
 
-    Where there is none, it is one that the message quotes, as it does if a process of a loader has failed; else the
-    `setup` of the operator with the innermost line of all.
-    """
+
+def _quoted(error: BaseException) -> tuple[list[str], str]:
+    """The user's lines that the text of an error quotes, the innermost last, and the text without quoted frames."""
+    text = str(error)
+    if not any(head in text for head in _HEADS):
+        return [], text
+    places, words = list[str](), list[str]()
+    indent, is_place = "", False
+    for line in text.splitlines():
+        if frame := _QUOTED_FRAME.match(line):
+            indent, is_place = f"{frame[1]}  ", not is_of_library(frame[2])
+            if is_place:
+                places.append(f"{frame[2]}:{frame[3]} in {frame[4]}")
+        elif indent and line.startswith(indent):
+            if is_place:
+                places[-1] += f": {line.strip()}"
+            is_place = False  # what follows the line of code points at a part of it
+        else:
+            indent = ""
+            words.append(line.strip())
+    said = "\n".join(line for line in words if line and line not in _HEADS)
+    return places, said.removeprefix(f"{type(error).__name__}: ")
+
+
+def _location(error: BaseException, frames: traceback.StackSummary) -> str:
+    """The user's innermost line; where none was running, the innermost function of all."""
     if not frames:
         return "an unknown place"
-    own = _frames(error, only_own=True)
-    frame = (own or frames)[-1]
-    line = f": {frame.line}" if frame.line else ""
-    place = f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+    own = _own_lines(error)
     if own:
-        return place
-    quoted = [found for found in _QUOTED_FRAME.findall(str(error)) if not _is_library(found[0])]
-    if quoted:
-        return "{}:{} in {}: {}".format(*quoted[-1])
-    code = getattr(getattr(operator_cls, "setup", None), "__code__", None)
-    if code is None or _is_library(code.co_filename):
-        return place
-    setup = f"{code.co_filename}:{code.co_firstlineno} in {operator_cls.__name__}.setup"
-    return f"{setup} (no line of your code was running, but {place})"
+        return own[-1]
+    place = f"{short_name(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}"
+    return f"{place} (no line of your code was running)"
+
+
+def _callers(error: BaseException) -> tuple[str, ...]:
+    """The user's lines that led to the innermost one, the last one first; of many the last ones and the first."""
+    outer = _own_lines(error)[-2::-1]
+    if len(outer) <= _MOST_CALLERS:
+        return tuple(outer)
+    num_more = len(outer) - _MOST_CALLERS + 1
+    return (*outer[: _MOST_CALLERS - 2], f"{num_more} other lines of your code", outer[-1])
+
+
+def _causes(error: BaseException) -> tuple[str, ...]:
+    """The errors that Python shows before this one, the last one first, each with the user's innermost line."""
+    causes: list[str] = []
+    while len(causes) < _MOST_CAUSES:
+        word, before = "caused by", error.__cause__
+        if before is None and not error.__suppress_context__:
+            word, before = "raised while handling", error.__context__
+        if before is None:
+            break
+        first, *_ = masked(str(before)).splitlines() or [""]
+        text = f"{type(before).__name__}: {shortened(first, _LONGEST_CAUSE)}".removesuffix(": ")
+        causes.append(", raised at ".join([f"{word} {text}", *_own_lines(before)[-1:]]))
+        error = before
+    return tuple(causes)
+
+
+def _own_lines(error: BaseException) -> list[str]:
+    """The user's lines in its traceback, and then those that its text quotes, the innermost last."""
+    own = _frames(error, only_own=True)
+    places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
+    return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
 
 
 def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:
     """The frames of its traceback, or those of the user. A file is read only when the text of its line is used."""
     frames = traceback.walk_tb(error.__traceback__)
-    chosen = ((frame, line) for frame, line in frames if _is_own(frame) or not only_own)
+    chosen = ((frame, line) for frame, line in frames if is_of_user(frame) or not only_own)
     return traceback.StackSummary.extract(chosen, lookup_lines=False)
-
-
-def _is_own(frame: FrameType) -> bool:
-    """Return whether the user wrote this code, in a file or at a prompt. What Python makes for a dataclass is not."""
-    name, module = frame.f_code.co_filename, frame.f_globals
-    if name.startswith("<"):
-        return module.get("__name__") == "__main__" and "__file__" not in module
-    return not _is_library(name)
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARY_FOLDERS) or any(part in filename for part in _LIBRARY_PARTS)
 
 
 def _picklable(error: BaseException) -> BaseException | None:

@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import default_collate
 
+from raysgd._text.frames import defined_at
 from raysgd.torch.parallel.strategy import unwrap
 
 _MOST_BYTES_COPIED = 2**20
@@ -129,7 +130,7 @@ def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
     return (parts[0] if len(parts) == 1 else tuple(parts)), metrics
 
 
-def parts_of_forward(returned: Any) -> tuple[Any, torch.Tensor, Any]:
+def parts_of_forward(returned: Any, operator_cls: type[Any]) -> tuple[Any, torch.Tensor, Any]:
     """Output, loss and weight, each None where `forward` did not return it.
 
     Raises:
@@ -146,7 +147,7 @@ def parts_of_forward(returned: Any) -> tuple[Any, torch.Tensor, Any]:
         return returned, loss, None
     raise TypeError(
         f"`forward` returned a `{type(returned).__name__}`: return the loss, `(output, loss)`, or `(output, loss, "
-        "weight)`; each may have a dict of metrics after it."
+        f"weight)`; each may have a dict of metrics after it.{defined_at(operator_cls, 'forward')}"
     )
 
 

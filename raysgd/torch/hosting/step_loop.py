@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raysgd._arguments import is_integer
+from raysgd._text.frames import defined_at
 from raysgd.connections._origins import with_causes
 from raysgd.connections.mesh.mesh import NotAligned
 from raysgd.connections.torch import is_connection_error
@@ -190,7 +191,7 @@ class StepLoop(Loop):
         if not is_integer(window) or window < 1:
             raise ValueError(
                 f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many "
-                "batches make an optimizer step, at least 1."
+                f"batches make an optimizer step, at least 1.{defined_at(type(operator), 'accumulate_grad_batches')}"
             )
         if len(self._optimizers) > 1:
             self._check_window(window)

@@ -16,6 +16,7 @@ import torch
 
 from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
 from raysgd._numbers.results import as_number
+from raysgd._text.frames import defined_at
 from raysgd.arrays.ray_batches import BatchForm
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
@@ -343,7 +344,7 @@ class TorchInternals(Internals):
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
             note(self.logged, name, value)
-        return batches.parts_of_forward(parts)
+        return batches.parts_of_forward(parts, type(self._operator))
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         operator = self._operator
@@ -448,6 +449,7 @@ class TorchInternals(Internals):
                 f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
                 f"count by the {place.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
                 "with what the loss is the mean over, or return as many samples as the batch has."
+                f"{defined_at(type(self._operator), 'train_batch')}"
             )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,7 +23,14 @@ from raysgd.air.trial import TrialFolder
 from raysgd.engine.placement import Reservation, ensure_ray
 from raysgd.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words
 from raysgd.engine.shared.types import Resources
-from raysgd.exceptions import StorageError, WorkersLostError, failure_logged, training_failed_error, worker_error
+from raysgd.exceptions import (
+    StorageError,
+    WorkerError,
+    WorkersLostError,
+    failure_logged,
+    training_failed_error,
+    worker_error,
+)
 from raysgd.messages.placement import Placement
 from raysgd.train import executor
 from raysgd.train._function_run import FunctionRun
@@ -92,7 +99,8 @@ class FitJob:
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
-            raise training_failed_error(error, self._advice, _tune_error()) from error.__cause__
+            failed = training_failed_error(error, self._advice, _tune_error())
+            raise failed from failed.__cause__ if isinstance(error, WorkerError) else error.__cause__
         return self.recorder.end_run()
 
     @property

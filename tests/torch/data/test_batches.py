@@ -142,7 +142,7 @@ def test_loss_and_logits_are_found_in_an_output(output: Any, loss: Any, predicte
     ],
 )
 def test_forward_may_return_a_loss_in_several_ways(returned: Any, parts: tuple[Any, ...]) -> None:
-    assert all(found is part for found, part in zip(batches.parts_of_forward(returned), parts, strict=True))
+    assert all(found is part for found, part in zip(batches.parts_of_forward(returned, object), parts, strict=True))
 
 
 @pytest.mark.parametrize("parts", [LOSS, (X, LOSS), (X, LOSS, 7)])
@@ -157,7 +157,7 @@ def test_metrics_may_stand_at_the_end_of_what_forward_returns(parts: Any) -> Non
 @pytest.mark.parametrize("returned", [None, X, (X,), {"out": X}, (X, LOSS, 1, 2)])
 def test_anything_else_is_refused_with_what_it_may_return(returned: Any) -> None:
     with pytest.raises(TypeError, match=r"return the loss, `\(output, loss\)`, or `\(output, loss, weight\)`"):
-        batches.parts_of_forward(returned)
+        batches.parts_of_forward(returned, object)
 
 
 @pytest.mark.parametrize(
