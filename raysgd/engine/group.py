@@ -51,7 +51,7 @@ class WorkerGroup:
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
         self._spec = spec
         self._platform = platform = platform or Platform()
-        placed = {"packs": spec.packs, "within": spec.within, "when_not_granted": spec.words.when_not_granted}
+        placed = {"packs": spec.packs, "within": spec.within, "words": spec.words}
         self.slots = Slots(partial(platform.make_reservation, spec.resources, **placed))
         self.standby = StandbyWorkers(spec, self.slots, platform)
         self._startup = StartupCheck(platform, spec.heartbeat_s)

@@ -20,8 +20,9 @@ from typing import Any
 
 from raysgd._private_names import find_name
 from raysgd.engine.keeper import NAMESPACE, keeper
-from raysgd.engine.policies import capacity
+from raysgd.engine.policies import capacity, cpus_that_fit
 from raysgd.engine.program_end import prepare_to_use_ray
+from raysgd.engine.shared.group_spec import NO_WORDS, FrontEndWords
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.exceptions import OnFailure, ReservationTimeoutError
 
@@ -34,6 +35,7 @@ _CLOSE_S = 5.0
 _SLICE_S = 1.0
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 _BUNDLE = "bundle_group_"
+_CANNOT_GROW = "No node will join: Ray was started for this program alone. `ray.init(address=...)` uses a cluster."
 _DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
 
 
@@ -51,6 +53,8 @@ def ensure_ray() -> None:
     if not ray.is_initialized():
         logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
         init_ray(include_dashboard=False)
+        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # else a cluster was found
+            _started.add(session())
     _quiet_ray()
 
 
@@ -71,6 +75,9 @@ def _use_token() -> None:
     with suppress(TypeError):  # older versions have no tokens, or take other arguments
         enable(warn_if_disabled=False)
 
+
+_started: set[Any] = set()
+"""The sessions of Ray that `ensure_ray` has started: this machine is all there is, and no node joins."""
 
 _noted: set[tuple[str, str]] = set()
 
@@ -138,7 +145,8 @@ def cluster_view() -> ClusterView:
     if outer is not None:
         bundles = enumerate(outer.bundle_specs)
         return ClusterView(
-            tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles)
+            tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles),
+            can_grow=False,
         )
     free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()  # in this order: see `_is_settling`
     nodes = []
@@ -151,7 +159,7 @@ def cluster_view() -> ClusterView:
         PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
         for identity, entry in groups.items()
     ]
-    return ClusterView(tuple(nodes), tuple(holders))
+    return ClusterView(tuple(nodes), tuple(holders), can_grow=session() not in _started)
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
@@ -220,13 +228,18 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     return "\n".join(lines)
 
 
-def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str | None:
-    """Return why today's nodes can never hold so many workers, or None if they can once nothing else runs."""
+def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
+    """Return why today's nodes can never hold so many workers, and what to ask for instead; None if they can."""
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
         return None
-    found = "No node is large enough for a worker" if most == 0 else f"The nodes have room for {most} workers at most"
-    return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}"
+    limit = f"{most} worker{'s' if most > 1 else ''} at most"
+    found = f"The nodes have room for {limit}" if most else "No node is large enough for a worker"
+    num_cpus = cpus_that_fit(view, need, num_workers)
+    ways = [f"for {limit} (spares count too)"] if most else []
+    ways += [f"for less per worker: `{words.with_cpus(num_cpus)}`"] if num_cpus else []
+    remedy = f"\nAsk {', or '.join(ways)}." if ways else ""
+    return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}{remedy}"
 
 
 def _state_of(group: Any) -> str:
@@ -246,7 +259,7 @@ class Reservation:
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use: "default" for that of this process if it captures child tasks, a group for
             that one, None for none.
-        when_not_granted: What to do where the cluster does not grant them, for the error.
+        words: What to do where the cluster does not grant them, for the error.
     """
 
     def __init__(
@@ -256,10 +269,10 @@ class Reservation:
         has_driver: bool = False,
         packs: bool = False,
         within: Any = "default",
-        when_not_granted: str = "",
+        words: FrontEndWords = NO_WORDS,
     ) -> None:
         ray = _ray()
-        self._need, self._num_workers, self._when_not_granted = need, num_workers, when_not_granted
+        self._need, self._num_workers, self._words = need, num_workers, words
         self._session = session()
         self._holder: Any = None
         self._outer = outer_group() if within == "default" else within
@@ -297,7 +310,8 @@ class Reservation:
             check: Called now and then while it waits; may raise.
 
         Raises:
-            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation.
+            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation; at once where there
+                is never room, and no node can join.
         """
         group = self._own or self._outer
         if group is None:
@@ -318,9 +332,11 @@ class Reservation:
             if waited_s >= timeout_s:
                 if self.is_granted():  # meanwhile: this process, too, may have stood still
                     return
-                table = explain(self._need, self._num_workers, cluster_view())
+                view = cluster_view()
+                reason = impossibility(self._need, self._num_workers, view, self._words)
+                table = reason or explain(self._need, self._num_workers, view)
                 message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
-                raise ReservationTimeoutError(f"{message}\n{self._when_not_granted}".rstrip())
+                raise ReservationTimeoutError(f"{message}\n{self._words.when_not_granted}".rstrip())
 
     def _is_ready(self, group: Any, timeout_s: int) -> bool:
         try:
@@ -335,9 +351,13 @@ class Reservation:
             ) from error
 
     def _tell_impossible(self, timeout_s: float) -> None:
-        reason = impossibility(self._need, self._num_workers, cluster_view())
-        if reason is not None:
-            logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
+        view = cluster_view()
+        reason = impossibility(self._need, self._num_workers, view, self._words)
+        if reason is None:
+            return
+        if not view.can_grow:
+            raise ReservationTimeoutError(f"{reason}\n{_CANNOT_GROW}")
+        logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
 
     def _tell_missing(self, timeout_s: float) -> None:
         num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))

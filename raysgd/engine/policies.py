@@ -6,7 +6,8 @@ Facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import floor
 from textwrap import shorten
 from typing import Literal
 
@@ -57,6 +58,15 @@ def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> i
     return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
 
 
+def cpus_that_fit(view: ClusterView, need: Resources, num_workers: int) -> float:
+    """Return with how many CPUs each so many workers fit once nothing else runs; 0 where fewer CPUs do not help."""
+    of_nodes = {node.total.get("CPU", 0.0) for node in view.nodes}
+    shares = {floor(100 * cpus / count) / 100 for cpus in of_nodes for count in range(1, num_workers + 1)}
+    smaller = sorted((share for share in shares if 0 < share < need.num_cpus), reverse=True)
+    needs = ((share, replace(need, num_cpus=share)) for share in smaller)
+    return next((share for share, less in needs if capacity(view, less, free_only=False) >= num_workers), 0.0)
+
+
 @dataclass(frozen=True)
 class ScalingPolicy:
     """Decides how many workers to run.
@@ -81,6 +91,8 @@ class ScalingPolicy:
         if fitting >= self.min_workers:
             return fitting
         reason = f"{fitting} of at least {self.min_workers} workers fit"
+        if not view.can_grow and capacity(view, need, free_only=False) < self.min_workers:
+            return WaitForWorkers(None, f"{reason}, even when nothing else runs")
         if attempt + 1 >= self.num_attempts:
             return WaitForWorkers(None, f"{reason} after {attempt + 1} attempts")
         return WaitForWorkers(self.delay_s(attempt), reason)

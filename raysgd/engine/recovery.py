@@ -18,7 +18,7 @@ from raysgd._text.log_lines import listed
 from raysgd.engine import ranks as rank_rules
 from raysgd.engine.lifecycle import SETTLE_S, Lifecycle, pay_for_start
 from raysgd.engine.monitor import Monitor
-from raysgd.engine.placement import explain
+from raysgd.engine.placement import explain, impossibility
 from raysgd.engine.policies import (
     Diagnosis,
     FailurePolicy,
@@ -700,16 +700,20 @@ class Recovery:
         self._refuse_if_lost(cause)
         if kind == "restarted":
             lifecycle.make_room()
-        attempt = 0
+        attempt, impossible = 0, None
         while attempt < scaling.num_attempts:
             view = lifecycle.settled_view()
             decision = scaling.decide(view, self._spec.resources, attempt)
             attempt += 1
             if isinstance(decision, WaitForWorkers):
+                if kind == "started":  # nodes that were there may come back
+                    impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
                 if decision.delay_s is None:
-                    table = explain(self._spec.resources, scaling.max_workers, view)
+                    table = impossible or explain(self._spec.resources, scaling.max_workers, view)
                     few = f"Too few workers can be had: {decision.reason}."
                     raise WorkersLostError(f"{few}\n{table}\n{self._spec.words.when_starved}".rstrip())
+                if impossible and attempt == 1:
+                    logger.warning("%s", impossible)
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 needed, has_driver = scaling.min_workers, self._spec.use_local
                 slots = lifecycle.make_group(self._spec, needed).slots

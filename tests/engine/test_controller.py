@@ -397,6 +397,20 @@ def test_giving_up_says_what_was_requested_and_the_next_call_looks_again() -> No
     assert (trainer.kinds, trainer.controller.history.num_failures) == (["lost", "lost", "restarted"], 0)
 
 
+def test_a_start_that_never_fits_says_at_once_what_would(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(nodes=(3,), num_workers=5, min_workers=4)
+    trainer.kernel.after(20.0, lambda: trainer.add_node(2))
+    trainer.started(as_fits=True)
+    assert len(trainer.note(1)) == 5
+    warnings = [
+        record.getMessage() for record in caplog.records if "even when nothing else runs" in record.getMessage()
+    ]
+    assert len(warnings) == 1
+    assert warnings[0].endswith(
+        "Ask for 3 workers at most (spares count too), or for less per worker: `num_cpus_per_worker=0.75`."
+    )
+
+
 def test_while_it_waits_it_requests_as_many_workers_as_it_needs_and_no_longer() -> None:
     trainer = Trainer(min_workers=2, **RESTARTS).started()
     trainer.kernel.after(20.0, lambda: trainer.add_node(2))

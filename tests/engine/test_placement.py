@@ -14,6 +14,7 @@ import pytest
 
 from raysgd.engine.placement import Reservation, Slots, _plain, explain, impossibility
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources
+from raysgd.train import executor
 from tests.helpers.run_if import RunIf
 
 NEED = Resources(num_cpus=2)
@@ -101,6 +102,36 @@ def test_what_no_node_can_ever_hold_is_known_from_its_total(
     else:
         assert found.startswith(reason)
         assert explain(NEED, num_workers, ClusterView(nodes)) in found
+
+
+@pytest.mark.parametrize(
+    ("need", "num_workers", "advice"),
+    [
+        (
+            Resources(),
+            4,
+            "Ask for 2 workers at most (spares count too), or for less per worker: `num_cpus_per_worker=0.5`.",
+        ),
+        (Resources(num_cpus=8), 1, "Ask for less per worker: `num_cpus_per_worker=2`."),
+        (
+            Resources(num_cpus=2),
+            2,
+            "1 worker at most (spares count too), or for less per worker: `num_cpus_per_worker=1`.",
+        ),
+        (Resources(num_gpus=1), 4, "No node has a GPU. To train on CPUs pass `use_gpu=False`."),
+        (Resources(custom={"license": 1}), 1, "held by other tasks and actors:  2 CPU"),
+    ],
+)
+def test_what_never_fits_comes_with_what_would(need: Resources, num_workers: int, advice: str) -> None:
+    found = impossibility(need, num_workers, ClusterView((node(0, total=2),)))
+    assert found is not None
+    assert found.endswith(advice)
+
+
+def test_what_to_ask_for_is_written_as_the_front_end_calls_it() -> None:
+    found = impossibility(Resources(), 4, ClusterView((node(0, total=2),)), executor.WORDS)
+    assert found is not None
+    assert found.endswith("""`resources_per_worker={"CPU": 0.5}`.""")
 
 
 def test_memory_counts_and_is_shown_to_who_asks_for_it() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from raysgd.engine import placement
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client
 from raysgd.engine.policies import capacity
-from raysgd.engine.shared.group_spec import GroupSpec
+from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.shared.types import Resources
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
@@ -124,7 +126,7 @@ def test_workers_are_apart_or_close_to_each_other(ray_cluster: None, packs: bool
 
 
 def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holder: Any) -> None:
-    reservation = Reservation(Resources(num_cpus=2), 3, when_not_granted="(words for resources not granted)")
+    reservation = Reservation(Resources(num_cpus=2), 3, words=FrontEndWords(when_not_granted="(words)"))
     with pytest.raises(TimeoutError) as caught:
         reservation.wait(0.5)
     assert isinstance(caught.value, ReservationTimeoutError)
@@ -133,7 +135,7 @@ def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holde
     assert "requested:  3 x {'CPU': 2.0}" in message
     assert f"free {{'CPU': 1.0}} of {{'CPU': {NUM_CPUS}.0}}" in message
     assert f"held by placement group somebody-else (CREATED):  1 x {{'CPU': {NUM_CPUS - 1}.0}}" in message
-    assert message.endswith("\n(words for resources not granted)")
+    assert message.endswith("\n(words)")
     wait_until(nothing_is_reserved)
 
 
@@ -172,6 +174,25 @@ def test_what_no_node_can_ever_hold_is_said_once_and_waited_for(
     [warning] = warnings_in(caplog)
     assert warning.startswith("No node is large enough for a worker, even when nothing else runs:\n  requested:  2 x")
     assert warning.endswith("Waiting up to 0.1 s for nodes to join.")
+
+
+WAITING = """
+from raysgd.engine.placement import Reservation, ensure_ray
+from raysgd.engine.shared.types import Resources
+
+ensure_ray()
+try:
+    Reservation(Resources(num_gpus=1000), 1).wait(100_000)
+except TimeoutError as error:
+    print(error)
+"""
+
+
+def test_what_can_never_be_held_is_not_waited_for_where_raysgd_has_started_ray() -> None:
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    done = subprocess.run([sys.executable, "-c", WAITING], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout.startswith("No node is large enough for a worker, even when nothing else runs:\n"), done.stderr
+    assert "`ray.init(address=...)` uses a cluster" in done.stdout
 
 
 def test_what_others_hold_is_told_in_one_line_once_it_takes_long(

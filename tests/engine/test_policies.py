@@ -19,6 +19,7 @@ from raysgd.engine.policies import (
     capacity,
     choose_source,
     classify,
+    cpus_that_fit,
     failed_alike,
     is_lack_of_memory,
     num_fitting,
@@ -121,6 +122,41 @@ def test_the_last_attempt_gives_up_and_says_what_would_fit(num_attempts: int, la
     assert isinstance(decision, WaitForWorkers)
     assert decision.delay_s is None
     assert f"1 of at least 2 workers fit after {num_attempts} attempts" in decision.reason
+
+
+def test_what_can_never_fit_is_not_waited_for_where_no_node_joins() -> None:
+    two_cpus = NodeView("n", "10.0.0.1", {"CPU": 2}, {"CPU": 0})
+    fixed = ClusterView((two_cpus,), can_grow=False)
+    assert policy(4, min_workers=3).decide(fixed, Resources(), 0) == WaitForWorkers(
+        None, "0 of at least 3 workers fit, even when nothing else runs"
+    )
+    for patient, where in ((policy(4, min_workers=3), ClusterView((two_cpus,))), (policy(4, min_workers=2), fixed)):
+        decision = patient.decide(where, Resources(), 0)
+        assert isinstance(decision, WaitForWorkers)
+        assert decision.delay_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cpus_of_nodes", "need", "num_workers", "expected"),
+    [
+        ((2,), Resources(), 4, 0.5),
+        ((2,), Resources(), 3, 0.66),
+        ((2, 8), Resources(num_cpus=4), 3, 2.66),
+        ((4, 4), Resources(num_cpus=3), 4, 2),
+        ((2,), Resources(num_gpus=1), 4, 0),
+        ((2,), Resources(custom={"license": 1}), 4, 0),
+        ((), Resources(), 1, 0),
+        ((0,), Resources(), 1, 0),
+    ],
+)
+def test_with_how_many_cpus_each_all_would_fit(
+    cpus_of_nodes: tuple[float, ...], need: Resources, num_workers: int, expected: float
+) -> None:
+    nodes = tuple(NodeView(str(cpus), "10.0.0.1", {"CPU": cpus}, {"CPU": 0}) for cpus in cpus_of_nodes)
+    found = cpus_that_fit(ClusterView(nodes), need, num_workers)
+    assert found == expected
+    if found:
+        assert capacity(ClusterView(nodes), replace(need, num_cpus=found), free_only=False) >= num_workers
 
 
 def test_waits_double_up_to_a_cap() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.placement import Reservation, Slot
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.group_spec import NO_WORDS, FrontEndWords
 from raysgd.engine.shared.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
 from raysgd.engine.transfers import SharedValue, Transfer
 from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker
@@ -98,7 +99,7 @@ class SimReservation(Reservation):
         has_driver: bool = False,
         packs: bool = False,
         within: Any = None,
-        when_not_granted: str = "",
+        words: FrontEndWords = NO_WORDS,
     ) -> None:
         self._cluster, self._num_workers, self._has_driver = cluster, num_workers, has_driver
         self._check_given_back = check_given_back

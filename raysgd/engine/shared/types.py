@@ -140,10 +140,17 @@ class PlacementGroupHolder:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The cluster as it looked at one moment."""
+    """The cluster as it looked at one moment.
+
+    Attributes:
+        nodes: Its nodes.
+        holders: The placement groups that hold or want some of it.
+        can_grow: Whether nodes may join.
+    """
 
     nodes: tuple[NodeView, ...]
     holders: tuple[PlacementGroupHolder, ...] = ()
+    can_grow: bool = True
 
     def without(self, node_ids: Collection[str]) -> ClusterView:
         """The same as if these nodes were not there."""

@@ -278,7 +278,7 @@ class FitRun:
             ensure_ray()
             custom = {name: amount for name, amount in own.items() if name not in ("CPU", "GPU")}
             need = Resources(own.get("CPU", 0), own.get("GPU", 0), custom)
-            self._own_room = Reservation(need, 1, when_not_granted=WORDS.when_not_granted)
+            self._own_room = Reservation(need, 1, words=WORDS)
             self._own_room.wait(env_integer(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100))
 
     def _give_room_back(self) -> None:
