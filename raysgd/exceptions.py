@@ -287,9 +287,11 @@ def _slots(error: BaseException) -> Iterator[tuple[type, str, Any]]:
             if name.startswith("__") or not isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType):
                 continue
             try:
-                yield owner, name, descriptor.__get__(error)
+                value = descriptor.__get__(error)
             except AttributeError:  # not set
                 continue
+            if value is not None or owner.__module__ != "builtins":  # an `OSError` that was given None says so
+                yield owner, name, value
 
 
 def _made(

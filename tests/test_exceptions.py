@@ -135,6 +135,7 @@ def test_a_worker_error_is_also_what_the_user_raised_with_all_it_holds(
     assert str(copy) == str(error)
     sent = pickle.loads(cloudpickle.dumps(fault(2, original))).error
     assert type(copy.faults[0].error) is type(sent) is type(original)
+    assert str(copy.faults[0].error) == str(sent) == str(original)
     assert {name: getattr(sent, name) for name in attributes} == attributes
     assert [fault.rank for fault in copy.faults] == [0, 1]
 
