@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from raysgd.engine.keeper import CallNumber, KeptGroup
 from raysgd.engine.liveness import OwnTime
 from raysgd.engine.placement import Slots, cluster_view, explain, note_processes
 from raysgd.engine.platform import Platform
-from raysgd.engine.policies import Diagnosis, classify, words
+from raysgd.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
 from raysgd.engine.startup import StandbyWorker, StandbyWorkers, StartupCheck
@@ -437,6 +437,16 @@ class WorkerGroup:
         answers = self._roll_call(calls, len(ranks) - len(calls))
         self.silent |= {rank for rank, found in answers.items() if not found.answered}
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
+
+    def nodes_of(self, lost: Collection[int], infos: Sequence[WorkerInfo]) -> LostNodes | None:
+        """What is known of the nodes of lost ranks, which lived in these places; None if nothing is worth telling."""
+        emptied = emptied_nodes(lost, infos)
+        if not emptied or self._platform.home in emptied:  # what is lost there was lost for itself
+            return None
+        addresses = tuple(emptied.values())
+        if not self._platform.living_nodes() & emptied.keys():
+            return LostNodes(addresses, are_dead=True)
+        return LostNodes(addresses) if len(lost) > len(emptied) else None
 
     def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
         """Wait until these calls of survivors have finished; return those that do not, or are dead."""

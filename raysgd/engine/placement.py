@@ -135,6 +135,11 @@ def outer_group() -> Any:
     return ray.util.get_current_placement_group() if captures else None
 
 
+def living_nodes() -> frozenset[str]:
+    """Return the ids of the nodes that are there, as far as Ray has noticed."""
+    return frozenset(node["NodeID"] for node in _ray().nodes() if node["Alive"])
+
+
 def cluster_view() -> ClusterView:
     """The live nodes with their total and free resources, and the placement groups that hold or want some.
 
@@ -176,8 +181,8 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
         return dict(by_node())
-    alive = [node["NodeID"] for node in _ray().nodes() if node["Alive"]]
-    return {alive[0]: _ray().available_resources()} if len(alive) == 1 else {}
+    alive = living_nodes()
+    return {next(iter(alive)): _ray().available_resources()} if len(alive) == 1 else {}
 
 
 def _placement_groups() -> dict[str, Any]:
@@ -394,8 +399,7 @@ class Reservation:
 
     def nodes(self) -> list[str | None]:
         """Return the live node that holds each bundle now, or None; Ray moves the bundles of a lost node."""
-        ray = _ray()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        ray, alive = _ray(), living_nodes()
         if self._own is None:
             return [next(iter(alive), None)] * self._num_workers
         holders = ray.util.placement_group_table(self._own).get("bundles_to_node_id", {})

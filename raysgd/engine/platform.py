@@ -40,6 +40,8 @@ class Platform:
     """Takes a call; returns what it will return, on its way."""
     store = staticmethod(transfers.store)
     """Puts a value where all workers can take it from, once."""
+    living_nodes = staticmethod(placement.living_nodes)
+    """The nodes that are there, as far as is known."""
     now = staticmethod(time.monotonic)
     """Seconds, on a clock that only goes forward."""
     sleep = staticmethod(time.sleep)

@@ -11,21 +11,32 @@ from math import floor
 from textwrap import shorten
 from typing import Literal
 
-from raysgd._text.log_lines import listed, named
-from raysgd.engine.shared.types import ClusterView, Failure, FailureKind, GroupReport, ReplicaProgress, Resources
+from raysgd._text.log_lines import named
+from raysgd.engine.shared.types import (
+    ClusterView,
+    Failure,
+    FailureKind,
+    GroupReport,
+    ReplicaProgress,
+    Resources,
+    WorkerInfo,
+)
 from raysgd.exceptions import WorkerFault
 
 _TOLERANCE = 1e-6  # Ray counts resources in 1/10000; sums of floats may be off by less
 _REASON_LENGTH = 160
 _LONGEST_DELAY_S = 60.0
 # What Ray says of a lost worker in a sentence, in two or three words.
+_PROCESS_DIED, _NODE_DIED = "its process died", "its node died"
 _DEATHS = {
-    "ActorDiedError": "its process died",
-    "WorkerCrashedError": "its process died",
+    "ActorDiedError": _PROCESS_DIED,
+    "WorkerCrashedError": _PROCESS_DIED,
     "OutOfMemoryError": "killed, its node was out of memory",
-    "NodeDiedError": "its node died",
+    "NodeDiedError": _NODE_DIED,
     "ActorUnavailableError": "out of reach",
 }
+_OF_SEVERAL = {_PROCESS_DIED: "their processes died", _NODE_DIED: "their nodes died"}
+LOOK_AT_RAYS_LOG = "Ray's log of the worker (`worker-*.err`) may name the cause"
 _OF_A_NODE = ("its node has died", "node it was running on is dead", "preemption")
 _OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
 _NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
@@ -204,17 +215,61 @@ def _lacks_memory(fault: WorkerFault) -> bool:
     return is_runtime_error and any(phrase in fault.message for phrase in _NO_MEMORY)
 
 
-def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
-    """The cause in a few words, for logs and messages; `gone` are all ranks that are lost, as far as that is known."""
+@dataclass(frozen=True)
+class LostNodes:
+    """What is known of the nodes on which all workers were lost.
+
+    Attributes:
+        addresses: Of these nodes; none where a rank was lost on another node.
+        are_dead: Whether Ray says that they died.
+    """
+
+    addresses: tuple[str, ...] = ()
+    are_dead: bool = False
+
+    def __str__(self) -> str:
+        names = f"node{'s' if len(self.addresses) > 1 else ''} {', '.join(self.addresses)}"
+        return f"{names} died" if self.are_dead else f"all workers of {names}"
+
+
+def emptied_nodes(lost: Collection[int], infos: Sequence[WorkerInfo]) -> dict[str, str]:
+    """Return the addresses of the nodes of lost ranks, by the ids; empty unless all workers of these nodes are lost."""
+    emptied = {infos[rank].node_id: infos[rank].node_ip for rank in sorted(lost)}
+    in_use = {info.node_id for rank, info in enumerate(infos) if rank not in lost}
+    return {} if in_use & emptied.keys() else emptied
+
+
+def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | None = None) -> str:
+    """The cause in a few words, for logs and messages.
+
+    Args:
+        diagnosis: The cause.
+        gone: All ranks that are lost, as far as that is known.
+        nodes: What is known of their nodes.
+    """
     reason = _said(diagnosis.faults[0])
-    if diagnosis.kind == "died":
-        beside = f"; rank {diagnosis.beside[0].rank} raised {_said(diagnosis.beside[0])}" if diagnosis.beside else ""
-        return f"lost rank {listed({*gone, *diagnosis.ranks})} ({reason}){beside}"
     if diagnosis.kind == "user":
-        return f"rank {listed(diagnosis.ranks)} raised {reason}"
-    lost = f"lost rank {listed(gone)}; " if gone else ""
-    verb = "reports" if len(diagnosis.ranks) == 1 else "report"
-    return f"{lost}{named(diagnosis.ranks)} {verb}: connection to another rank lost ({reason})"
+        return f"{named(diagnosis.ranks)} raised {reason}"
+    lost = {*gone, *diagnosis.ranks} if diagnosis.kind == "died" else {*gone}
+    facts = [str(nodes)] if nodes is not None else []
+    if diagnosis.kind == "died" and not (nodes is not None and nodes.are_dead):
+        facts.insert(0, reason if len(lost) == 1 else _OF_SEVERAL.get(reason, reason))
+    known = f" ({'; '.join(facts)})" if facts else ""
+    parts = [f"lost {named(lost)}{known}"] if lost else []
+    if diagnosis.kind == "disconnected":
+        reporters = [rank for rank in diagnosis.ranks if rank not in lost] or diagnosis.ranks
+        verb = "reports" if len(reporters) == 1 else "report"
+        parts.append(f"{named(reporters)} {verb}: connection to another rank lost ({reason})")
+    parts += [f"rank {fault.rank} raised {_said(fault)}" for fault in diagnosis.beside[:1]]
+    return "; ".join(parts)
+
+
+def why_not_started(failure: Failure) -> str:
+    """Why a worker did not start, in words; of an exception in user code with the line."""
+    reason = _said(failure.fault)
+    if failure.kind == "user":
+        return f"{reason}, raised at {failure.fault.location}"
+    return f"{reason}. {LOOK_AT_RAYS_LOG}" if reason == _PROCESS_DIED else reason
 
 
 def _said(fault: WorkerFault) -> str:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from raysgd._text.log_lines import listed
+from raysgd._text.log_lines import named
 from raysgd.engine import ranks as rank_rules
 from raysgd.engine.lifecycle import SETTLE_S, Lifecycle, pay_for_start
 from raysgd.engine.monitor import Monitor
 from raysgd.engine.placement import explain, impossibility
 from raysgd.engine.policies import (
+    LOOK_AT_RAYS_LOG,
     Diagnosis,
     FailurePolicy,
     RetryBudget,
@@ -170,8 +171,8 @@ class Recovery:
             if diagnosis.kind == "disconnected":  # some saw only a connection break: who does not answer?
                 everyone = range(len(self._lifecycle.running))
                 behind = set(everyone) - set(self._lifecycle.running.answering(everyone))
-            self._give_up(diagnosis, report, budget, words(diagnosis, behind))
-        cause = words(diagnosis)
+            self._give_up(diagnosis, report, budget, self._in_words(diagnosis, behind))
+        cause = self._in_words(diagnosis)
         if decision == "continue":
             failed, self._went_on_in = self._continue_in_place(report, budget), call
             if failed is None:
@@ -213,14 +214,18 @@ class Recovery:
         """True if the snapshot that was just restored was taken inside the running call."""
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
+    def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
+        """The cause of a failure of the group as it is; `gone` are ranks that are lost, as far as that is known."""
+        group, lost = self._lifecycle.running, {*gone, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
+        return words(diagnosis, gone, group.nodes_of(lost, group.infos))
+
     def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
         """Raise a failure for good."""
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()
         hint = (
-            "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
-            "the ranks called with different sizes. "
+            f"{LOOK_AT_RAYS_LOG}: too little memory, say, or a collective that the ranks called with different sizes. "
         )
         message = (
             f"{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
@@ -251,9 +256,7 @@ class Recovery:
         else:
             return ""
         self.fetch_only_state(report)
-        self._lifecycle.end_call(
-            f"rank {listed(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}"
-        )
+        self._lifecycle.end_call(f"{named(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}")
         if self._spec.loses_state and self._snapshots.has_gap:
             lost = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
             return f"{lost} {self._snapshots.last_file_in_words}"
@@ -336,10 +339,14 @@ class Recovery:
         survivors = self._settled(report, self._monitor.tell_stuck)
         if group.stuck and classify(report).kind == "disconnected":  # else they are slow, and another one died
             budget.note_hang()
-        silent = f"; rank {listed(group.silent)} does not answer any more" if group.silent else ""
+        verb = "does" if len(group.silent) == 1 else "do"
+        silent = f"; {named(group.silent)} {verb} not answer any more" if group.silent else ""
+        infos = list(group.infos)
 
         def cause(gone: Collection[int]) -> str:
-            return words(classify(report), gone) + silent
+            nodes = group.nodes_of(gone, infos)
+            told = words(classify(report), gone, nodes)
+            return told if nodes is not None and nodes.are_dead else told + silent
 
         return self._make(Change("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
 
@@ -363,7 +370,7 @@ class Recovery:
         self._went_on_at = None
 
         def cause(gone: Collection[int]) -> str:
-            lost = f"lost rank {listed(gone)}; " if gone else ""
+            lost = f"lost {named(gone)}; " if gone else ""
             return f"{lost}with {num_short} workers {words(diagnosis)}"
 
         logger.warning("%s; waiting for new workers", cause(()))
@@ -390,7 +397,7 @@ class Recovery:
         return self._make(
             Change(
                 kind,
-                cause=lambda gone: f"lost rank {listed(gone)}; {cause}" if gone else cause,
+                cause=lambda gone: f"lost {named(gone)}; {cause}" if gone else cause,
                 staying=staying,
                 began=self._lifecycle.now(),
                 num_awaited=self._scaling.max_workers if kind == "left" else 0,

@@ -13,6 +13,7 @@ from raysgd.engine.gathering import await_all
 from raysgd.engine.liveness import LivenessCheck, quiet_s
 from raysgd.engine.placement import Slots, note_processes
 from raysgd.engine.platform import Platform
+from raysgd.engine.policies import why_not_started
 from raysgd.engine.shared import replica
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Outcome, WorkerInfo, World
@@ -364,7 +365,7 @@ class StandbyWorkers:
                 continue
             self._spec.relay.tell({"new worker": notes_of(result)})
             if result.failure is not None:
-                logger.warning("a new worker failed to start: %s", result.failure.fault.message)
+                logger.warning("a new worker failed to start: %s", why_not_started(result.failure))
                 self.kill(worker)
                 num_died += result.failure.kind == "died"
             else:

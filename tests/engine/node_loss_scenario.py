@@ -103,6 +103,8 @@ class Story:
         self.nodes.remove(lost)
         wait_for_end_of(pid)
         self.seen["after the loss"] = self.train(10.0)
+        self.seen["cause"] = self.controller.history.events[-1].cause
+        self.seen["address"] = lost.node_ip_address
         self.seen["failures"] = self.controller.history.num_failures
 
     def gain_a_node(self) -> None:

@@ -103,8 +103,8 @@ def test_a_recovery_says_what_was_lost_and_how_the_size_changed(caplog: pytest.L
     with caplog.at_level(logging.INFO, logger="raysgd"):
         trainer.note(1, in_note(trainer.lose_node("n1"), 2))
     [line] = [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()]
-    assert line.startswith("lost rank 2 (")
-    assert "; restarted all workers and resumed with 2 instead of 3 workers after " in line
+    assert line.startswith("lost rank 2 (node address of n1 died); ")
+    assert " restarted all workers and resumed with 2 instead of 3 workers after " in line
     assert line.endswith(" s; from the last completed call")
 
 

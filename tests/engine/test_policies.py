@@ -10,6 +10,7 @@ from raysgd.engine.policies import (
     Decision,
     Diagnosis,
     FailurePolicy,
+    LostNodes,
     Resizing,
     RetryBudget,
     ScalingPolicy,
@@ -20,11 +21,13 @@ from raysgd.engine.policies import (
     choose_source,
     classify,
     cpus_that_fit,
+    emptied_nodes,
     failed_alike,
     is_lack_of_memory,
     num_fitting,
     resizing,
     takers,
+    why_not_started,
     words,
 )
 from raysgd.engine.shared.types import (
@@ -36,6 +39,7 @@ from raysgd.engine.shared.types import (
     Outcome,
     ReplicaProgress,
     Resources,
+    WorkerInfo,
 )
 from tests.helpers.fakes import failure, fault
 
@@ -526,6 +530,65 @@ def test_a_death_is_named_in_a_few_words(type_name: str, text: str, expected: st
     died = replace(fault(1, RuntimeError(text)), type_name=type_name)
     outcomes = (Outcome(0), Outcome(1, failure=Failure("died", died)))
     assert words(classify(GroupReport(outcomes))).startswith(f"lost rank 1 ({expected}")
+
+
+def test_several_deaths_are_named_together() -> None:
+    died = [replace(fault(rank, RuntimeError("The actor died.")), type_name="ActorDiedError") for rank in (0, 1)]
+    report_of_both = GroupReport(tuple(Outcome(each.rank, failure=Failure("died", each)) for each in died))
+    assert words(classify(report_of_both)) == "lost ranks 0, 1 (their processes died)"
+
+
+ON_THREE_NODES = [WorkerInfo(f"node{index // 2}", f"10.0.0.{index // 2}", index) for index in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "addresses"),
+    [((2, 3), ["10.0.0.1"]), ((0, 1, 4, 5), ["10.0.0.0", "10.0.0.2"]), ((2,), []), ((1, 2, 3), []), ((), [])],
+)
+def test_nodes_that_are_empty_now_are_named(lost: tuple[int, ...], addresses: list[str]) -> None:
+    assert [*emptied_nodes(lost, ON_THREE_NODES).values()] == addresses
+
+
+DEAD, EMPTY = LostNodes(("10.0.0.1",), are_dead=True), LostNodes(("10.0.0.1",))
+BROKEN = "connection to another rank lost (RuntimeError: broken)"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "nodes", "expected"),
+    [
+        ((None, None, "died", None), DEAD, "lost ranks 2, 3 (node 10.0.0.1 died)"),
+        ((None, None, "died", None), EMPTY, "lost ranks 2, 3 (RuntimeError: broken; all workers of node 10.0.0.1)"),
+        (
+            ("disconnected", None, None, "disconnected"),
+            DEAD,
+            f"lost ranks 2, 3 (node 10.0.0.1 died); rank 0 reports: {BROKEN}",
+        ),
+        (
+            ("disconnected", None, None, "disconnected"),
+            EMPTY,
+            f"lost ranks 2, 3 (all workers of node 10.0.0.1); rank 0 reports: {BROKEN}",
+        ),
+        (("disconnected", "disconnected", None, "disconnected"), None, f"lost ranks 2, 3; ranks 0, 1 report: {BROKEN}"),
+        ((None, None, None, "disconnected"), None, f"lost ranks 2, 3; rank 3 reports: {BROKEN}"),
+        ((None, None, "died", None), LostNodes(("a", "b"), are_dead=True), "lost ranks 2, 3 (nodes a, b died)"),
+    ],
+)
+def test_the_loss_of_a_node_is_told_as_such_and_no_lost_rank_reports_beside_others(
+    kinds: tuple[FailureKind | None, ...], nodes: LostNodes | None, expected: str
+) -> None:
+    assert words(classify(report(*kinds)), {2, 3}, nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("failed", "expected"),
+    [
+        (Failure("user", fault(0, KeyError("hiden"))), "KeyError: 'hiden', raised at model.py:7 in forward: x / 0"),
+        (Failure("died", replace(fault(0), type_name="NodeDiedError")), "its node died"),
+        (Failure("died", replace(fault(0), type_name="ActorDiedError")), "its process died. Ray's log of the worker "),
+    ],
+)
+def test_why_a_new_worker_did_not_start_is_told(failed: Failure, expected: str) -> None:
+    assert why_not_started(failed).startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_memory_that_runs_out_in_the_first_step_after_going_on_leads_to_waiting(
     trainer.rule = with_fewer_than(4, MemoryError("no room"))
     assert trainer.walk(5, dies(1), slowly(trainer), max_retries=1) == [5] * 4
     assert trainer.kinds == ["continued", "grown"]
-    assert trainer.last_event[3] == "with 3 workers rank 0, 1, 2 raised MemoryError: no room"
+    assert trainer.last_event[3] == "with 3 workers ranks 0, 1, 2 raised MemoryError: no room"
     assert trainer.walk(5, dies(1), slowly(trainer)) == [10] * 4, "they know better now"
     assert trainer.kinds == ["continued", "grown", "continued"]
 

@@ -224,6 +224,9 @@ class SimPlatform:
 
     def ensure_running(self) -> None: ...
 
+    def living_nodes(self) -> frozenset[str]:
+        return frozenset(node.name for node in self._cluster.nodes.values() if node.is_alive)
+
     def now(self) -> float:
         return self._kernel.now
 
