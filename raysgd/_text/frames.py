@@ -86,4 +86,4 @@ def defined_at(owner: type[Any], method: str) -> str:
     code = getattr(getattr(owner, method, None), "__code__", None)
     if code is None or is_of_library(code.co_filename):
         return ""
-    return f" It is defined at {code.co_filename}:{code.co_firstlineno}."
+    return f" `{method}` is defined at {code.co_filename}:{code.co_firstlineno}."

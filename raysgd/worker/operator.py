@@ -309,6 +309,16 @@ def take_place(operator: BaseOperator, world: World) -> None:
     operator.world_size = world.size
 
 
+def check_is_set_up(operator: BaseOperator) -> None:
+    """Raise if an `__init__` of the user has not called that of the library."""
+    if not hasattr(operator, "_raysgd"):
+        name = type(operator).__name__
+        raise TypeError(
+            f"`{name}.__init__` does not call `super().__init__(*args, **kwargs)`. Write no `__init__`: create and "
+            f"register everything in `setup`.{defined_at(type(operator), '__init__')}"
+        )
+
+
 def required(operator: BaseOperator, name: str) -> Any:
     """An attribute that the stock methods need.
 
@@ -320,7 +330,7 @@ def required(operator: BaseOperator, name: str) -> Any:
     except AttributeError:
         raise NotRegisteredError(
             f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override the "
-            f"method that uses it (`{type(operator).__name__}` does neither)."
+            f"method that uses it (`{type(operator).__name__}` does neither).{defined_at(type(operator), 'setup')}"
         ) from None
 
 

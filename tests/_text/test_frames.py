@@ -57,7 +57,7 @@ class Silent(BaseOperator):
 
 def test_a_method_of_the_users_is_found_and_one_of_the_library_is_not_shown() -> None:
     line = Silent.train_batch.__code__.co_firstlineno
-    assert defined_at(Silent, "train_batch") == f" It is defined at {__file__}:{line}."
+    assert defined_at(Silent, "train_batch") == f" `train_batch` is defined at {__file__}:{line}."
     assert defined_at(Silent, "setup") == ""
     assert defined_at(Silent, "nothing") == ""
 

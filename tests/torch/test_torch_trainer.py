@@ -787,10 +787,21 @@ def test_where_no_line_of_the_users_was_running_none_is_blamed_and_the_method_is
     with pytest.raises(TypeError) as caught:
         make_local(ReturnsNothing).train()
     what, where, _ = str(caught.value).splitlines()
-    assert what.endswith(f"It is defined at {__file__}:{ReturnsNothing.train_batch.__code__.co_firstlineno}.")
+    assert what.endswith(f"`train_batch` is defined at {__file__}:{ReturnsNothing.train_batch.__code__.co_firstlineno}.")
     assert re.fullmatch(
         r"  raised at raysgd/worker/operator\.py:\d+ in parted \(no line of your code was running\)", where
     )
+
+
+class WithoutSuper(LinearOperator):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.hidden = 8
+
+
+def test_an_init_that_does_not_call_that_of_the_library_is_named(make_local: MakeTrainer) -> None:
+    line = WithoutSuper.__init__.__code__.co_firstlineno
+    with pytest.raises(TypeError, match=rf"`WithoutSuper.__init__` does not call .*`__init__` is defined at .*:{line}"):
+        make_local(WithoutSuper)
 
 
 def test_a_debugger_finds_the_users_frame_with_its_variables(make_local: MakeTrainer) -> None:

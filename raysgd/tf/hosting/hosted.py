@@ -33,7 +33,7 @@ from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.operator import take_place
+from raysgd.worker.operator import check_is_set_up, take_place
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class TFHosted(hosted.Hosted):
             if any(text in str(error) for text in _OF_KERAS_2) and hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(_LEGACY_KERAS)
             raise
+        check_is_set_up(operator)
         obstacle = self.feed.obstacle("train")
         if settings.batch_options.split_batches and obstacle is not None:
             way_out = "Omit it, or register a dataset that the library divides"

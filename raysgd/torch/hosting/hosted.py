@@ -46,7 +46,7 @@ from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.worker.data.rank_rows import Part, Row
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.operator import take_place
+from raysgd.worker.operator import check_is_set_up, take_place
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class TorchHosted(hosted.Hosted):
         if settings.seed is not None:
             rng.seed_alike(settings.seed)
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
+        check_is_set_up(self.operator)
         self.internals.begin_training()
         self._check_data()
         recovery = settings.recovery
