@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._imports import require
@@ -40,7 +41,8 @@ _BAR = "{desc}{n_fmt}/{total_fmt} |{bar}| [<{remaining}, {rate_fmt}{postfix}]"
 _BAR_WITHOUT_END = "{desc}{n_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 _SHORTEST_BAR = 5
 _WIDTH_OF_NUMBERS = 6
-_SPEAK_FOR_THEMSELVES = ("time", "throughput", "workers")
+_RATE = "throughput"
+_SPEAK_FOR_THEMSELVES = ("time", _RATE, "workers")
 
 
 class ProgressBar(Callback):
@@ -48,7 +50,7 @@ class ProgressBar(Callback):
 
     Args:
         metrics: Names of the metrics to show. None shows the four most telling in the lines, and the first three of a
-            batch in the bar. A terminal that is too narrow for all has fewer.
+            batch in the bar. A terminal that is too narrow for all shows no throughput, and then fewer metrics.
         stream: Where to draw; standard error by default.
 
     Examples:
@@ -157,7 +159,7 @@ class ProgressBar(Callback):
             told["time"] = readable.seconds(result["seconds"])
         speed = readable.samples_per_s(result)
         if speed is not None:
-            told["throughput"] = readable.rate(speed)
+            told[_RATE] = readable.rate(speed)
         num_workers = result.get("num_workers")
         if num_workers is not None and self._num_workers not in (None, num_workers):
             told["workers"] = readable.counted(num_workers, "worker")
@@ -224,14 +226,17 @@ class LineBar:
         Args:
             label: Of what.
             metrics: What it says. Of more than `most`, or than fit in a line of the terminal, it has the most telling.
-            told: What it says besides.
+            told: What it says besides. In a terminal that is too narrow, the throughput is left out first.
             most: None shows all.
         """
         width = cards.width() if is_terminal(self._stream) else math.inf
+        without_rate = {name: value for name, value in told.items() if name != _RATE}
         text = self._in_columns(label, {**_as_text(metrics), **told}) if most is None else ""
         for number in range(most or 0, 0, -1):
-            shown = {name: metrics[name] for name in readable.most_telling(metrics, number)}
-            text = self._in_columns(label, {**_as_text(shown), **told})
+            shown = _as_text({name: metrics[name] for name in readable.most_telling(metrics, number)})
+            text = self._in_columns(label, {**shown, **told})
+            if len(text) > width:
+                text = self._in_columns(label, {**shown, **without_rate})
             if len(text) <= width:
                 break
         self.line(text)
@@ -275,9 +280,10 @@ class TqdmBar(LineBar):
                 self._redirected.enter_context(lines_above(self._stream))
             self._bar.set_description(title, refresh=False)
             self._bar.total, self._bar.n = total, done
-            self._bar.bar_format = _BAR_WITHOUT_END if total is None else _BAR
-            for number in range(len(values), -1, -1):
+            whole = _BAR_WITHOUT_END if total is None else _BAR
+            for number, rate in product(range(len(values), -1, -1), (", {rate_fmt}", "")):
                 shown = {name: values[name] for name in readable.most_telling(values, number)}
+                self._bar.bar_format = whole.replace(", {rate_fmt}", rate)
                 self._bar.set_postfix(shown, refresh=False)
                 if self._fits():
                     break

@@ -343,7 +343,7 @@ def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
 @pytest.mark.parametrize(
     ("stream", "columns", "shown"),
     [
-        (Terminal(), 80, ["val_loss", "val_accuracy"]),
+        (Terminal(), 80, ["train_loss", "val_loss", "val_accuracy"]),
         (Terminal(), 120, ["train_loss", "grad_norm", "val_loss", "val_accuracy"]),
         (io.StringIO(), 80, ["train_loss", "grad_norm", "val_loss", "val_accuracy"]),
     ],
@@ -359,14 +359,21 @@ def test_a_line_of_results_has_at_most_four_metrics_and_fits_the_terminal(
         name for name in ("train_loss", "grad_norm", "lr", "val_loss", "val_accuracy", "odd") if name in line
     ] == shown
     assert len(line) <= columns or type(stream) is io.StringIO
+    assert ("samples/s" in line) == (columns > 80 or type(stream) is io.StringIO), "left out before a metric is"
 
 
 @pytest.mark.parametrize(
-    ("columns", "shown"),
-    [(60, []), (80, ["val_loss"]), (90, ["grad_norm", "val_loss"]), (120, ["lr", "grad_norm", "val_loss"])],
+    ("columns", "shown", "has_rate"),
+    [
+        (40, [], False),
+        (60, ["val_loss"], False),
+        (80, ["grad_norm", "val_loss"], False),
+        (90, ["lr", "grad_norm", "val_loss"], False),
+        (120, ["lr", "grad_norm", "val_loss"], True),
+    ],
 )
-def test_a_bar_shows_the_metrics_that_fit_the_terminal_and_cuts_none(
-    columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_bar_shows_the_metrics_that_fit_the_terminal_before_a_rate_and_cuts_none(
+    columns: int, shown: list[str], has_rate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
@@ -381,3 +388,4 @@ def test_a_bar_shows_the_metrics_that_fit_the_terminal_and_cuts_none(
     assert len(drawn) < columns
     assert drawn.endswith("]")
     assert [name for name in ("lr", "grad_norm", "val_loss") if f"{name}=" in drawn] == shown
+    assert ("batch/s" in drawn) == has_rate

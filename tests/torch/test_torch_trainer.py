@@ -787,7 +787,9 @@ def test_where_no_line_of_the_users_was_running_none_is_blamed_and_the_method_is
     with pytest.raises(TypeError) as caught:
         make_local(ReturnsNothing).train()
     what, where, _ = str(caught.value).splitlines()
-    assert what.endswith(f"`train_batch` is defined at {__file__}:{ReturnsNothing.train_batch.__code__.co_firstlineno}.")
+    assert what.endswith(
+        f"`train_batch` is defined at {__file__}:{ReturnsNothing.train_batch.__code__.co_firstlineno}."
+    )
     assert re.fullmatch(
         r"  raised at raysgd/worker/operator\.py:\d+ in parted \(no line of your code was running\)", where
     )
