@@ -47,14 +47,16 @@ def doctor(address: str | None, self_test: bool) -> None:
 
 
 @main.command()
-@click.argument("run_folder")
-def status(run_folder: str) -> None:
+@click.argument("run_folder", required=False)
+def status(run_folder: str | None) -> None:
     """Show the state of a run, from its folder.
 
     RUN_FOLDER is a path or a URI such as s3://bucket/results/run.
     """
     from raysgd.cli import run_status
 
+    if run_folder is None:
+        raise click.UsageError(run_status.without_folder())
     try:
         click.echo(run_status.read_status(run_folder))
     except (ValueError, OSError, ModuleNotFoundError) as error:

@@ -16,6 +16,7 @@ from typing import Any
 from raysgd._text.cards import named_lines
 from raysgd.air.reports import FILLED_IN
 from raysgd.air.result import read_reports
+from raysgd.callbacks.callback import RESULTS_FOLDER
 from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, epoch_of
 from raysgd.history import readable
 from raysgd.history.history import History
@@ -27,6 +28,7 @@ _CHECKPOINT = "checkpoint_"
 _TAIL_OF_ERROR = 12
 _LONGEST = 300
 _MOST_METRICS = 4
+_MOST_FOLDERS = 3
 _SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
 """Values of a report that this library filled in, or Ray; they are no metrics of the user."""
@@ -36,6 +38,16 @@ EXPECTED = (
     "`logdir` of a `raysgd.train.Trainer` (with `run_001`); the `folder` of `TorchTrainer.fit` or `TFTrainer.fit` "
     "(with `metrics.jsonl`, or checkpoints with their `.run.json`)"
 )
+
+
+def without_folder() -> str:
+    """What to say without a folder: the newest in the folder where runs are by default."""
+    results = RESULTS_FOLDER.expanduser()
+    folders = [each for each in results.iterdir() if each.is_dir()] if results.is_dir() else []
+    newest = sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True)[:_MOST_FOLDERS]
+    lines = [f"  raysgd status {printable(str(each))}" for each in newest]
+    where = f"The newest in {RESULTS_FOLDER}:" if newest else f"There is none in {RESULTS_FOLDER}."
+    return "\n".join([f"Pass the folder of a run. {where}", *lines])
 
 
 def read_status(path: str, now: float | None = None) -> str:

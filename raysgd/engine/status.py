@@ -70,7 +70,7 @@ class SnapshotStatus:
         return f"{self.age_s:.0f} s old, taken {where}{behind}{newer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainerStatus:
     """The state of a trainer.
 
@@ -123,6 +123,10 @@ class TrainerStatus:
         lines = [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
         lines += [f"  {_at(event)} {event}" for event in self.events]
         return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
+
+    def __repr__(self) -> str:
+        """The text: a program that prompts shows it, where all fields would be pages."""
+        return str(self)
 
     def _repr_html_(self) -> str:
         return self.as_card("Trainer")

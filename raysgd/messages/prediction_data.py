@@ -172,7 +172,9 @@ def refuse(data: Any, kinds: str) -> TypeError:
     """Return what to raise about data of an unknown kind."""
     hint = ""
     if isinstance(data, list):
-        hint = " For the rows in a list pass `numpy.asarray(data)`, for the batches in it `iter(data)`."
+        first = type(data[0]) if data else object
+        joined = "torch.stack" if f"{first.__module__}.{first.__name__}" == "torch.Tensor" else "numpy.asarray"
+        hint = f" For the rows in a list pass `{joined}(data)`, for the batches in it `iter(data)`."
     elif is_integer(data):
         hint = " Pass the data themselves."
     elif isinstance(data, np.generic):

@@ -28,7 +28,7 @@ from raysgd.tf.operator.internals import OperatorContext, RegisteredData, Regist
 from raysgd.tf.parallel.global_metrics import check_aggregation
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
-from raysgd.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, required, rung
+from raysgd.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, made_by_hand, required, rung
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
 
@@ -82,7 +82,9 @@ class TrainingOperator(BaseOperator):
         ReadOnlyView("registered.optimizers", _REGISTER),
     )
 
-    def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
+    def __init__(self, config: dict[str, Any] | None = None, context: OperatorContext | None = None) -> None:
+        if config is None or context is None:
+            raise made_by_hand(type(self))
         super().__init__(config, TFInternals(self, config, context))
 
     @rung

@@ -256,7 +256,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
             """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
-                arguments.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
+                arguments.refuse_other_name(kwargs)  # without the class, Python does not get as far as `__init__`
+                arguments.take_creators(kwargs)
             if detached is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")

@@ -32,7 +32,7 @@ from raysgd.torch.step import schedulers
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
 from raysgd.utils import BATCH_WEIGHT
-from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
+from raysgd.worker.operator import BaseOperator, ReadOnlyView, made_by_hand, required, rung
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
@@ -121,7 +121,9 @@ class TrainingOperator(BaseOperator):
     _train_loader = ReadOnlyView("data.train_loader", _REGISTER_DATA)
     _validation_loader = ReadOnlyView("data.validation_loader", _REGISTER_DATA)
 
-    def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
+    def __init__(self, config: dict[str, Any] | None = None, context: OperatorContext | None = None) -> None:
+        if config is None or context is None:
+            raise made_by_hand(type(self))
         super().__init__(config, TorchInternals(self, config, context))
 
     @rung

@@ -309,6 +309,14 @@ def take_place(operator: BaseOperator, world: World) -> None:
     operator.world_size = world.size
 
 
+def made_by_hand(operator_cls: type[Any]) -> TypeError:
+    """Return what to raise where a program makes an operator itself."""
+    name = operator_cls.__name__
+    return TypeError(
+        f"`{name}()`: workers make the operators, each its own. Pass the class itself, `training_operator_cls={name}`."
+    )
+
+
 def check_is_set_up(operator: BaseOperator) -> None:
     """Raise if an `__init__` of the user has not called that of the library."""
     if not hasattr(operator, "_raysgd"):

@@ -6,6 +6,7 @@ Covers `raysgd.cli.self_test`, which runs in two real workers here.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def test_the_command_loads_neither_ray_nor_a_framework() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert finished.stdout.strip() == "[]"
+
+
+def test_without_a_folder_the_newest_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = run("status")
+    assert (found.exit_code, "There is none in ~/ray_results." in found.output) == (2, True)
+    for number in range(4):
+        folder = tmp_path / f"ray_results/run_{number}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (number, number))
+    named = [line for line in run("status").output.splitlines() if line.startswith("  raysgd status")]
+    assert named == [f"  raysgd status {tmp_path}/ray_results/run_{number}" for number in (3, 2, 1)]
 
 
 def test_the_status_of_a_run_is_printed(tmp_path: Path) -> None:

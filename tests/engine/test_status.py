@@ -94,6 +94,10 @@ def test_a_few_workers_are_shown_one_by_one() -> None:
     assert str(found).count("\n  rank ") == 16
 
 
+def test_a_prompt_shows_the_text() -> None:
+    assert repr(status()) == str(status())
+
+
 def test_the_text_says_what_there_is() -> None:
     text = str(status())
     for part in ("2 of 3, 1 spare", "1234 samples/s", "wait for rank 1", "epoch 3: 60 of 100 samples used", "step 17"):

@@ -362,6 +362,18 @@ def test_an_instance_is_told_from_a_class() -> None:
         TorchTrainer(training_operator_cls=Instance())  # type: ignore[arg-type]
 
 
+def test_an_operator_class_under_another_name_is_told_its_own() -> None:
+    options: dict[str, Any] = {"operator": LinearOperator}
+    with pytest.raises(TypeError, match=r"`operator`: write `training_operator_cls=LinearOperator`"):
+        TorchTrainer(**options)
+
+
+def test_an_operator_that_is_made_by_hand_is_told_to_pass_the_class() -> None:
+    make: Any = LinearOperator
+    with pytest.raises(TypeError, match=r"`LinearOperator\(\)`.*`training_operator_cls=LinearOperator`"):
+        make()
+
+
 def test_creators_are_refused_before_the_missing_operator_class() -> None:
     with pytest.raises(DeprecationWarning, match="`raysgd migrate`"):
         TorchTrainer(model_creator=print)  # type: ignore[call-arg]

@@ -360,6 +360,17 @@ def check_combination(settings: TorchSettings) -> None:
 _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_creator", "loss_creator")
 
 
+def refuse_other_name(given: Mapping[str, Any]) -> None:
+    """Refuse an operator class that was passed under another name than that of its argument.
+
+    Raises:
+        TypeError: One was.
+    """
+    for name, value in given.items():
+        if isinstance(value, type) and issubclass(value, TrainingOperator):
+            raise TypeError(f"`TorchTrainer` does not know `{name}`: write `training_operator_cls={value.__name__}`.")
+
+
 def take_creators(given: dict[str, Any]) -> None:
     """Refuse the creator functions that were arguments once.
 

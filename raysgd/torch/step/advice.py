@@ -7,6 +7,7 @@ refused when it begins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
@@ -22,8 +23,14 @@ from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.parallel.step import BatchStep
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
+_DTYPES = re.compile("dtype|scalar type|Input type", re.IGNORECASE)
 _SINGLE = "Expected more than 1 value per channel when training"
 _MOST_NAMES = 5
+_WORDS = re.compile(r"[a-z]+")
+_FLOAT64 = (
+    "Double is float64, which NumPy makes, and models are Float, float32. Make the data float32: "
+    '`array.astype("float32")`, or `tensor.float()`.'
+)
 
 
 @contextmanager
@@ -41,6 +48,8 @@ def with_advice(models: Iterable[torch.nn.Module], divided: BatchStep | None = N
             error.args = (f"{_of_unused_parameters(models)}\n\nPyTorch says: {error}",)
         elif _SINGLE in str(error) and divided is not None and divided.num_samples in (0, 1):
             error.args = (f"{SINGLE_SAMPLE}\n\nPyTorch says: {error}",)
+        elif _DTYPES.search(str(error)) and {"double", "float"} <= {*_WORDS.findall(str(error).lower())}:
+            error.args = (f"{error}. {_FLOAT64}",)
         raise
     except AttributeError as error:
         name = error.name or ""

@@ -302,7 +302,13 @@ def test_data_without_an_order_is_refused_by_name(stock: TorchTrainer, data: Any
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [([X], r"`numpy.asarray\(data\)`"), (3, "the data themselves"), ("x", "`str`")]
+    ("data", "words"),
+    [
+        ([X], r"`numpy.asarray\(data\)`"),
+        ([torch.ones(2)], r"`torch.stack\(data\)`"),
+        (3, "the data themselves"),
+        ("x", "`str`"),
+    ],
 )
 def test_other_things_are_no_data(stock: TorchTrainer, data: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -59,6 +60,23 @@ def test_a_name_that_a_wrapper_hides_is_said_with_the_line_to_write(process_grou
         model.used(torch.ones(1, 1))
     with pytest.raises(AttributeError, match="no attribute 'other'"), with_advice([]):
         model.other()
+
+
+DOUBLE = torch.zeros(2, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda: nn.Linear(3, 1)(DOUBLE),
+        lambda: nn.Conv2d(3, 1, 1)(DOUBLE[..., None, None]),
+        lambda: torch.zeros(3, 3) @ DOUBLE.T,
+        lambda: nn.functional.binary_cross_entropy(torch.zeros(2, 3), DOUBLE),
+    ],
+)
+def test_float64_that_meets_float32_is_told_how_to_become_float32(step: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"Double is float64.* `tensor\.float\(\)`"), with_advice([]):
+        step()
 
 
 def test_what_there_is_no_advice_for_stays_as_it_is() -> None:
