@@ -260,7 +260,6 @@ def connected(address: str | None) -> Iterator[CheckResult]:
     began = time.monotonic()
     address = address or os.environ.get("RAY_ADDRESS")
     try:
-        _check_that_one_listens(address)
         _connect(address)
     except Exception as error:  # Ray raises what its parts raise
         raise _NotConnectedError(_words(error)) from error
@@ -269,13 +268,6 @@ def connected(address: str | None) -> Iterator[CheckResult]:
         yield CheckResult("ok", f"cluster: {what} in {time.monotonic() - began:.1f} s")
     finally:
         ray.shutdown()
-
-
-def _check_that_one_listens(address: str | None) -> None:
-    """Fail at once where Ray would try for minutes: if nothing listens at a `host:port`."""
-    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def _connect(address: str | None) -> None:

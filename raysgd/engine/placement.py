@@ -6,7 +6,9 @@ The only module that asks Ray what is free, and that creates and removes placeme
 from __future__ import annotations
 
 import logging
+import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -33,6 +35,7 @@ _GUARD_POLL_S = 2.0
 _LOOK_S = 0.5
 _CLOSE_S = 5.0
 _SLICE_S = 1.0
+_CONNECT_S = 5.0
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 _BUNDLE = "bundle_group_"
 _CANNOT_GROW = "No node will join: Ray was started for this program alone. `ray.init(address=...)` uses a cluster."
@@ -62,11 +65,29 @@ def init_ray(**options: Any) -> None:
     """Do what `ray.init` does, also in a cluster whose head was started with a token that this user has, too.
 
     Where `RAY_AUTH_MODE` is not set, Ray goes by the file `~/.ray/auth_token` only if it starts a cluster.
+
+    Raises:
+        ConnectionError: Nothing answers at the address. Ray itself tries for minutes.
     """
     ray = _ray()
     prepare_to_use_ray()
+    _check_address(options.get("address") or os.environ.get("RAY_ADDRESS", ""))
     _use_token()
     ray.init(**options)
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():  # "auto" or "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"No Ray cluster answers at `{address}`: {error}. The address is that of `ray.init` or of the environment "
+            'variable RAY_ADDRESS: correct it, or start a cluster there with `ray start --head`. `RAY_ADDRESS="local"` '
+            "starts Ray on this machine."
+        ) from None
 
 
 def _use_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.placement import Reservation, Slots, _plain, explain, impossibility
+from raysgd.engine.placement import Reservation, Slots, _plain, explain, impossibility, init_ray
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources
 from raysgd.train import executor
 from tests.helpers.run_if import RunIf
@@ -62,6 +63,18 @@ def test_who_asks_for_gpus_that_no_node_has_is_told_how_to_do_without() -> None:
     assert advice in str(impossibility(need, 2, ClusterView((node(8),))))
     assert advice not in explain(need, 2, ClusterView((node(8), gpu_node)))
     assert advice not in explain(NEED, 2, ClusterView((node(8),)))
+
+
+@pytest.mark.parametrize("has_variable", [True, False])
+def test_an_address_where_nothing_answers_is_an_error_at_once(
+    has_variable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    if has_variable:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConnectionError, match=rf"No Ray cluster answers at `{address}`.*RAY_ADDRESS"):
+        init_ray(**({} if has_variable else {"address": address}))
 
 
 @RunIf(modules=["ray._private.authentication"])
