@@ -215,7 +215,10 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 def _header(facts: Mapping[str, Any], history: History) -> str:
     of = f" of {facts['epochs']}" if facts["epochs"] is not None else ""
     took = readable.seconds(max(0.0, facts["written_at"] - facts["started_at"]))
-    told = [f"epoch {facts['epoch']}{of}", took, f"started {_moment(facts['started_at'])}"]
+    moment = _moment(facts["started_at"])
+    before = [record.epoch for record in history.records if record.began_at < facts["started_at"]]
+    resumed = [f"continued after epoch {max(before)} at {moment}", f"{took} since then"] if before else []
+    told = [f"epoch {facts['epoch']}{of}", *(resumed or [took, f"started {moment}"])]
     if sizes := sorted({record.num_workers for record in history.records}):
         told.append(readable.counted(sizes[-1], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers")
     told += readable.failures(history.events)

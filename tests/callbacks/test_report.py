@@ -175,6 +175,16 @@ def test_what_happened_to_the_workers_is_told(tmp_path: Path) -> None:
     assert "No worker was lost, and none was added." in written(make_run(tmp_path, history=quiet)).text
 
 
+def test_a_run_that_was_resumed_tells_its_time_since_then(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.started_at = 128.5
+    text = written(run).text
+    assert "epoch 4 of 4, continued after epoch 2 at " in text
+    assert " since then, 3 to 4 workers" in text
+    run.started_at = 99.0
+    assert "since then" not in written(run).text
+
+
 def test_metrics_are_in_a_table_and_the_rest_is_folded(tmp_path: Path) -> None:
     page = written(make_run(tmp_path, config={"lr": 0.1}))
     shown, _, folded = page.text.partition("Counts and other values")

@@ -1,6 +1,6 @@
 "use strict";
 // Draws the charts of the report with uPlot, from the JSON in the page. Absent values are skipped, null is a gap.
-const { history, steps, charts } = JSON.parse(document.getElementById("raysgd-run").textContent);
+const { run, history, steps, charts } = JSON.parse(document.getElementById("raysgd-run").textContent);
 const controls = [...document.querySelectorAll("#view [name]")];
 const places = [...document.querySelectorAll("figure")];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
@@ -81,8 +81,17 @@ function drawTimes(place) {
     ctx.fillRect(x, bbox.top, 1, bbox.height);
     ctx.fillText(index + 1, x, bbox.top - 6);
   });
-  const values = calls.map((call) => drawable(call.metrics.num_samples / call.seconds));
-  const ends = calls.map((call) => call.began_at + call.seconds);
+  const starts = [run.started_at, ...history.events.filter(({ kind }) => kind === "started").map(({ at }) => at)];
+  const [ends, values] = [[], []];
+  for (const { began_at, seconds, metrics } of calls) {
+    const pause = starts.find((at) => at > ends.at(-1) && at <= began_at); // between two programs nothing was trained
+    if (pause) {
+      ends.push(pause);
+      values.push(null);
+    }
+    ends.push(began_at + seconds);
+    values.push(drawable(metrics.num_samples / seconds));
+  }
   return draw(place, ends, [{ name: "samples/s", color: "--c0", values }],
     { label: "time", axis: { size: 40 }, legend: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}", hooks: { draw: [mark] } });
 }
