@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import uuid
+from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
+_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # what Ray makes `breakpoint()` call
 _FOLDER = "/dev/fd"
 _RAYLET = "/raylet"  # the name of its socket ends with it
 
@@ -193,6 +195,11 @@ def _guarded(method: MethodT) -> MethodT:
     return cast(MethodT, guarded)
 
 
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """Stand for `breakpoint()` in a worker, where Ray would wait without end for a debugger that few have."""
+    raise BdbQuit
+
+
 class WorkerProcess:
     """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
 
@@ -201,6 +208,8 @@ class WorkerProcess:
     ) -> None:
         if log_level is not None:
             log_lines.collect(log_level)
+        if is_remote and "RAY_DEBUG" not in os.environ and os.environ.get("PYTHONBREAKPOINT") == _RAYS_BREAKPOINT:
+            os.environ["PYTHONBREAKPOINT"] = f"{__name__}.{refuse_breakpoint.__name__}"
         self._connection = connection
         self._num_threads = num_threads
         self._is_remote = is_remote

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from bdb import BdbQuit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,12 @@ def test_an_exception_on_one_rank_is_raised_once_and_soon(
             trainer.apply_all_operators(fail)
         assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "ranks 0, 1")
         assert trainer.apply_all_workers(os.getpid) == pids, "all have answered, so all are kept"
+
+        def stop(operator: TrainingOperator) -> None:
+            breakpoint()
+
+        with hearing_all_ranks(), pytest.raises(BdbQuit, match=r"`use_local=True`"):
+            trainer.apply_all_operators(stop)
         with hearing_all_ranks(), pytest.raises(ZeroDivisionError):
             trainer.validate(info=mishap(divide_by_zero, rank=0, where="validate_batch"))
         with hearing_all_ranks(), pytest.raises(RuntimeError, match="database: connection refused") as refused:

@@ -21,7 +21,8 @@ _MOST_CAUSES = 3
 _LONGEST_CAUSE = 200  # characters
 _NO_DEBUGGER = (
     "a worker has no terminal, so a debugger cannot stop there. To debug an operator make the trainer with "
-    "`use_local=True`: it then runs in your program. A training function can be called by itself."
+    "`use_local=True`: it then runs in your program. A training function can be called by itself. With the environment "
+    "variable RAY_DEBUG=1, `breakpoint()` waits for Ray's debugger."
 )
 _NO_INPUT = "EOF when reading a line"  # as `input` words it
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
