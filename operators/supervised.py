@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from raysgd._synonyms import CONFIG, instead_of
 from raysgd.operators import options
 from raysgd.operators.loaders import make_loaders, seeded
 from raysgd.torch import TrainingOperator
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -59,6 +63,11 @@ class SupervisedOperator(TrainingOperator):
 
     def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
         """Create the optimizer that the config names."""
+        if "learning_rate" in config and "lr" not in config:
+            ours = instead_of("learning_rate", CONFIG)
+            logger.warning(
+                "`config['learning_rate']` has no effect, the learning rate is %g: %s", self._default_lr, ours
+            )
         make = _optimizer_class(config.get("optimizer", self._default_optimizer))
         lr = options.number(config, "lr", default=self._default_lr, positive=True)
         weight_decay = options.number(config, "weight_decay", default=0.0, positive=False)
@@ -82,8 +91,12 @@ class SupervisedOperator(TrainingOperator):
         seed, batch_size = options.seed(config), options.batch_size(config)
         with seeded(seed, self.world_rank):
             self._register_parts(config)
-            loaders = make_loaders(self.build_data(config), batch_size, self.build_collator(config))
+            loaders = make_loaders(self.build_data(config), batch_size, self._collator(config))
             self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
+
+    def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
+        """Return what makes a batch in the loaders that are made here."""
+        return self.build_collator(config)
 
     def _parameters(self, model: torch.nn.Module) -> Any:
         """Return the parameters that the optimizer is given."""

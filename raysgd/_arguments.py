@@ -8,12 +8,13 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raysgd._synonyms import FUNCTION, PLACES, instead_of
 from raysgd.exceptions import InvalidCountError
 
 if TYPE_CHECKING:
@@ -229,23 +230,6 @@ def check_info(info: Any) -> dict[str, Any]:
     return dict(info or {})
 
 
-_INSTEAD_FOR_OPERATORS = {
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "n_epochs"), "`trainer.fit(5)` trains 5 epochs"),
-    "backend": "omit it, the workers are connected over sockets of their own",
-    "callbacks": "pass it to `trainer.fit(5, callbacks=[...])`",
-    "validation_workers": "spare workers validate as well, pass `spare_workers=1`",
-}
-"""Keywords that trainers of operators may be expected to take, and what to write instead."""
-
-_OPERATORS_ONLY = "omit it, or pass it to {}, with an operator"
-_INSTEAD = {
-    "split_batches": _OPERATORS_ONLY.format("`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`"),
-    **dict.fromkeys(("micro_batch_size", "deterministic"), _OPERATORS_ONLY.format("`raysgd.torch.TorchTrainer`")),
-    "validation_config": "validate in the function before `report`, and report what you find with the checkpoint",
-}
-"""Those that any trainer may be expected to take, and what to write instead."""
-
-
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
     """Refuse unknown keywords, and say where they belong, or guesses what was meant.
 
@@ -255,23 +239,24 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
         known: What it takes.
         **objects: Those of them that hold other options, and the class of each.
     """
-    is_of_operators = "training_operator_cls" in known
-    elsewhere = {**_INSTEAD, **(_INSTEAD_FOR_OPERATORS if is_of_operators else {})}
+    place = trainer if "training_operator_cls" in known else FUNCTION
     for name in unknown:
-        if name in elsewhere:
-            raise TypeError(f"`{trainer}` does not know `{name}`: {elsewhere[name]}.")
         for option, kind in objects.items():
             if name in [field.name for field in fields(kind)]:
                 raise TypeError(f"`{trainer}` takes `{name}` as `{option}={kind.__name__}({name}=...)`.")
+        line = instead_of(name, place)
+        if line is not None:
+            raise TypeError(f"`{trainer}` does not know `{name}`: {line}.")
         raise TypeError(f"`{trainer}` does not know `{name}`.{did_you_mean(name, known)}")
 
 
-def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], MethodT]:
+def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callable[[MethodT], MethodT]:
     """Make a method refuse arguments that it does not have with the line to write, before Python says less.
 
     Args:
         line: The line, as the end of a sentence.
         unnamed: Logged once if the first argument comes without its name, which stands for `%(given)s`.
+        shown: What the method is called for users, if not by its name.
     """
 
     def decorate(method: MethodT) -> MethodT:
@@ -282,10 +267,11 @@ def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], Meth
 
         @wraps(method)
         def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not kwargs.keys() <= names or len(args) > num_unnamed:
-                unknown = [f"`{name}`" for name in kwargs if name not in names]
-                what = f"does not know {', '.join(unknown)}" if unknown else f"got {len(args)} arguments without names"
-                raise TypeError(f"`{method.__name__}` {what}: write {line}.")
+            unknown = [name for name in kwargs if name not in names]
+            if unknown or len(args) > num_unnamed:
+                listed = ", ".join(f"`{name}`" for name in unknown)
+                what = f"does not know {listed}" if unknown else f"got {len(args)} arguments without names"
+                raise TypeError(f"`{shown or method.__name__}` {what}: {_line_for(self, unknown) or f'write {line}'}.")
             if unnamed and args and args[0] is not None and not said:
                 said.append(unnamed)
                 logger.warning(unnamed, {"given": args[0]})
@@ -294,6 +280,17 @@ def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], Meth
         return answering  # type: ignore[return-value]
 
     return decorate
+
+
+def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
+    """Return what to write instead of the first of some keywords that a method does not take, if it is a known word."""
+    places = [each for each in type(owner).__mro__ if each.__name__ in PLACES]
+    if not unknown or not places:
+        return None
+    place, name = places[0], unknown[0]
+    if name in inspect.signature(place).parameters:
+        return f"pass it to `{place.__name__}({name}=...)`"
+    return instead_of(name, place.__name__)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from raysgd import Recovery
 from raysgd import _arguments as checks
+from raysgd.callbacks import Checkpointing, EarlyStopping
 from raysgd.engine.platform import Platform
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -266,9 +267,17 @@ SAMPLES = torch.utils.data.TensorDataset(torch.zeros(4, 1))
 MISTAKES: list[tuple[Callable[[TorchTrainer], object], str]] = [
     (lambda trainer: TorchTrainer(LinearOperator, epochs=5), "`epochs`: `trainer.fit(5)` trains 5 epochs"),
     (lambda trainer: TorchTrainer(LinearOperator, callbacks=[]), "pass it to `trainer.fit(5, callbacks=[...])`"),
-    (lambda trainer: trainer.fit(max_epochs=2), "`fit` does not know `max_epochs`: write `trainer.fit(5)`"),
-    (lambda trainer: trainer.epochs(num_epochs=2), "write `for row in trainer.epochs(5):`"),
-    (lambda trainer: trainer.train(epochs=3), "`train` does not know `epochs`: write `trainer.fit(5)`"),
+    (lambda trainer: trainer.fit(max_epochs=2), "`fit` does not know `max_epochs`: `trainer.fit(5)` trains 5 epochs"),
+    (lambda trainer: trainer.epochs(banana=2), "write `for row in trainer.epochs(5):`"),
+    (lambda trainer: trainer.train(epochs=3), "`train` does not know `epochs`: `trainer.fit(5)` trains 5"),
+    (lambda trainer: trainer.fit(2, patience=3), 'pass `callbacks=[EarlyStopping("val_loss", patience=3)]`'),
+    (
+        lambda trainer: trainer.fit(2, num_workers=3),
+        "`fit` does not know `num_workers`: pass it to `TorchTrainer(num_w",
+    ),
+    (lambda trainer: EarlyStopping(monitor="loss"), '`EarlyStopping` does not know `monitor`: write `EarlyStopping("'),  # type: ignore[call-arg]
+    (lambda trainer: EarlyStopping(pace=3), 'not know `pace`: write `EarlyStopping("val_loss", patience=3)`'),  # type: ignore[call-arg]
+    (lambda trainer: Checkpointing(save_top_k=3), 'write `metric="val_loss", keep_best=3`'),  # type: ignore[call-arg]
     (lambda trainer: trainer.train()["loss"], "'loss': this result has 'num_samples', 'epoch', 'batch_count', 'train_"),
     (lambda trainer: TorchTrainer(with_setup(__init__=lambda self, lr=1: None)), "rename it to `setup(self, config)`"),
     (lambda trainer: TorchTrainer(torch.nn.Linear(1, 1)), "Create the model in the `setup` of one."),
@@ -439,6 +448,40 @@ def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
     if row[0] != "split_batches":
         with pytest.raises(TypeError, match=rf"`TFTrainer` does not know `{row[0]}`: {where}"):
             TFTrainer(dict, dict, **dict([row]))
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_line", "tf_line", "function_line"),
+    [
+        ("gradient_accumulation_steps", "`accumulate_grad_batches=4`", "not there", "write it in the function"),
+        ("bf16", '`precision="bf16"`', "set_global_policy(", "accelerate(amp=True)"),
+        (
+            "gradient_clip_val",
+            "`clip_grad_norm=1.0`",
+            "`keras.optimizers.Adam(global_clipnorm=1.0)`",
+            "in the function",
+        ),
+        ("class_weight", "CrossEntropyLoss(weight=", '{"fit_config": {"class_weight"', "write it in the function"),
+        ("monitor", 'Checkpointing("checkpoints", metric="val_loss"', "restore_best_at_end=True", '"val_loss", "min"'),
+        ("save_top_k", "keep_last=2", "keep_last=2", "CheckpointConfig(num_to_keep=2)"),
+        ("warmup_ratio", 'scheduler_step_freq="batch"', "schedules.CosineDecay(", "write it in the function"),
+        ("max_steps", "`trainer.train(num_steps=100)`", "`trainer.train(num_steps=100)`", "write it in the function"),
+        ("devices", "`num_workers=4`", "`num_workers=4`", "`scaling_config=ScalingConfig(...)`"),
+        ("learning_rate", 'config={"lr": 0.001}', "keras.optimizers.AdamW", "write it in the function"),
+    ],
+)
+def test_words_of_other_libraries_are_answered_by_the_line_to_write(
+    name: str, torch_line: str, tf_line: str, function_line: str
+) -> None:
+    option: dict[str, Any] = {name: 1}
+    for make, line in (
+        (partial(TorchTrainer, LinearOperator), torch_line),
+        (partial(TFTrainer, dict, dict), tf_line),
+        (partial(data_parallel_trainer.TorchTrainer, print), function_line),
+        (partial(Trainer, "torch"), function_line),
+    ):
+        with pytest.raises(TypeError, match=rf"Trainer` does not know `{name}`: .*{re.escape(line)}"):
+            make(**option)
 
 
 def test_a_keyword_of_functions_that_is_misspelt_or_gone_is_answered() -> None:

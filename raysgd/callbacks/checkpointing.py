@@ -59,6 +59,7 @@ class Checkpointing(Callback):
 
     runs_last = True
 
+    @checks.answer_mistakes('`Checkpointing("checkpoints", keep_last=2)`', shown="Checkpointing")
     def __init__(
         self,
         folder: str | Path | None = None,

@@ -141,6 +141,7 @@ class EarlyStopping(Callback):
         >>> stopping = EarlyStopping("val_accuracy", patience=5)
     """
 
+    @checks.answer_mistakes('`EarlyStopping("val_loss", patience=3)`', shown="EarlyStopping")
     def __init__(
         self,
         metric: str = "val_loss",

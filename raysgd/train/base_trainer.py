@@ -112,7 +112,8 @@ class BaseTrainer(ABC):
         detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, BaseTrainer.__init__.__annotations__)
+        known = BaseTrainer.__init__.__annotations__
+        refuse_unknown(type(self).__name__, unknown, known, scaling_config=ScalingConfig, run_config=RunConfig)
         self.scaling_config = checked_scaling(scaling_config)
         self.run_config: RunConfig = checked_config("run_config", run_config, RunConfig)
         self.datasets = check_datasets(datasets)

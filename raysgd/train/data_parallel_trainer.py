@@ -102,7 +102,8 @@ class DataParallelTrainer(BaseTrainer):
         detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, DataParallelTrainer.__init__.__annotations__)
+        known = DataParallelTrainer.__init__.__annotations__
+        refuse_unknown(type(self).__name__, unknown, known, scaling_config=ScalingConfig, run_config=RunConfig)
         super().__init__(
             scaling_config=scaling_config,
             run_config=run_config,

@@ -1,0 +1,255 @@
+"""Words of other libraries for options, and what to write here instead.
+
+Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. `instead_of` answers by
+who was given the name: a trainer of an operator, a trainer of a training function, a config, or a callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TORCH, KERAS, FUNCTION, CONFIG = "TorchTrainer", "TFTrainer", "function", "config"
+EARLY_STOPPING, CHECKPOINTING = "EarlyStopping", "Checkpointing"
+PLACES = (TORCH, KERAS, EARLY_STOPPING, CHECKPOINTING)
+"""The classes that are given such words."""
+
+_IN_FUNCTION = "write it in the function, as in a program for one process"
+_NOT_THERE = "not there, omit it"
+_EPOCHS = "`trainer.fit(5)` trains 5 epochs"
+_STEPS = "`trainer.train(num_steps=100)` trains on 100 batches"
+_LOADER = "write it in `setup`: `DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)` takes it"
+_DATASET = "write it where the dataset is made: `dataset.shuffle(1000).batch(32)`, with the batches of all workers"
+_BEST = 'pass `callbacks=[Checkpointing("checkpoints", metric="val_loss", restore_best_at_end=True)]` to `trainer.fit`'
+_SAVING = 'pass `callbacks=[Checkpointing("checkpoints")]` to `trainer.fit`'
+_KEEPING = 'pass `callbacks=[Checkpointing("checkpoints", keep_last=2)]` to `trainer.fit`'
+_RULE = "pass `RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))`, or `run(checkpoint_strategy=...)`"
+_BEST_RULE = (
+    'pass `RunConfig(checkpoint_config=CheckpointConfig(1, "val_loss", "min"))`, or `run(checkpoint_strategy=...)`'
+)
+_STOPPING = 'pass `callbacks=[EarlyStopping("val_loss", patience=3)]` to `trainer.fit`'
+_FSDP = 'pass `strategy="fsdp"` to the trainer'
+_PRECISION = 'pass `precision="bf16"`, or "fp16", to the trainer'
+_SCHEDULE = (
+    'write it in `setup`: `self.register(..., schedulers=scheduler)`, and pass `scheduler_step_freq="batch"` to the '
+    "trainer"
+)
+_OPTIMIZER = 'pass `config={"lr": 0.001}`, and write in `setup`: `AdamW(model.parameters(), lr=config["lr"])`'
+_OPTIMIZER_OF_KERAS = 'pass `config={"lr": 0.001}`, and write where you compile: `keras.optimizers.AdamW(config["lr"])`'
+_OPERATORS_ONLY = "omit it, or pass it to `raysgd.torch.TorchTrainer`, with an operator"
+_BOTH_OPERATORS = "omit it, or pass it to `raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`, with an operator"
+_OF_FUNCTIONS = "it is for trainers of training functions, such as `raysgd.train.torch.TorchTrainer`"
+
+_Row = tuple[str, ...]
+
+# Names, and what to write with `TorchTrainer`, with `TFTrainer` and with a training function. A row without the last
+# ones has the line before for `TFTrainer`, and for functions `_IN_FUNCTION`.
+_TRAINERS: tuple[_Row, ...] = (
+    ("epochs max_epochs num_epochs n_epochs num_train_epochs", _EPOCHS),
+    ("max_steps limit_train_batches steps_per_epoch", _STEPS),
+    ("fast_dev_run", "`trainer.train(num_steps=1)` tries one batch"),
+    (
+        "gradient_accumulation_steps accumulation_steps accumulate_grad_batches",
+        "pass `accumulate_grad_batches=4` to the trainer",
+        "not there. A batch of the dataset is that of all workers, so it may be larger: `dataset.batch(256)`",
+    ),
+    (
+        "max_grad_norm gradient_clip_val grad_clip clip_norm clipnorm clip_grad_norm",
+        "pass `clip_grad_norm=1.0` to the trainer",
+        "write it where the optimizer is made: `keras.optimizers.Adam(global_clipnorm=1.0)`",
+    ),
+    (
+        "clip_grad_value clipvalue clip_value",
+        "pass `clip_grad_value=0.5` to the trainer",
+        "write it where the optimizer is made: `keras.optimizers.Adam(clipvalue=0.5)`",
+    ),
+    (
+        "bf16 fp16 amp use_amp mixed_precision precision use_fp16",
+        _PRECISION,
+        'write where the model is made: `keras.mixed_precision.set_global_policy("mixed_bfloat16")`',
+        "call `raysgd.train.torch.accelerate(amp=True)` in the function",
+    ),
+    ("gradient_checkpointing", "pass `activation_checkpointing=True` to the trainer", _NOT_THERE),
+    ("torch_compile jit_compile", "pass `compile=True` to the trainer", _NOT_THERE),
+    (
+        "class_weight class_weights pos_weight",
+        "write it in `setup`: `self.register(..., criterion=torch.nn.CrossEntropyLoss(weight=weights))`",
+        'pass `config={"fit_config": {"class_weight": {0: 1.0, 1: 2.0}}}`',
+    ),
+    (
+        "label_smoothing label_smoothing_factor",
+        "write it in `setup`: `self.register(..., criterion=torch.nn.CrossEntropyLoss(label_smoothing=0.1))`",
+        "write it where you compile: `keras.losses.CategoricalCrossentropy(label_smoothing=0.1)`",
+    ),
+    (
+        "learning_rate lr optim optimizer optimizers weight_decay momentum adam_beta1 adam_beta2 adam_epsilon",
+        _OPTIMIZER,
+        _OPTIMIZER_OF_KERAS,
+    ),
+    (
+        "lr_scheduler_type lr_scheduler lr_scheduler_kwargs scheduler schedulers warmup_ratio warmup_steps",
+        _SCHEDULE,
+        "write it where the optimizer is made: `SGD(keras.optimizers.schedules.CosineDecay(0.1, 1000))`",
+    ),
+    ("per_device_train_batch_size per_device_eval_batch_size train_batch_size batch_size", _LOADER, _DATASET),
+    ("shuffle drop_last pin_memory collate_fn data_collator dataloader_num_workers", _LOADER, _DATASET),
+    (
+        "train_dataset eval_dataset train_dataloader train_dataloaders val_dataloaders train_loader val_loader "
+        "datamodule train_data val_data validation_data x y",
+        "write it in `setup`: `self.register_data(train_loader=loader, validation_loader=another)`",
+        "return it from `data_creator`: `return train_dataset, test_dataset`",
+    ),
+    (
+        "validation_split",
+        "write it in `setup`: `torch.utils.data.random_split(dataset, [0.9, 0.1])`",
+        "write it in `data_creator`: `return dataset.skip(10), dataset.take(10)`",
+    ),
+    (
+        "model models module loss loss_fn criterion",
+        "write it in `setup`: `self.register(models=model, optimizers=optimizer, criterion=loss)`",
+        "return the compiled model from `model_creator`",
+    ),
+    (
+        "metrics compute_metrics",
+        "return them from `validate_batch`: `{**super().validate_batch(batch, batch_info), ...}`",
+        "write it where you compile: `model.compile(..., metrics=[...])`",
+    ),
+    (
+        "devices gpus num_gpus n_gpu n_gpus world_size nproc_per_node num_processes num_nodes",
+        "pass `num_workers=4` to the trainer",
+        "pass `num_workers=4` to the trainer",
+        "pass `num_workers=4`, in `scaling_config=ScalingConfig(...)` where the trainer has that",
+    ),
+    (
+        "accelerator device use_cuda gpu",
+        "pass `use_gpu=True` to the trainer",
+        "pass `use_gpu=True` to the trainer",
+        "pass `use_gpu=True`, in `scaling_config=ScalingConfig(...)` where the trainer has that",
+    ),
+    (
+        "find_unused_parameters ddp_find_unused_parameters",
+        'write it in `setup`: `self.register(..., ddp_args={"find_unused_parameters": True})`',
+        _NOT_THERE,
+        'write it in the function: `prepare_model(model, ddp_kwargs={"find_unused_parameters": True})`',
+    ),
+    ("fsdp fsdp_config deepspeed", _FSDP, _NOT_THERE),
+    (
+        "callbacks",
+        "pass it to `trainer.fit(5, callbacks=[...])`",
+        "pass it to `trainer.fit(5, callbacks=[...])`",
+        "pass it to `trainer.run(function, callbacks=[...])`, or `RunConfig(callbacks=[...])`",
+    ),
+    ("patience early_stopping early_stopping_patience", _STOPPING),
+    ("monitor metric_for_best_model load_best_model_at_end restore_best_weights", _BEST, _BEST, _BEST_RULE),
+    (
+        "save_steps save_strategy save_freq enable_checkpointing checkpoint_dir",
+        _SAVING,
+        _SAVING,
+        "write it in the function: `report(metrics, checkpoint=...)`",
+    ),
+    ("save_top_k save_total_limit", _KEEPING, _KEEPING, _RULE),
+    (
+        "output_dir default_root_dir logging_dir save_dir",
+        'pass it to `trainer.fit(5, folder="run")`',
+        'pass it to `trainer.fit(5, folder="run")`',
+        'pass `run_config=RunConfig(storage_path="/data/runs")`, or `Trainer(..., logdir="runs")`',
+    ),
+    (
+        "logging_steps log_every_n_steps every_n_steps",
+        "pass it to `trainer.fit(5, log_every_n_steps=50)`",
+        "not there: results are those of epochs",
+        "write it in the function: `report(metrics)` as often as you like",
+    ),
+    ("logger report_to", 'pass `callbacks=[TensorBoardLogger("logs")]` to `trainer.fit`'),
+    (
+        "eval_steps eval_strategy evaluation_strategy check_val_every_n_epoch val_check_interval",
+        "`trainer.fit(5, validation_freq=2)` validates after every second epoch",
+    ),
+    (
+        "resume_from_checkpoint ckpt_path",
+        'pass it to `trainer.fit(5, resume_from="checkpoints/epoch_0005.ckpt")`',
+        'pass it to `trainer.fit(5, resume_from="checkpoints/epoch_0005.ckpt")`',
+        "pass `resume_from_checkpoint=checkpoint` where the trainer has that, or `run(f, checkpoint=checkpoint)`",
+    ),
+    ("verbose enable_progress_bar disable_tqdm", "pass it to `trainer.fit(5, progress=True)`"),
+    ("profiler", "call `trainer.train(profile=True)`"),
+    (
+        "seed",
+        "pass `seed=1` to the trainer",
+        "pass `seed=1` to the trainer",
+        "write it in the function: `raysgd.train.torch.enable_reproducibility(1)`",
+    ),
+    ("backend", "pass it to the trainer", "omit it, the workers are connected over sockets of their own"),
+    ("validation_workers", "spare workers validate as well, pass `spare_workers=1`"),
+    (
+        "validation_config",
+        "pass `validation_freq` to `trainer.fit`",
+        "pass `validation_freq` to `trainer.fit`",
+        "validate in the function before `report`, and report what you find with the checkpoint",
+    ),
+    ("split_batches", _BOTH_OPERATORS, _BOTH_OPERATORS, _BOTH_OPERATORS),
+    ("micro_batch_size deterministic", _OPERATORS_ONLY, _OPERATORS_ONLY, _OPERATORS_ONLY),
+    (
+        "train_loop_per_worker train_loop_config scaling_config run_config",
+        _OF_FUNCTIONS,
+        _OF_FUNCTIONS,
+        "`Trainer` is made with `num_workers` and `use_gpu`, and its `run` gets the function and its config",
+    ),
+)
+
+_OTHERS: Mapping[str, tuple[_Row, ...]] = {
+    CONFIG: (
+        ("learning_rate", 'write `"lr"`'),
+        ("optim", 'write `"optimizer"`'),
+        ("adam_beta1 adam_beta2 adam_epsilon", "override `build_optimizer`"),
+        ("lr_scheduler_type", 'write `"scheduler"`'),
+        ("lr_scheduler_kwargs", "override `build_scheduler`"),
+        ("warmup_steps", 'write `"num_warmup_steps"`'),
+        ("warmup_ratio", 'write the number of steps as `"num_warmup_steps"`'),
+        ("max_steps", 'write `"num_training_steps"`, and call `trainer.train(num_steps=...)`'),
+        ("per_device_train_batch_size", 'write `"batch_size"`'),
+        ("label_smoothing_factor", "override `forward`"),
+        *_TRAINERS,
+    ),
+    EARLY_STOPPING: (
+        ("monitor metric_name", 'write `EarlyStopping("val_loss")`'),
+        ("restore_best_weights restore_best load_best", _BEST),
+        ("baseline stopping_threshold", "write `threshold=0.1`"),
+        ("early_stopping_patience", "write `patience=3`"),
+        ("early_stopping_threshold tolerance", "write `min_delta=0.01`"),
+        ("verbose strict", "omit it; `history.stop_reason` says why a run has stopped"),
+        ("start_from_epoch divergence_threshold", _NOT_THERE),
+    ),
+    CHECKPOINTING: (
+        ("monitor metric_name save_best_only", 'write `metric="val_loss"`; the best file stays beside the newest'),
+        ("save_top_k", 'write `metric="val_loss", keep_best=3`'),
+        ("save_total_limit num_to_keep max_to_keep n_saved save_last", "write `keep_last=2`"),
+        ("dirpath dirname filepath filename output_dir save_dir path", 'write `Checkpointing("checkpoints")`'),
+        ("period save_interval", "write `every_n_epochs=2`"),
+        (
+            "every_n_steps every_n_train_steps save_steps save_freq",
+            "write `every_n_epochs=1`; for parts of an epoch call `trainer.train(num_steps=1000)` and `trainer.save`",
+        ),
+        ("restore_best_weights load_best_model_at_end", 'write `metric="val_loss", restore_best_at_end=True`'),
+        ("save_weights_only save_only_model verbose", _NOT_THERE),
+    ),
+}
+_COLUMNS = {KERAS: 1, FUNCTION: 2}
+
+
+def instead_of(name: str, place: str) -> str | None:
+    """Return what to write instead of a word of another library, as the end of a sentence; None if it is unknown.
+
+    Args:
+        name: The word.
+        place: Who was given it: one of the constants above.
+
+    Examples:
+        >>> instead_of("gradient_clip_val", TORCH)
+        'pass `clip_grad_norm=1.0` to the trainer'
+        >>> instead_of("learning_rate", CONFIG), instead_of("banana", TORCH)
+        ('write `"lr"`', None)
+    """
+    for names, *lines in _OTHERS.get(place, _TRAINERS):
+        if name in names.split():
+            return [*lines, *[lines[0], _IN_FUNCTION][len(lines) - 1 :]][_COLUMNS.get(place, 0)]
+    return None
