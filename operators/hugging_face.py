@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import default_collate
 
+from raysgd._synonyms import CONFIG, instead_of
 from raysgd.operators import options
 from raysgd.operators.supervised import SupervisedOperator
 from raysgd.torch.data.batches import call, own_loss, split
@@ -23,25 +27,21 @@ IGNORED = -100
 SHIFT_LABELS = "shift_labels"
 """Where some collators put labels that are moved by one place already."""
 
-_OF_TRAINER_PACKAGE = {
-    "learning_rate": ("build_optimizer", 'write `"lr"`'),
-    "optim": ("build_optimizer", 'write `"optimizer"`'),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), ("build_optimizer", "override `build_optimizer`")),
-    "lr_scheduler_type": ("build_scheduler", 'write `"scheduler"`'),
-    "lr_scheduler_kwargs": ("build_scheduler", "override `build_scheduler`"),
-    "warmup_steps": ("build_scheduler", 'write `"num_warmup_steps"`'),
-    "warmup_ratio": ("build_scheduler", 'write the number of steps as `"num_warmup_steps"`'),
-    "max_steps": ("build_scheduler", 'write `"num_training_steps"`, and call `trainer.train(num_steps=...)`'),
-    "num_train_epochs": ("", "call `trainer.fit(num_epochs)`"),
-    "per_device_train_batch_size": ("", 'write `"batch_size"`'),
-    "gradient_accumulation_steps": ("", "pass `TorchTrainer(accumulate_grad_batches=...)`"),
-    "max_grad_norm": ("", "pass `TorchTrainer(clip_grad_norm=...)`"),
-    **dict.fromkeys(("fp16", "bf16"), ("", 'pass `TorchTrainer(precision="fp16")` or "bf16"')),
-    "gradient_checkpointing": ("", "pass `TorchTrainer(activation_checkpointing=True)`"),
-    "label_smoothing_factor": ("forward", "override `forward`"),
+_RUNGS = {
+    **dict.fromkeys(
+        ("learning_rate", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        "build_optimizer",
+    ),
+    **dict.fromkeys(
+        ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps"),
+        "build_scheduler",
+    ),
+    "label_smoothing_factor": "forward",
+    **dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"), ""),
+    **dict.fromkeys(("max_grad_norm", "fp16", "bf16", "gradient_checkpointing"), ""),
 }
 """Names of `transformers.TrainingArguments` that say how to train: the rung to which they are left where it is
-overridden, and what to write here."""
+overridden."""
 
 
 class HuggingFaceOperator(SupervisedOperator):
@@ -102,6 +102,9 @@ class HuggingFaceOperator(SupervisedOperator):
         """Return None: the model computes the loss. For another loss override `forward`."""
         return None
 
+    def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any]:
+        return partial(_collated, self.build_collator(config) or default_collate)
+
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         """Create the schedule that the config names; None without `config["scheduler"]`."""
         if config.get("scheduler") is None:
@@ -124,10 +127,12 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: An option in the config makes no sense.
             TypeError: A `build_...` method returned something of the wrong kind.
         """
-        for name, (rung, ours) in _OF_TRAINER_PACKAGE.items():
+        for name, rung in _RUNGS.items():
             is_left_to_rung = rung and getattr(type(self), rung) is not getattr(HuggingFaceOperator, rung)
             if name in config and not is_left_to_rung:
-                raise ValueError(f"`config[{name!r}]` is for `transformers.TrainingArguments`: {ours} instead.")
+                raise ValueError(
+                    f"`config[{name!r}]` is for `transformers.TrainingArguments`: {instead_of(name, CONFIG)}."
+                )
         super().setup(config)
         model = self._original_models[0]
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
@@ -198,7 +203,8 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose numbers differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one number, and that number."
             )
-        output = call(self.model, features)
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # a lost connection is another error
+            output = call(self.model, features)
         loss = own_loss(output)
         if loss is None:
             raise TypeError(
@@ -238,6 +244,33 @@ class HuggingFaceOperator(SupervisedOperator):
         decaying = [each for name, each in trained.items() if each.ndim > 1 and "bias" not in name]
         others = [each for name, each in trained.items() if each.ndim <= 1 or "bias" in name]
         return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+
+
+def _collated(collator: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Return a batch."""
+    with _saying_texts(samples, Exception):
+        return collator(samples)
+
+
+@contextmanager
+def _saying_texts(parts: Sequence[Any], *errors: type[Exception]) -> Iterator[None]:
+    """Let an error inside say that samples, or a batch of them, have texts, which most collators and models refuse."""
+    try:
+        yield
+    except errors as error:
+        first = parts[0] if parts and isinstance(parts[0], Mapping) else {}
+        texts = [name for name, value in first.items() if _is_text(value)]
+        if not texts:
+            raise
+        encode = f"`dataset.map(lambda row: tokenizer(row[{texts[0]!r}], truncation=True), remove_columns={texts!r})`"
+        raise TypeError(
+            f"The samples have texts under {', '.join(map(repr, texts))}, and models take numbers. Encode them in "
+            f"`build_data`, and leave the texts out: {encode}; or let `build_collator` do that. ({error})"
+        ) from error
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], str))
 
 
 def _shifts_labels(model: Any) -> bool:

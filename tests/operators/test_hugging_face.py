@@ -175,6 +175,22 @@ class TestRefused:
         with local(Pairs) as trainer, expected:
             trainer.train()
 
+    @pytest.mark.parametrize("encodes", [True, False])
+    @pytest.mark.parametrize("pads", [True, False])
+    def test_texts_beside_or_instead_of_numbers(self, lab: Any, pads: bool, encodes: bool) -> None:
+        class Texts(lab.Task):
+            def build_data(self, config: dict[str, Any]) -> Any:
+                encoded = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]} if encodes else {}
+                return [{"review": "w1 w2 w3", **encoded, "labels": 0}] * 4, None
+
+            def build_collator(self, config: dict[str, Any]) -> Any:
+                return transformers.DataCollatorWithPadding(lab.tokenizer()) if pads else None
+
+        said = r"texts under 'review'.*\n?.*tokenizer\(row\['review'\], truncation=True\), remove_columns=\['review'\]"
+        expected = pytest.raises(TypeError, match=said)
+        with local(Texts, config={"task": "classify texts"}) as trainer, expected:
+            trainer.train()
+
     def test_a_schedule_of_steps_that_is_stepped_by_epochs(self, lab: Any) -> None:
         with pytest.raises(ValueError, match='scheduler_step_freq="batch"'):
             local(lab.Task, config={"scheduler": "linear", "num_training_steps": 3}, scheduler_step_freq="epoch")
@@ -195,8 +211,8 @@ class TestRefused:
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("learning_rate", r'write `"lr"` instead'),
-        ("lr_scheduler_type", r'write `"scheduler"` instead'),
+        ("learning_rate", r'write `"lr"`'),
+        ("lr_scheduler_type", r'write `"scheduler"`'),
         ("gradient_accumulation_steps", r"accumulate_grad_batches="),
     ],
 )
@@ -215,6 +231,27 @@ def test_a_rung_that_is_overridden_reads_what_it_likes(lab: Any) -> None:
         assert trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"]) == [0.25]
 
 
+def test_texts_that_a_model_takes_are_left_to_it(lab: Any) -> None:
+    class Reading(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, text: list[str], labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            lengths = torch.tensor([[float(len(each))] for each in text])
+            return {"loss": torch.nn.functional.mse_loss(self.layer(lengths), labels)}
+
+    class Own(lab.Task):  # type: ignore[name-defined, misc]
+        def build_model(self, config: dict[str, Any]) -> Any:
+            return Reading()
+
+        def build_data(self, config: dict[str, Any]) -> Any:
+            return [{"text": "a" * index, "labels": torch.zeros(1)} for index in range(4)], None
+
+    with TorchTrainer(training_operator_cls=Own, use_local=True) as trainer:
+        assert trainer.train()["num_samples"] == 4
+
+
 def test_each_name_that_is_answered_is_one_of_transformers() -> None:
     names = {each.name for each in fields(transformers.TrainingArguments)}
-    assert {*names, "warmup_ratio"}.issuperset(hugging_face._OF_TRAINER_PACKAGE)  # that one until transformers 5
+    assert {*names, "warmup_ratio"}.issuperset(hugging_face._RUNGS)  # that one until transformers 5
