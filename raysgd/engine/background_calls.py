@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.shared.call import CallHandle
+from raysgd.engine.shared.call import CallHandle, run_into
 from raysgd.engine.shared.tracebacks import hide_library_frames
-from raysgd.engine.transfers import run_into
 from raysgd.exceptions import OnFailure
 
 T = TypeVar("T")

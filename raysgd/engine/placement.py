@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -24,6 +25,7 @@ from raysgd._private_names import find_name
 from raysgd.engine.keeper import NAMESPACE, keeper
 from raysgd.engine.policies import capacity, cpus_that_fit
 from raysgd.engine.program_end import prepare_to_use_ray
+from raysgd.engine.shared.call import run_into
 from raysgd.engine.shared.group_spec import NO_WORDS, FrontEndWords
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.exceptions import OnFailure, ReservationTimeoutError
@@ -136,6 +138,18 @@ def session() -> Any:
         return ray.util.client.ray.get_context().client_worker
     context = ray.get_runtime_context()
     return context.worker.node.session_name, context.get_job_id()
+
+
+def _is_gone(address: str) -> bool:
+    """Return whether nothing listens at the address of a cluster's head any more."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _SLICE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # it may be busy; or this process does not know the address
+        return False
+    return False
 
 
 def is_ray_client() -> bool:
@@ -441,7 +455,11 @@ class Reservation:
         return ids
 
     def close(self, timeout_s: float) -> None:
-        """Give the resources back and wait until Ray says so; after `timeout_s` only a warning is logged."""
+        """Give the resources back and wait until Ray says so; after `timeout_s` only a warning is logged.
+
+        Where the head of the cluster is gone, as after a signal to all processes of a program, no one waits: Ray would
+        try for a minute to reach it, and then end this process.
+        """
         if self._own is None:
             return
         ray = _ray()
@@ -449,12 +467,22 @@ class Reservation:
         holder, self._holder = self._holder, None
         if session() != self._session:
             return
-        if holder is not None:
-            ray.kill(holder)
-        ray.util.remove_placement_group(group)
-        if self._guard is not None:
-            ray.kill(self._guard)
-        self._await_removal(group, timeout_s)
+
+        def remove() -> None:
+            if holder is not None:
+                ray.kill(holder)
+            ray.util.remove_placement_group(group)
+            if self._guard is not None:
+                ray.kill(self._guard)
+            self._await_removal(group, timeout_s)
+
+        head = str(getattr(ray.get_runtime_context(), "gcs_address", ""))
+        removal: Future[None] = Future()
+        threading.Thread(target=run_into, args=(removal, remove), name="raysgd-release", daemon=True).start()
+        while not wait([removal], _SLICE_S).done:
+            if _is_gone(head):
+                return
+        removal.result()
 
     def _await_removal(self, group: Any, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

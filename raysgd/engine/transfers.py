@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from raysgd.engine.placement import session
 from raysgd.engine.worker import LocalCall, node_here
@@ -70,19 +69,6 @@ def transfer(call: Any) -> Transfer:
             raise TimeoutError("still on its way") from error
 
     return Transfer(result, call)
-
-
-T = TypeVar("T")
-
-
-def run_into(future: Future[T], work: Callable[[], T]) -> None:
-    """Run something in a thread that has no caller: the future raises what it raises."""
-    try:
-        result = work()
-    except BaseException as error:  # whatever it comes to, Ctrl-C and the end of the trainer included
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine import placement
 from raysgd.engine.placement import Reservation, Slots, _plain, explain, impossibility, init_ray
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources
 from raysgd.train import executor
@@ -328,3 +329,11 @@ def test_slots_on_nodes_that_are_gone_or_to_be_avoided_are_of_no_use() -> None:
     assert (slots.num_usable(), slots.num_usable({"leaving"}), len(slots)) == (2, 1, 3)
     slots.give_back(taken)
     assert len(slots.take_usable(3, {"leaving"})) == 1
+
+
+def test_the_head_of_a_cluster_is_gone_if_nothing_listens_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not placement._is_gone(address)
+    assert placement._is_gone(address)
+    assert not placement._is_gone("")

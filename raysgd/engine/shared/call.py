@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -85,3 +86,13 @@ class CallHandle(ABC, Generic[T]):
             TimeoutError: The call is still running. It goes on.
             Exception: What the call itself has raised.
         """
+
+
+def run_into(future: Future[T], work: Callable[[], T]) -> None:
+    """Run something in a thread that has no caller: the future raises what it raises."""
+    try:
+        result = work()
+    except BaseException as error:  # whatever it comes to, Ctrl-C and the end of the trainer included
+        future.set_exception(error)
+    else:
+        future.set_result(result)
