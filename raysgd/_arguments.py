@@ -212,6 +212,47 @@ def check_hook(hook: Any) -> None:
         ) from None
 
 
+_NO_FUNCTIONS = ("torch.Module", "keras.Layer", "tf_keras.Layer")
+"""Classes whose objects can be called, and make no objects, by package and name."""
+
+
+def check_creator(name: str, creator: Any, *parameters: str) -> None:
+    """Refuse an object where a function belongs that makes one in each worker.
+
+    Args:
+        name: The argument.
+        creator: What was passed.
+        parameters: What it is called with.
+
+    Raises:
+        ValueError: It is no function of these parameters.
+    """
+    is_class = isinstance(creator, type)
+    kind = creator if is_class else type(creator)
+    bases = [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
+    is_object = not callable(creator) or (not is_class and any(base in _NO_FUNCTIONS for base in bases))
+    takes = ", ".join(parameters)
+    line = f"Write `def {name}({takes}):`, and make it there"
+    if is_object:
+        is_plain = isinstance(creator, int | float | str | bytes | None)
+        found = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
+        raise ValueError(f"{found}: need a function of `{takes}`, because each worker makes its own. {line}.")
+    try:
+        inspect.signature(creator).bind(*parameters)
+    except ValueError:
+        return  # a built-in function that does not say what it takes
+    except TypeError:
+        has_other_parameters = True
+    else:
+        has_other_parameters = is_class and kind.__module__.startswith("torch.optim")
+    if has_other_parameters:
+        found = f"the class `{kind.__name__}`" if is_class else f"`{getattr(creator, '__name__', creator)}`"
+        raise ValueError(
+            f"`{name}` is {found}, which does not take what workers call it with: `{takes}`. {line}"
+            f"{f': `return {kind.__name__}(...)`' if is_class else ''}."
+        )
+
+
 def check_num_steps(num_steps: Any) -> int | None:
     """Refuse anything but None or a count, and return it as Python's."""
     if num_steps is None:

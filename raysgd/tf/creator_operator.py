@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from raysgd._arguments import check_creator
 from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
@@ -307,11 +308,10 @@ def make_operator(
     """Return the operator class of two creator functions: the first one returns a compiled model, the other datasets.
 
     Raises:
-        ValueError: One of them is not callable.
+        ValueError: One of them is no function of the config.
     """
     for name, creator in (("model_creator", model_creator), ("data_creator", data_creator)):
-        if not callable(creator):
-            raise ValueError(f"`{name}={creator!r}`: need a function that takes the config.")
+        check_creator(name, creator, "config")
     members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
     return type("CustomCreatorOperator", (CreatorOperator,), members)
 

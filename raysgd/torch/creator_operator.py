@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from raysgd._arguments import check_creator
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.operator import class_of_creators
@@ -135,19 +136,28 @@ def _is_multiple(component: Any) -> bool:
     return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
 
 
+_PARAMETERS = {
+    "model_creator": ("config",),
+    "optimizer_creator": ("model", "config"),
+    "data_creator": ("config",),
+    "loss_creator": ("config",),
+    "scheduler_creator": ("optimizer", "config"),
+}
+
+
 def make_operator(
     own: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
 ) -> type[CreatorOperator]:
     """The operator class of some creator functions, with the methods of an own class; see `from_creators`.
 
     Raises:
-        ValueError: The model or optimizer creator is not callable.
+        ValueError: A creator is no function of what it is called with.
     """
-    for name in ("model_creator", "optimizer_creator"):
-        if not callable(creators[name]):
-            raise ValueError(
-                f"`{name}={creators[name]!r}`: need a function that takes the config (see `from_creators`)."
-            )
+    for name, parameters in _PARAMETERS.items():
+        creator = creators[name]
+        is_missing = creator is None and name not in ("model_creator", "optimizer_creator")
+        if not is_missing and not (isinstance(creator, type) and _is_loss_of_torch(creator)):
+            check_creator(name, creator, *parameters)
     members: dict[str, Any] = {
         f"_{name}": staticmethod(creator) if creator else None for name, creator in creators.items()
     }

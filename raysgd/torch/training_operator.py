@@ -517,7 +517,7 @@ class TrainingOperator(BaseOperator):
                 first one downloads.
 
         Raises:
-            ValueError: The model or optimizer creator is not callable.
+            ValueError: A creator is no function of what it is called with.
         """
         from raysgd.torch.creator_operator import make_operator
 

@@ -147,6 +147,34 @@ def test_creators_are_functions(name: str) -> None:
         TrainingOperator.from_creators(**creators)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        ("model_creator", torch.nn.Linear(1, 1), r"an object of `Linear`: need a function of `config`"),
+        (
+            "model_creator",
+            torch.nn.Linear,
+            r"the class `Linear`.*`def model_creator\(config\):`.*`return Linear\(...\)`",
+        ),
+        ("model_creator", lambda: None, r"is `<lambda>`, which does not take what workers call it with: `config`"),
+        (
+            "optimizer_creator",
+            torch.optim.SGD(torch.nn.Linear(1, 1).parameters()),
+            r"an object of `SGD`: need a function",
+        ),
+        ("optimizer_creator", torch.optim.SGD, r"the class `SGD`.*`def optimizer_creator\(model, config\):`"),
+        ("data_creator", torch.utils.data.TensorDataset(torch.zeros(1)), r"an object of `TensorDataset`: need a fun"),
+        ("loss_creator", torch.nn.MSELoss(), r"an object of `MSELoss`: need a function of `config`"),
+        ("loss_creator", torch.nn.functional.mse_loss, r"is `mse_loss`, which does not take .*: `config`"),
+        ("scheduler_creator", torch.optim.lr_scheduler.StepLR, r"the class `StepLR`.*\(optimizer, config\):`"),
+    ],
+)
+def test_what_a_creator_would_make_is_refused_in_its_place(name: str, given: Any, line: str) -> None:
+    creators: dict[str, Any] = {"model_creator": create_model, "optimizer_creator": create_optimizer, name: given}
+    with pytest.raises(ValueError, match=rf"`{name}` is {line}" if "is `" not in line else rf"`{name}` {line}"):
+        TrainingOperator.from_creators(**creators)
+
+
 class NoLength(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(batches(2))
