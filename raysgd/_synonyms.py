@@ -236,6 +236,41 @@ _OTHERS: Mapping[str, tuple[_Row, ...]] = {
 _COLUMNS = {KERAS: 1, FUNCTION: 2}
 
 
+_CALLBACKS = (
+    ("EarlyStopping EarlyStoppingCallback", 'EarlyStopping("val_loss")'),
+    ("ModelCheckpoint BackupAndRestore", 'Checkpointing("checkpoints")'),
+    ("TensorBoard TensorBoardCallback", 'TensorBoardLogger("logs")'),
+    ("CSVLogger", "CSVLogger()"),
+    ("WandbCallback WandbMetricsLogger", "WandbLogger()"),
+    ("MLflowCallback", "MLflowLogger()"),
+    ("LearningRateMonitor", "LearningRateMonitor()"),
+    ("StochasticWeightAveraging", "SWA()"),
+    ("EMAWeightAveraging SwapEMAWeights", "EMA()"),
+    ("TQDMProgressBar RichProgressBar ProgbarLogger ProgressCallback", "ProgressBar()"),
+)
+"""Names of callbacks of other libraries, and one of `raysgd.callbacks` that does that."""
+
+
+def callback_instead_of(callback: object) -> str:
+    """Return what to write instead of a callback of another library, to put behind a sentence; empty if it is of none.
+
+    Examples:
+        >>> EarlyStopping = type("EarlyStopping", (), {"__module__": "lightning.pytorch.callbacks"})
+        >>> callback_instead_of(EarlyStopping())
+        ' Write `raysgd.callbacks.EarlyStopping("val_loss")`.'
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    names = {base.__name__ for base in kind.__mro__}
+    if not libraries & {"keras", "tf_keras", "lightning", "pytorch_lightning", "transformers", "accelerate"}:
+        return ""
+    ours = next((ours for theirs, ours in _CALLBACKS if names & set(theirs.split())), None)
+    line = f" Write `raysgd.callbacks.{ours}`." if ours else ""
+    if libraries & {"keras", "tf_keras"}:
+        line += ' Keras\'s own belong to the `fit` of Keras: `config={"fit_config": {"callbacks": [...]}}`.'
+    return line or " Write what it does in a subclass of one of these, such as in `on_result(self, run, result)`."
+
+
 def instead_of(name: str, place: str) -> str | None:
     """Return what to write instead of a word of another library, as the end of a sentence; None if it is unknown.
 

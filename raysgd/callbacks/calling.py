@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd._synonyms import callback_instead_of
 from raysgd.air.constants import DEFAULT_LOGGERS
 from raysgd.air.reports import OF_PLACE, OF_TRIAL, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from raysgd.air.trial import FitTrialView
@@ -61,7 +62,8 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
         if any(each is other for other in given[:number]):
             raise ValueError(f"`callbacks` has {each!r} twice, which would be called twice: pass each object once.")
         if not isinstance(each, Callback | WorkerCallback):
-            instead = f" Did you mean `{each.__name__}()`?" if isinstance(each, type) else ""
+            is_class = isinstance(each, type) and issubclass(each, Callback | WorkerCallback)
+            instead = f" Did you mean `{each.__name__}()`?" if is_class else callback_instead_of(each)
             raise TypeError(
                 f"`callbacks` has {each!r}: need objects of subclasses of `raysgd.callbacks.Callback` or "
                 f"`WorkerCallback`.{instead}"

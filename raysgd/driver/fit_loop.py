@@ -185,6 +185,7 @@ class Fit:
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
             )
         self._calls.check()
+        self._trainer._check_worker_callbacks(self._worker_callbacks)
         if options.folder is not None:
             make_folder("folder", options.folder)
 

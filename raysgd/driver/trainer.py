@@ -629,8 +629,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
         return self._recorder.history
 
-    def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Let these callbacks, and no others, run in the workers that there are, and in those to come.
+    def _check_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
+        """Refuse callbacks that the workers cannot run.
 
         Raises:
             TypeError: This trainer has none in its workers.
@@ -646,8 +646,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 )
             if not is_sendable(callback):
                 raise UnpicklableError(f"`{name}` runs in the workers, and cannot be pickled.")
+        refuse_equal_keys(callbacks)
+
+    def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
+        """Let these callbacks, and no others, run in the workers that there are, and in those to come."""
         chosen = tuple(callbacks)
-        refuse_equal_keys(chosen)
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))

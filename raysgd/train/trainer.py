@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from raysgd._arguments import check_hook, is_integer, refuse_text, refuse_unknown
+from raysgd._synonyms import callback_instead_of
 from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
@@ -460,7 +461,7 @@ class TrainerCallbacks:
             if isinstance(callback, type) or not hasattr(callback, "start_training"):
                 raise TypeError(
                     f"`callbacks` has {callback!r}: need objects of subclasses of "
-                    "`raysgd.callbacks.Callback` or `raysgd.train.TrainingCallback`."
+                    f"`raysgd.callbacks.Callback` or `raysgd.train.TrainingCallback`.{callback_instead_of(callback)}"
                 )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,31 @@ class TestWhatIsGiven:
     def test_a_class_is_met_with_a_guess(self) -> None:
         with pytest.raises(TypeError, match=r"Did you mean `Noting\(\)`\?"):
             checked([Noting])
+
+    @pytest.mark.parametrize(
+        ("module", "name", "line"),
+        [
+            (
+                "lightning.pytorch.callbacks.early_stopping",
+                "EarlyStopping",
+                'Write `raysgd.callbacks.EarlyStopping("val',
+            ),
+            ("pytorch_lightning.callbacks", "ModelCheckpoint", 'Write `raysgd.callbacks.Checkpointing("checkpoints")`'),
+            (
+                "transformers.trainer_callback",
+                "EarlyStoppingCallback",
+                'Write `raysgd.callbacks.EarlyStopping("val_loss',
+            ),
+            ("keras.src.callbacks.early_stopping", "EarlyStopping", 'config={"fit_config": {"callbacks": [...]}}'),
+            ("lightning.pytorch.callbacks.timer", "Timer", "Write what it does in a subclass of one of these"),
+            ("mine", "EarlyStopping", "need objects of subclasses of"),
+        ],
+    )
+    def test_one_of_another_library_is_met_with_ours(self, module: str, name: str, line: str) -> None:
+        given = type(name, (), {"__module__": module})
+        for each in (given(), given):
+            with pytest.raises(TypeError, match=re.escape(line)):
+                checked([each])
 
 
 class TestTheFolderOfARun:

@@ -42,7 +42,8 @@ STANDS_ON = {
     "connections": "engine exceptions",
     "history": "_arguments _imports _numbers _text engine",
     "testing": "engine exceptions storage",
-    "callbacks": "_arguments _files _imports _numbers _text _version air engine exceptions history storage writers",
+    "callbacks": "_arguments _files _imports _numbers _synonyms _text _version air engine exceptions history storage "
+    "writers",
     "messages": "_arguments _numbers _text arrays engine exceptions utils",
     "detached": "_arguments _files _private_names _text _version engine exceptions storage",
     "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history messages storage "
@@ -55,8 +56,8 @@ STANDS_ON = {
     "cli": "_imports _private_names _text _version air callbacks compat detached engine history storage torch utils "
     "writers",
     "operators": "_imports _synonyms torch utils",
-    "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections detached driver "
-    "engine exceptions messages storage streams tf torch utils writers",
+    "train": "_arguments _files _imports _numbers _state _synonyms _text air arrays callbacks compat connections "
+    "detached driver engine exceptions messages storage streams tf torch utils writers",
     "util": "_arguments _imports tf torch",
     "__main__": "cli",
     "data": "_arguments _imports arrays streams tf torch util",

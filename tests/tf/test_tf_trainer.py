@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.callbacks import Checkpointing
 from raysgd.messages.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.driver import arguments
@@ -29,6 +30,13 @@ class Operator(TrainingOperator):
 
 class BackupAndRestore:
     """Told by its name, like that of Keras: no framework is loaded here."""
+
+    def set_model(self, model: Any) -> None:
+        """Take a model, as Keras's callbacks do."""
+
+
+LAYER = type("Layer", (), {"__module__": "keras.src.layers.layer", "__call__": lambda self, features: features})
+KERAS_MODEL = type("Sequential", (LAYER,), {})
 
 
 @pytest.mark.parametrize(
@@ -56,6 +64,31 @@ class BackupAndRestore:
             {**CREATORS, "num_workers": 2, "config": {"fit_config": {"callbacks": BackupAndRestore()}}},
             ValueError,
             r"`BackupAndRestore` .* with `num_workers=2` .*`save` and `load`",
+        ),
+        (
+            {**CREATORS, "config": {"fit_config": {"callbacks": [Checkpointing()]}}},
+            TypeError,
+            r"has <raysgd.*Checkpointing.*subclasses of `keras.callbacks.Callback`.*`trainer.fit\(5, callbacks=\[",
+        ),
+        (
+            {**CREATORS, "config": {"evaluate_config": {"callbacks": BackupAndRestore}}},
+            TypeError,
+            r"\['evaluate_config'\]\['callbacks'\]` has <class .*: need objects",
+        ),
+        (
+            {**CREATORS, "model_creator": KERAS_MODEL()},
+            ValueError,
+            r"object of `Sequential`.*`def model_creator\(config\)",
+        ),
+        (
+            {**CREATORS, "model_creator": lambda: creator},
+            ValueError,
+            "does not take what workers call it with: `config`",
+        ),
+        (
+            {**CREATORS, "data_creator": ([1], [2])},
+            ValueError,
+            "`data_creator` is an object of `tuple`: need a function",
         ),
         ({**CREATORS, "spare_workers": 1, "use_local": True}, ValueError, "`spare_workers=1` with `use_local=True`"),
         ({**CREATORS, "recovery": Recovery(undo=True)}, ValueError, "works with `TorchTrainer` only"),

@@ -17,6 +17,7 @@ import pytest
 
 from raysgd import testing
 from raysgd._numbers.metric_names import validation_name
+from raysgd.callbacks import GradientNorms
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, RanksDifferError
 from raysgd.tf import TFTrainable, TFTrainer, TrainingOperator
@@ -100,6 +101,15 @@ def test_a_file_with_anything_else_in_it_changes_nothing(trainer: TFTrainer, tmp
 
 
 @pytest.mark.keras_in_turns("keras2")
+def test_a_callback_for_the_steps_of_pytorch_is_refused_before_anything_begins(trainer: TFTrainer) -> None:
+    before = len(trainer.history)
+    with pytest.raises(TypeError, match=r"`GradientNorms` runs in the workers, .*`TFTrainer` cannot do: leave it out"):
+        trainer.fit(1, callbacks=[GradientNorms()])
+    assert len(trainer.history) == before
+    assert trainer.fit(1, callbacks=[])[0]["val_loss"] >= 0
+
+
+@pytest.mark.keras_in_turns("keras2")
 def test_results_have_the_keys_of_the_old_library_on_workers_without_pytorch(trainer: TFTrainer) -> None:
     trained = trainer.train()
     assert sorted(trained) == ["loss", "mae", "train_loss", "train_mae"]
@@ -140,8 +150,8 @@ def test_a_save_in_the_background_is_finished_by_the_next_one(trainer: TFTrainer
     trainer.save(tmp_path / "second.npz")
     trainer.load(tmp_path / "first.npz")
     assert largest_difference(trainer.state_dict(), saved) == 0
-    trainer.save(tmp_path / "missing" / "third.npz", blocking=False)
-    with pytest.raises(FileNotFoundError, match="create it first"):
+    trainer.save(tmp_path / "first.npz" / "third.npz", blocking=False)
+    with pytest.raises(FileExistsError, match=r"first\.npz"):
         trainer.save(tmp_path / "fourth.npz")
 
 

@@ -103,10 +103,16 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
             raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
         for name in [name for name in _INSTEAD if options is not None and options.get(name) is not None]:
             raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
+        for callback in _callbacks_in(config, key):
+            if isinstance(callback, type) or not hasattr(callback, "set_model"):
+                raise TypeError(
+                    f"`config[{key!r}]['callbacks']` has {callback!r}: need objects of subclasses of "
+                    "`keras.callbacks.Callback`. Those of raysgd belong to `trainer.fit(5, callbacks=[...])`."
+                )
 
 
-def _callbacks_in(config: Mapping[str, Any]) -> Iterable[Any]:
-    given = (config.get("fit_config") or {}).get("callbacks") or ()
+def _callbacks_in(config: Mapping[str, Any], key: str = "fit_config") -> Iterable[Any]:
+    given = (config.get(key) or {}).get("callbacks") or ()
     return given if isinstance(given, list | tuple) else [given]
 
 
