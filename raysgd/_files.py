@@ -33,10 +33,12 @@ _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
 @contextlib.contextmanager
 def replacing(target: str) -> Iterator[IO[bytes]]:
-    """Open a new file that becomes `target` when the block ends well, and vanishes when it does not."""
+    """Open a new file that becomes `target` when the block ends well, and vanishes when it does not.
+
+    Its folder is made if it is not there.
+    """
     folder = os.path.dirname(target) or os.curdir
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder)
+    os.makedirs(folder, exist_ok=True)
     if os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, "the checkpoint's path is a folder: add a file name", target)
     if os.path.lexists(target) and not os.path.isfile(target):

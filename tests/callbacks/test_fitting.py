@@ -456,10 +456,10 @@ class TestResuming:
     def test_goes_on_as_if_nothing_had_happened(self, make_local: Make, tmp_path: Path) -> None:
         whole = make_local()
         whole.fit(4)
-        first = make_local()
-        first.fit(2, callbacks=[Counts(), SavesTo(tmp_path / "last.pt")])
+        first, file = make_local(), tmp_path / "new" / "run" / "last.pt"
+        first.fit(2, callbacks=[Counts(), SavesTo(file)])
         second, counts = make_local(), Counts()
-        history = second.fit(4, callbacks=[counts], resume_from=tmp_path / "last.pt")
+        history = second.fit(4, callbacks=[counts], resume_from=file)
         assert torch.equal(weights(second), weights(whole))
         assert history["train_loss"] == whole.history["train_loss"]
         assert history["epoch"] == [1, 2, 3, 4]

@@ -140,6 +140,7 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     if target.is_dir() and not is_folder(target) and any(target.iterdir()):
         raise IsADirectoryError(f"`{path}` is a folder with something else in it: save to another path.")
+    target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
     beside = target.with_name(f".raysgd-{target.name}-{uuid.uuid4().hex[:8]}.tmp")
     beside.mkdir()

@@ -288,9 +288,14 @@ class TestWrite:
         assert os.listdir(tmp_path) == ["last.pt"]
         assert read(tmp_path / "last.pt")["epoch"] == 1
 
-    def test_a_missing_folder_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match=r"folder does not exist.*/absent'"):
-            write(tmp_path / "absent" / "last.pt", training_state())
+    def test_a_missing_folder_is_made(self, tmp_path: Path) -> None:
+        write(tmp_path / "new" / "inside" / "last.pt", training_state())
+        assert os.listdir(tmp_path / "new" / "inside") == ["last.pt"]
+
+    def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state())
+        with pytest.raises(FileExistsError, match=r"/last\.pt'"):
+            write(tmp_path / "last.pt" / "inside.pt", training_state())
 
     def test_a_folder_is_no_target(self, tmp_path: Path) -> None:
         (tmp_path / "last.pt").mkdir()

@@ -43,8 +43,8 @@ def write(path: Path, content: dict[str, Any]) -> Path:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     content = state()
-    path = write(tmp_path / "last", content)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+    path = write(tmp_path / "new" / "last", content)
+    assert [entry.name for entry in path.parent.iterdir()] == ["last"]
     assert sorted(entry.name for entry in path.iterdir()) == ["part-0.pt", "rest.pt"]
     assert divided_folder.is_folder(path)
     assert equal(divided_folder.opened(str(path), weights_only=True).read_whole(), content)
