@@ -101,10 +101,11 @@ def packed_bytes(what: str, value: Any) -> bytes:
             pickle_modules_by_name()
             packed = cloudpickle.dumps(value, protocol=5)
     except Exception as error:  # whatever an object of the user raises
-        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        reason = str(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__
         raise UnpicklableError(
             f"{what} cannot be sent to the workers, because something in it cannot be pickled: {reason}. "
-            "Omit what belongs to this process (locks, open files, connections, generators), and make it there."
+            "Omit what belongs to this process (locks, open files, connections, generators, datasets of TensorFlow), "
+            "and make it there, such as in `setup`, or in the creator function that needs it."
         ) from error
     return packed
 
