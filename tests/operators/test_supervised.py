@@ -48,6 +48,20 @@ def trainer_of(operator_cls: type[SupervisedOperator], **config: Any) -> TorchTr
     return TorchTrainer(training_operator_cls=operator_cls, config={**CONFIG, **config}, use_local=True)
 
 
+@pytest.mark.parametrize(
+    ("config", "is_said"),
+    [({"learning_rate": 0.1}, True), ({"learning_rate": 0.1, "lr": 0.2}, False), ({"lr": 0.2}, False)],
+)
+def test_a_learning_rate_under_another_name_is_warned_of(
+    config: dict[str, Any], is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TorchTrainer(training_operator_cls=Numbers, config=config, use_local=True) as trainer:
+        rate = trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])
+    assert rate == [config.get("lr", 0.001)]
+    said = "`config['learning_rate']` has no effect, the learning rate is 0.001: write `\"lr\"`"
+    assert caplog.text.count(said) == is_said
+
+
 class TestRegression:
     def test_it_learns_and_its_metrics_are_those_of_all_samples_at_once(self) -> None:
         with trainer_of(Numbers, lr=1.0) as trainer:
