@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pdb
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,10 @@ class Careless(LinearOperator):
 
     def moves_to_a_missing_gpu(self, batch: Any) -> Any:
         return self.model(batch[0].to("cuda:7"))
+
+    def stops_in_a_debugger(self, batch: Any) -> None:
+        pdb.set_trace()
+        self.model(batch[0])
 
     def leaves_the_program(self, batch: Any) -> None:
         raise SystemExit(3)

@@ -49,6 +49,7 @@ TABLE = {
             "on rank 1",
             'return batch.to_device("cpu")',
         ),
+        Mistake("a debugger", in_batch("stops_in_a_debugger"), WorkerError, "`use_local=True`"),
         Mistake("nothing returned", in_batch("returns_nothing"), TypeError, "`Careless.train_batch` returned"),
         Mistake(
             "the end of a program", in_batch("leaves_the_program"), WorkerError, "SystemExit: 3", "raise SystemExit(3)"
