@@ -68,7 +68,7 @@ WORDS = FrontEndWords(
         "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
         "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
     ),
-    with_cpus='resources_per_worker={{"CPU": {:g}}}'.format,
+    with_cpus='resources_per_worker={{"CPU": {:g}}}',
     after_end="saved checkpoints are kept",
     restart_point="from the newest checkpoint, or from the beginning without one",
 )

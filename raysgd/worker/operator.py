@@ -337,8 +337,9 @@ def required(operator: BaseOperator, name: str) -> Any:
         return getattr(operator, name)
     except AttributeError:
         raise NotRegisteredError(
-            f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override the "
-            f"method that uses it (`{type(operator).__name__}` does neither).{defined_at(type(operator), 'setup')}"
+            f"`{type(operator).__name__}` has no `self.{name}`, and the methods of the library use it. Set it in "
+            f"`setup` to what `self.register(...)` returns, or override the method that uses it."
+            f"{defined_at(type(operator), 'setup')}"
         ) from None
 
 

@@ -83,7 +83,7 @@ NAMES = [
     Mistake("misspelled", lambda _: local(num_worker=2), TypeError, "Did you mean `num_workers`?"),
     Mistake("a metric", lambda each: each.fit(1, callbacks=[EarlyStopping("val_los")]), CallbackError, "`val_loss`?"),
     Mistake("a result", lambda each: each.train()["loss"], KeyError, "'train_loss'"),
-    Mistake("the loss", lambda _: local(mistaken.WithoutLoss).train(), ValueError, "need `self.model`: set it in"),
+    Mistake("the loss", lambda _: local(mistaken.WithoutLoss).train(), ValueError, "has no `self.model`"),
     Mistake("a key", in_setup("reads_a_missing_key"), KeyError, "learning_rat", 'self.rate = config["learning_rat"]'),
 ]
 SHAPES = [

@@ -77,7 +77,7 @@ def test_an_operator_goes_on_at_another_place() -> None:
 
 def test_what_the_stock_methods_need_is_named() -> None:
     operator = make()
-    with pytest.raises(NotRegisteredError, match=r"`self.model`: .*`Empty` does neither.*`setup` is defined at "):
+    with pytest.raises(NotRegisteredError, match=r"`Empty` has no `self.model`.*`setup` is defined at "):
         required(operator, "model")
     operator.model = 3
     assert required(operator, "model") == 3

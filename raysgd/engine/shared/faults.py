@@ -128,7 +128,7 @@ def _location(error: BaseException, frames: traceback.StackSummary) -> str:
     if own:
         return own[-1]
     place = f"{short_name(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}"
-    return f"{place} (no line of your code was running)"
+    return f"{place} (in no method of yours)"
 
 
 def _callers(error: BaseException) -> tuple[str, ...]:

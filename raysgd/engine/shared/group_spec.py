@@ -25,7 +25,7 @@ class FrontEndWords:
         when_starved: Where too few workers could be had.
         when_spent: After a failure, where no retry is left.
         when_not_granted: Where the resources were not granted in time.
-        with_cpus: The argument for the CPUs of a worker, with this number.
+        with_cpus: The argument for the CPUs of a worker, with a place for the number.
         after_end: What is left when there are no workers any more, for the history.
         restart_point: Where new workers go on, for the history.
         name: What the trainer is called in the errors of another one in the same program.
@@ -36,7 +36,7 @@ class FrontEndWords:
     when_starved: str = ""
     when_spent: str = ""
     when_not_granted: str = ""
-    with_cpus: Callable[[float], str] = "num_cpus_per_worker={:g}".format
+    with_cpus: str = "num_cpus_per_worker={:g}"
     after_end: str = ""
     restart_point: str = "from the last snapshot"
     name: str = "a trainer"

@@ -90,9 +90,7 @@ def test_where_no_line_of_the_users_was_running_the_function_of_the_library_is_n
         torch.nn.Linear(4, 1)(torch.zeros(2, 5))
     of_torch = caught.value.with_traceback(caught.tb.tb_next)
     fault = describe_fault(of_torch, 0, "", portable=True)
-    assert re.fullmatch(
-        r"torch/nn/modules/linear\.py:\d+ in forward \(no line of your code was running\)", fault.location
-    )
+    assert re.fullmatch(r"torch/nn/modules/linear\.py:\d+ in forward \(in no method of yours\)", fault.location)
     assert fault.callers == ()
 
 
