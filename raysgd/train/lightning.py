@@ -67,15 +67,19 @@ class RayLightningEnvironment(_Environment):
         return True
 
     def world_size(self) -> int:
+        """The number of workers."""
         return session.world_size()
 
     def global_rank(self) -> int:
+        """This worker's rank among all."""
         return session.world_rank()
 
     def local_rank(self) -> int:
+        """This worker's rank among those on its node."""
         return session.local_rank()
 
     def node_rank(self) -> int:
+        """The rank of this worker's node."""
         return session.get_node_rank()
 
     def set_world_size(self, size: int) -> None:
