@@ -227,9 +227,10 @@ class Recorder:
         with ExitStack() as last_first:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
+            if not has_failed:
+                last_first.callback(self._forget_errors)  # once no copy of the logs is under way
             last_first.callback(self._chores.shutdown)
             if not has_failed:
-                last_first.callback(self._forget_errors)
                 last_first.callback(self._checkpoints.move_to_memory)
             for writer in self._writers:
                 last_first.callback(writer.close)
