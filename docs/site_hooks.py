@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: formulae as MathML, links to the sources, plain fences.
+"""What the site needs beyond its pages: formulae as MathML, links to the sources.
 
 It also refuses to be built while a public name has no docstring.
 """
@@ -16,7 +16,6 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 from public_names import listed, without_docstring  # noqa: E402
 
-LONG = re.compile(r"^```python soak$", re.MULTILINE)
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
 OUTSIDE = re.compile(r"\]\((?:\.\./)+((?!docs/)[^)\s]+)\)")
@@ -46,7 +45,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leaves code as it is, but for a mark of its fence; changes formulae, and links to files beside the pages.
+    """Leaves code as it is; changes formulae, and links to files beside the pages.
 
     A search finds guides before the names and decisions that have the same words.
     """
@@ -54,7 +53,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         page.meta["search"] = {"boost": 0.2}
     return "".join(
         part if part.startswith("`") else _with_links(_with_formulae(part), page, config)
-        for part in CODE.split(LONG.sub("```python", markdown))
+        for part in CODE.split(markdown)
     )
 
 

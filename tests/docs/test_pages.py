@@ -15,23 +15,21 @@ from tests.docs.page_runner import PageRunner, page_runner
 from tests.docs.test_docs import PAGES, ROOT, blocks, name_of, program, python_blocks
 
 FIRST_PAGE = "README.md"
-PAGES_WITH_RAY = {
-    FIRST_PAGE,
-    *(f"docs/{name}.md" for name in ("data", "train", "tutorial")),
-}
+STARTS_RAY = re.compile(r"num_workers=[2-9]|spare_workers=[1-9]|ray\.data\.|Tuner\(|ScalingConfig\(|ensure_ray\(")
 
 
 def pages_to_run(*, with_workers: bool) -> list[str]:
     """The pages behind the first that have Python to run: those that start workers, or the others."""
-    names = [name_of(page) for page in PAGES if python_blocks(page, "python")]
-    return [name for name in names if name != FIRST_PAGE and (name in PAGES_WITH_RAY) == with_workers]
+    programs = {name_of(page): program(python_blocks(page, "python")) for page in PAGES}
+    del programs[FIRST_PAGE]
+    return [name for name, text in programs.items() if text.strip() and bool(STARTS_RAY.search(text)) == with_workers]
 
 
-def script_of(name: str, folder: Path, *kinds: str) -> Path:
-    """The program of a page, in a folder of its own: the blocks of these kinds."""
+def script_of(name: str, folder: Path) -> Path:
+    """The program of a page, in a folder of its own."""
     script = folder / "page" / f"page_{Path(name).stem}.py"
     script.parent.mkdir()
-    script.write_text(program(python_blocks(ROOT / name, *(kinds or ("python",)))), encoding="utf-8")
+    script.write_text(program(python_blocks(ROOT / name, "python")), encoding="utf-8")
     return script
 
 
@@ -39,8 +37,8 @@ def environment_of_pages(**variables: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | variables
 
 
-def skip_without_horovod(name: str, *kinds: str) -> None:
-    if "import horovod" in program(python_blocks(ROOT / name, *kinds)):
+def skip_without_horovod(name: str) -> None:
+    if "import horovod" in program(python_blocks(ROOT / name, "python")):
         pytest.importorskip("horovod", reason="Horovod does not build with every Python")
 
 
@@ -108,21 +106,11 @@ def test_the_python_of_a_page_runs_with_workers(
 
 @pytest.mark.soak
 @pytest.mark.integration
-@pytest.mark.parametrize("name", [name_of(page) for page in PAGES if python_blocks(page, "python soak")])
-def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path) -> None:
-    skip_without_horovod(name, "python", "python soak")
-    script = script_of(name, tmp_path, "python", "python soak")
-    output = tmp_path / "output"
-    assert runner.run(script, environment_on_cluster(), output) == 0, output.read_text()
-
-
-@pytest.mark.soak
-@pytest.mark.integration
 @pytest.mark.parametrize(("name", "num_alone"), [("docs/migration.md", 1), ("docs/lightning.md", 4)])
 def test_the_programs_of_a_page_run_on_two_workers_too(
     name: str, num_alone: int, runner: PageRunner, ray_cluster: None, tmp_path: Path
 ) -> None:
-    script, output = script_of(name, tmp_path, "python", "python soak"), tmp_path / "output"
+    script, output = script_of(name, tmp_path), tmp_path / "output"
     text = script.read_text(encoding="utf-8")
     assert text.count("use_local=True") == num_alone
     script.write_text(text.replace("use_local=True", "num_workers=2"), encoding="utf-8")
@@ -132,15 +120,6 @@ def test_the_programs_of_a_page_run_on_two_workers_too(
 @pytest.mark.program
 @pytest.mark.parametrize("name", pages_to_run(with_workers=False))
 def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
-    skip_without_horovod(name, "python")
+    skip_without_horovod(name)
     output = tmp_path / "output"
     assert runner.run(script_of(name, tmp_path), environment_of_pages(), output) == 0, output.read_text()
-
-
-def test_only_some_pages_start_ray() -> None:
-    starting = {
-        name_of(page)
-        for page in PAGES
-        if re.search(r"num_workers=[2-9]|spare_workers=[1-9]|ray\.data\.", program(python_blocks(page, "python")))
-    }
-    assert starting == PAGES_WITH_RAY
