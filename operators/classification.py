@@ -25,7 +25,8 @@ class ClassificationOperator(SupervisedOperator):
     * `lr`: learning rate, 0.001.
     * `optimizer`: "adam" (the default), "adamw", "rmsprop", "sgd", or a class called like those of `torch.optim`.
     * `weight_decay`: 0.
-    * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
+    * `batch_size`: samples in a step of each worker, or with `split_batches=True` of all workers together, 32. Instead,
+      `raysgd.utils.BATCH_SIZE` counts all workers together in either case.
     * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
 
     Examples:

@@ -34,7 +34,8 @@ class GANOperator(TrainingOperator):
 
     * `noise_dim`: numbers that the generator makes a sample of, 64.
     * `lr`: learning rate of both, 0.0002; `lr_discriminator` and `lr_generator` go before it.
-    * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
+    * `batch_size`: samples in a step of each worker, or with `split_batches=True` of all workers together, 32. Instead,
+      `raysgd.utils.BATCH_SIZE` counts all workers together in either case.
     * `seed`: fixes the first weights, the order of the data, and the noise, for PyTorch's generators.
 
     Examples:

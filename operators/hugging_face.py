@@ -66,7 +66,8 @@ class HuggingFaceOperator(SupervisedOperator):
     * `weight_decay`: 0; of all matrices but no vectors or biases.
     * `scheduler`: the name of a schedule of `transformers.get_scheduler`, such as "linear", with `num_warmup_steps` (0)
       and `num_training_steps`. It needs `TorchTrainer(scheduler_step_freq="batch")`.
-    * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
+    * `batch_size`: samples in a step of each worker, or with `split_batches=True` of all workers together, 32. Instead,
+      `raysgd.utils.BATCH_SIZE` counts all workers together in either case.
     * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
 
     Examples:

@@ -60,10 +60,10 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def batch_size(config: Mapping[str, Any]) -> int:
-    """Return the batch size of one worker.
+    """Return the batch size of the loader that a worker makes.
 
     It stands under `raysgd.utils.BATCH_SIZE`, given for all workers together and divided by the library, or under
-    `"batch_size"`, given for one worker.
+    `"batch_size"`, given for one worker. With `split_batches=True` both are given for all, and divided with the loader.
 
     Raises:
         ValueError: The value is no count, or both keys are there.
@@ -73,9 +73,7 @@ def batch_size(config: Mapping[str, Any]) -> int:
         (64, 32)
     """
     if BATCH_SIZE in config and "batch_size" in config:
-        raise ValueError(
-            f"The config has both {BATCH_SIZE!r} (for all workers together) and 'batch_size' (for each one): keep one."
-        )
+        raise ValueError(f"The config has both {BATCH_SIZE!r} and 'batch_size': keep one.")
     return count(config, BATCH_SIZE if BATCH_SIZE in config else "batch_size", DEFAULT_BATCH_SIZE)
 
 

@@ -1,8 +1,8 @@
 """Class-based, fault-tolerant training of PyTorch and TensorFlow models on Ray.
 
-What this package promises: write the training of one process, name a number of workers, and get the numbers
-that one process would have got. A worker that dies takes no finished training with it; the group carries on
-with what is left and grows again when there is room.
+What this package promises: write the training of one process, name a number of workers, and get metrics and
+steps that one process would compute on the same global batch. A worker that dies takes no finished training with
+it; the group carries on with what is left and grows again when there is room.
 
 What it leaves to others: placing processes on machines is Ray's work, and the models, the gradients and their
 exchange belong to the framework in use. Importing `raysgd` loads neither Ray nor a framework; each public

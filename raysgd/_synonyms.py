@@ -206,7 +206,7 @@ _OTHERS: Mapping[str, tuple[_Row, ...]] = {
         ("warmup_steps", 'write `"num_warmup_steps"`'),
         ("warmup_ratio", 'write the number of steps as `"num_warmup_steps"`'),
         ("max_steps", 'write `"num_training_steps"`, and call `trainer.train(num_steps=...)`'),
-        ("per_device_train_batch_size", 'write `"batch_size"`'),
+        ("per_device_train_batch_size", 'write `"batch_size"`; with `split_batches=True` it counts all workers'),
         ("label_smoothing_factor", "override `forward`"),
         *_TRAINERS,
     ),

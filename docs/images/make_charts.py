@@ -65,10 +65,10 @@ def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Re
 
 
 RECOVERIES = {
-    "raysgd, 2 workers": "raysgd, the other continues (default)",
-    "raysgd, 2 workers and a spare": "raysgd, with a spare",
-    "raysgd, 4 workers": "raysgd, four workers: the others continue (default)",
-    "raysgd, 2 workers, waiting": "raysgd, waiting for a new process (`wait_for_workers=True`)",
+    "raysgd, 2 workers": "raysgd with `split_batches=True`: the other continues",
+    "raysgd, 2 workers and a spare": "raysgd with a spare (`spare_workers=1`)",
+    "raysgd, 4 workers": "raysgd with `split_batches=True`, four workers: the others continue",
+    "raysgd, 2 workers, waiting": "raysgd, waiting for a new process, as by default",
     "torchft, short time-outs": "torchft 0.2.0, short time-outs",
     "torchrun": "torchrun",
     "torchft": "torchft 0.2.0",
@@ -82,7 +82,7 @@ def recovery() -> str:
     rows = readings("| two workers, unless it says four | next step, s |", RECOVERIES.values())
     return _bars(
         "A worker is killed: seconds until the next training step",
-        "2 workers unless it says 4; 2 cores; medians of 5, lines are ranges; less is better",
+        "2 workers unless it says 4; 2 CPU cores, no GPU; medians of 5, lines are ranges; less is better",
         {name: rows[row] for name, row in RECOVERIES.items()},
         "Ray Train and torchrun repeat batches since the last checkpoint, torchft loses one. "
         "Source: examples/benchmarks/recovery.py",

@@ -19,7 +19,8 @@ class Arrays:
 
     Args:
         data: An array or tensor, a tuple or dict of them with one row for each sample, or a data frame of pandas.
-        batch_size: Rows in a batch of one worker. None: what the config has under `BATCH_SIZE`, or under "batch_size".
+        batch_size: Rows in a batch of one worker, or with `split_batches=True` of all workers together. None: what the
+            config has under `BATCH_SIZE`, or under "batch_size".
         feature_columns: Of a dict or a data frame: what the model gets.
         label_column: What it is to predict. A batch is then a tuple of features and label.
         shuffle: Whether each pass has a different order.
@@ -52,7 +53,7 @@ class Arrays:
                 "data frame of pandas."
             )
         if self.batch_size is not None:
-            check_count("batch_size", self.batch_size, "It is the number of rows in a batch of one worker.")
+            check_count("batch_size", self.batch_size, "It is the number of rows in a batch.")
         refuse_text(shuffle=self.shuffle, drop_last=self.drop_last)
         if self.label_column is not None and self.feature_columns is None:
             raise ValueError(

@@ -22,7 +22,7 @@ _NOT_ANSWERING = "not answering"
 _RESTARTS = 100  # a process that dies as soon as it starts is not started for ever
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
-    "in a shell, and this program again, with `ray.init(address=...)` or without it. `ray stop` ends it."
+    "in a shell, and this program again, which finds it. `ray stop` ends it."
 )
 
 

@@ -40,7 +40,10 @@ _SLICE_S = 1.0
 _CONNECT_S = 5.0
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 _BUNDLE = "bundle_group_"
-_CANNOT_GROW = "No node will join: Ray was started for this program alone. `ray.init(address=...)` uses a cluster."
+_CANNOT_GROW = (
+    "No node will join: Ray was started for this program alone. To use a cluster, run the program on one of its "
+    "machines, or set RAY_ADDRESS."
+)
 _DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
 
 
@@ -52,11 +55,11 @@ def _ray() -> Any:
 
 
 def ensure_ray() -> None:
-    """Connect to Ray; start a local single-node one when nothing is running."""
+    """Connect to the cluster of RAY_ADDRESS, or that of this machine; start a single-node one if there is none."""
     ray = _ray()
     prepare_to_use_ray()
     if not ray.is_initialized():
-        logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
+        logger.info("Ray is not initialized: using the cluster of RAY_ADDRESS or of this machine, or starting one")
         init_ray(include_dashboard=False)
         if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # else a cluster was found
             _started.add(session())

@@ -192,7 +192,7 @@ def test_what_can_never_be_held_is_not_waited_for_where_raysgd_has_started_ray()
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     done = subprocess.run([sys.executable, "-c", WAITING], env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout.startswith("No node is large enough for a worker, even when nothing else runs:\n"), done.stderr
-    assert "`ray.init(address=...)` uses a cluster" in done.stdout
+    assert "To use a cluster, run the program on one of its machines" in done.stdout
 
 
 def test_what_others_hold_is_told_in_one_line_once_it_takes_long(

@@ -1,8 +1,8 @@
-"""Claims of the README and what shows them: `python -m tests.house.claims` runs what takes less than a minute.
+"""Claims of two pages and what shows them: `python -m tests.house.claims` runs what takes less than a minute.
 
-`claims.toml` beside this file has a row for each sentence of the README that states a fact or a figure. A claim holds
-if its command ends well. It is "not here" if this machine lacks what the command needs, if the command takes longer, or
-if nothing shows the claim.
+`claims.toml` beside this file has a row for each sentence of the README, and of the page that compares libraries, that
+states a fact or a figure. A claim holds if its command ends well. It is "not here" if this machine lacks what the
+command needs, if the command takes longer, or if nothing shows the claim.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _PATIENCE_S = 600
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the README, or a part of one.
+    """A sentence, or a part of one.
 
     Attributes:
-        text: As it stands in the README.
+        text: As it stands in its page.
+        page: The page: the README, or the one that compares libraries.
         command: What shows it, `pytest FILE::TEST` or `python SCRIPT`; "" if nothing does.
         takes_s: Seconds that the command takes, about.
         date: When it was shown last, or looked at.
@@ -45,6 +46,7 @@ class Claim:
     """
 
     text: str
+    page: str
     command: str
     takes_s: float
     date: str

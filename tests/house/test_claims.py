@@ -1,4 +1,4 @@
-"""Each sentence of the README that states a figure is a claim, and each claim has a command that exists."""
+"""Each sentence of the README or the comparison with a figure is a claim, and each claim has a command that exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.house.claims import ROOT, Claim, claims
 
-README = ROOT / "README.md"
+PAGES = ("README.md", "docs/compare.md")
 ROWS = claims()
 FIGURE = re.compile(r"(?<![\w.\-/#])\d+(?:\.\d+)*(?![\w\-/]|\.x)")
 SHOWN_ELSEWHERE = ("## Supported versions", "## License and history")
@@ -22,9 +22,9 @@ def flat(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def text_without(*headings: str) -> str:
-    """The README without its program, its commands, where its links lead, and these parts."""
-    text = README.read_text(encoding="utf-8")
+def text_without(page: str, *headings: str) -> str:
+    """A page without its program, its commands, where its links lead, and these parts."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     for heading in headings:
         before, _, after = text.partition(f"\n{heading}\n")
         text = before + "\n## " + after.partition("\n## ")[2]
@@ -43,8 +43,9 @@ def shown_in(command: str) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text[:40])
-def test_a_claim_is_in_the_readme_and_can_be_refuted(row: Claim) -> None:
-    assert flat(row.text) in flat(README.read_text(encoding="utf-8"))
+def test_a_claim_is_in_its_page_and_can_be_refuted(row: Claim) -> None:
+    assert row.page in PAGES
+    assert flat(row.text) in flat((ROOT / row.page).read_text(encoding="utf-8"))
     assert len(row.refuted_by) > 10
     assert len(row.machine) > 3
     assert datetime.date.fromisoformat(row.date) <= datetime.date.today()
@@ -63,8 +64,9 @@ def test_there_are_as_many_claims_as_can_be_looked_through() -> None:
     assert not all(row.shown for row in ROWS), "no one has trained on GPUs yet"
 
 
-def test_every_figure_of_the_readme_is_one_of_a_claim() -> None:
-    text = text_without(*SHOWN_ELSEWHERE)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_figure_of_a_page_is_one_of_a_claim(page: str) -> None:
+    text = text_without(page, *SHOWN_ELSEWHERE)
     for row in ROWS:
         text = text.replace(flat(re.sub(r"\]\([^)]*\)", "]", row.text)), " ")
     assert FIGURE.findall(text) == []
