@@ -103,7 +103,8 @@ def test_all_names_of_a_program_are_defined(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_a_program_imports_from_the_library_is_there(page: Path) -> None:
+def test_what_a_program_imports_from_the_library_is_there(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it when it is imported
     tree = ast.parse(program(python_blocks(page, "python")))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "raysgd":
