@@ -18,6 +18,7 @@ FIRST_PAGE = "README.md"
 PAGES_WITH_RAY = {
     FIRST_PAGE,
     *(f"docs/{name}.md" for name in ("data", "train", "tutorial")),
+    *(f"docs/recipes/{name}.md" for name in ("batch-size", "notebook", "several-gpus", "spot-machines")),
 }
 
 
