@@ -48,7 +48,9 @@ def parts() -> str:
         _text(WIDTH // 2 - 252, 344, "gradients: from worker to worker, over a process group", "small"),
         _text(524, 344, "ready, outside of the group", "small"),
     ]
-    return _picture(356, "The driver holds the trainer and the snapshot. Each worker holds your operator.", [*boxes, *lines])
+    return _picture(
+        356, "The driver holds the trainer and the snapshot. Each worker holds your operator.", [*boxes, *lines]
+    )
 
 
 def loss() -> str:
