@@ -109,7 +109,7 @@ format: $(STAMP) ## format the code and apply safe fixes
 bench: $(STAMP) $(TORCHFT_STAMP) ## run the benchmarks against the libraries they compare with
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
 
-claims: $(STAMP) ## show what of the README holds here, as far as it takes less than a minute for each sentence
+claims: $(STAMP) ## show what of the README and the comparison holds here, as far as it takes less than a minute for each sentence
 	$(PY) -m tests.house.claims
 
 docs: $(ALL_STAMP) $(DOCS_STAMP) ## run the Python of all pages, then build the site

@@ -58,7 +58,7 @@ _TRAINERS: tuple[_Row, ...] = (
         "write it where the optimizer is made: `keras.optimizers.Adam(global_clipnorm=1.0)`",
     ),
     (
-        "clip_grad_value clipvalue clip_value",
+        "clip_grad_value clipvalue clip_value gradient_clip_algorithm",
         "pass `clip_grad_value=0.5` to the trainer",
         "write it where the optimizer is made: `keras.optimizers.Adam(clipvalue=0.5)`",
     ),
@@ -69,7 +69,11 @@ _TRAINERS: tuple[_Row, ...] = (
         "call `raysgd.train.torch.accelerate(amp=True)` in the function",
     ),
     ("gradient_checkpointing", "pass `activation_checkpointing=True` to the trainer", _NOT_THERE),
-    ("torch_compile jit_compile", "pass `compile=True` to the trainer", _NOT_THERE),
+    (
+        "torch_compile torch_compile_backend torch_compile_mode jit_compile",
+        "pass `compile=True` to the trainer",
+        _NOT_THERE,
+    ),
     (
         "class_weight class_weights pos_weight",
         "write it in `setup`: `self.register(..., criterion=torch.nn.CrossEntropyLoss(weight=weights))`",
@@ -91,7 +95,18 @@ _TRAINERS: tuple[_Row, ...] = (
         "write it where the optimizer is made: `SGD(keras.optimizers.schedules.CosineDecay(0.1, 1000))`",
     ),
     ("per_device_train_batch_size per_device_eval_batch_size train_batch_size batch_size", _LOADER, _DATASET),
-    ("shuffle drop_last pin_memory collate_fn data_collator dataloader_num_workers", _LOADER, _DATASET),
+    (
+        "shuffle drop_last pin_memory collate_fn data_collator dataloader_num_workers dataloader_drop_last "
+        "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
+        _LOADER,
+        _DATASET,
+    ),
+    ("use_distributed_sampler", "pass `add_dist_sampler=False` to the trainer", _NOT_THERE),
+    (
+        "overfit_batches",
+        "pass it to `trainer.fit(5, dataset=loader)`, with a loader of few samples",
+        "write it in `data_creator`: `return dataset.take(2), test_dataset`",
+    ),
     (
         "train_dataset eval_dataset train_dataloader train_dataloaders val_dataloaders train_loader val_loader "
         "datamodule train_data val_data validation_data x y",
@@ -131,6 +146,12 @@ _TRAINERS: tuple[_Row, ...] = (
         _NOT_THERE,
         'write it in the function: `prepare_model(model, ddp_kwargs={"find_unused_parameters": True})`',
     ),
+    (
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
+        'write it in `setup`: `self.register(..., ddp_args={"bucket_cap_mb": 50})`',
+        _NOT_THERE,
+        'write it in the function: `prepare_model(model, ddp_kwargs={"bucket_cap_mb": 50})`',
+    ),
     ("fsdp fsdp_config deepspeed", _FSDP, _NOT_THERE),
     (
         "callbacks",
@@ -139,9 +160,25 @@ _TRAINERS: tuple[_Row, ...] = (
         "pass it to `trainer.run(function, callbacks=[...])`, or `RunConfig(callbacks=[...])`",
     ),
     ("patience early_stopping early_stopping_patience", _STOPPING),
-    ("monitor metric_for_best_model load_best_model_at_end restore_best_weights", _BEST, _BEST, _BEST_RULE),
     (
-        "save_steps save_strategy save_freq enable_checkpointing checkpoint_dir",
+        "monitor metric_for_best_model load_best_model_at_end greater_is_better restore_best_weights",
+        _BEST,
+        _BEST,
+        _BEST_RULE,
+    ),
+    (
+        "save_steps save_freq",
+        "call `trainer.train(num_steps=1000)` and `trainer.save` in a loop",
+        "call `trainer.train(num_steps=1000)` and `trainer.save` in a loop",
+        "write it in the function: `report(metrics, checkpoint=...)`",
+    ),
+    (
+        "save_only_model",
+        'call `trainer.save("model.safetensors", format="safetensors")`, which writes the weights alone',
+        'call `trainer.get_model().save("model.keras")`',
+    ),
+    (
+        "save_strategy enable_checkpointing checkpoint_dir",
         _SAVING,
         _SAVING,
         "write it in the function: `report(metrics, checkpoint=...)`",
@@ -154,14 +191,20 @@ _TRAINERS: tuple[_Row, ...] = (
         'pass `run_config=RunConfig(storage_path="/data/runs")`, or `Trainer(..., logdir="runs")`',
     ),
     (
-        "logging_steps log_every_n_steps every_n_steps",
+        "logging_steps logging_strategy logging_first_step log_every_n_steps every_n_steps",
         "pass it to `trainer.fit(5, log_every_n_steps=50)`",
         "not there: results are those of epochs",
         "write it in the function: `report(metrics)` as often as you like",
     ),
     ("logger report_to", 'pass `callbacks=[TensorBoardLogger("logs")]` to `trainer.fit`'),
     (
-        "eval_steps eval_strategy evaluation_strategy check_val_every_n_epoch val_check_interval",
+        "eval_steps val_check_interval",
+        "call `trainer.train(num_steps=500)` and `trainer.validate()` in a loop",
+        "call `trainer.train(num_steps=500)` and `trainer.validate()` in a loop",
+    ),
+    ("limit_val_batches num_sanity_val_steps", "`trainer.validate(num_steps=10)` validates on 10 batches"),
+    (
+        "eval_strategy evaluation_strategy check_val_every_n_epoch",
         "`trainer.fit(5, validation_freq=2)` validates after every second epoch",
     ),
     (
@@ -173,12 +216,24 @@ _TRAINERS: tuple[_Row, ...] = (
     ("verbose enable_progress_bar disable_tqdm", "pass it to `trainer.fit(5, progress=True)`"),
     ("profiler", "call `trainer.train(profile=True)`"),
     (
-        "seed",
+        "benchmark detect_anomaly tf32",
+        "set it in a function of your own, and pass `initialization_hook=function` to the trainer",
+        "set it in a function of your own, and pass `initialization_hook=function` to the trainer",
+    ),
+    (
+        "seed data_seed full_determinism",
         "pass `seed=1` to the trainer",
         "pass `seed=1` to the trainer",
         "write it in the function: `raysgd.train.torch.enable_reproducibility(1)`",
     ),
     ("backend", "pass it to the trainer", "omit it, the workers are connected over sockets of their own"),
+    (
+        "ddp_backend",
+        'pass `backend="gloo"` to the trainer',
+        "omit it, the workers are connected over sockets of their own",
+    ),
+    ("ddp_timeout", "pass `timeout_s=1800` to the trainer", "pass `timeout_s=1800` to the trainer"),
+    ("use_cpu", "pass `use_gpu=False` to the trainer", "pass `use_gpu=False` to the trainer"),
     ("validation_workers", "spare workers validate as well, pass `spare_workers=1`"),
     (
         "validation_config",

@@ -27,11 +27,11 @@ NUM_SAMPLES, BATCH_SIZE, BEFORE, AFTER = 22, 3, 3, 2
 
 
 def parts() -> str:
-    """Who is who: driver, controller, workers, and what connects them."""
+    """Who is who: driver, trainer, workers, operators, and what connects them."""
     boxes = [
         _box(0, 0, WIDTH, 126, "driver", "driver: your program", "bold"),
-        _box(16, 40, 220, 70, "box", "front end", note="TorchTrainer, TFTrainer, Trainer"),
-        _box(270, 40, 220, 70, "box", "controller", note="runs calls again after a failure"),
+        _box(16, 40, 220, 70, "box", "trainer", note="TorchTrainer, TFTrainer, Trainer"),
+        _box(270, 40, 220, 70, "box", "recovery", note="runs calls again after a failure"),
         _box(524, 40, 220, 70, "box", "snapshot", note="the state after the last call"),
     ]
     for index in range(3):
@@ -39,7 +39,7 @@ def parts() -> str:
         name = f"worker {index}" if index < 2 else "spare worker"
         boxes += [
             _box(x, 200, 236, 122, "box", name, "bold"),
-            _box(x + 14, 234, 208, 74, "driver", "replica", note="operator, model, optimizer, data"),
+            _box(x + 14, 234, 208, 74, "driver", "your operator", note="model, optimizer, data"),
             f'<line x1="{x + 118}" y1="126" x2="{x + 118}" y2="200" class="line" stroke-dasharray="4 3"/>',
         ]
     lines = [
@@ -48,7 +48,9 @@ def parts() -> str:
         _text(WIDTH // 2 - 252, 344, "gradients: from worker to worker, over a process group", "small"),
         _text(524, 344, "ready, outside of the group", "small"),
     ]
-    return _picture(356, "The driver holds the controller and the snapshot. Workers hold replicas.", [*boxes, *lines])
+    return _picture(
+        356, "The driver holds the trainer and the snapshot. Each worker holds your operator.", [*boxes, *lines]
+    )
 
 
 def loss() -> str:
