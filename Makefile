@@ -61,7 +61,7 @@ RUN = $(PY) -m tests.run $(TESTS) -q --numprocesses 3 --dist loadfile --no-loads
 EXTRAS := data,hf,lightning,metrics,migrate,plot,progress,storage,tensorboard,tf,torch,tune
 
 demo: $(DEMO_STAMP) ## train a classifier of real digits on two workers, save, load and test it
-	$(PY) examples/quickstart.py
+	$(PY) examples/proofs/quickstart.py
 
 test: $(STAMP) ## run the unit tests, and with real workers what the README promises: some minutes
 	$(RUN) -m "$(FIRST)"
@@ -145,8 +145,10 @@ $(STAMP): $(DEMO_STAMP)
 	$(PY) -m pip install -c constraints-dev.txt --group dev -e ".[$(EXTRAS)]"
 	touch $@
 
+# torchvision gets a folder of its own: `tests/helpers/vision.py` says why.
 $(ALL_STAMP): $(STAMP)
 	$(PY) -m pip install -c constraints-dev.txt --group full -e ".[all]"
+	$(PY) -m pip install -c constraints-dev.txt --no-deps --upgrade --target $(VENV)/vision torchvision
 	touch $@
 
 # Horovod is built from source for the PyTorch above: some minutes, but once for each user, who has a cache of wheels.
@@ -160,7 +162,7 @@ $(LOWEST_STAMP): pyproject.toml setup.py constraints-lowest.txt
 	test -x $(LOWEST_PY) || $(LOWEST_PYTHON) -m venv $(LOWEST)
 	$(LOWEST_PY) -m pip install --upgrade "pip>=25.1"
 	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --group dev --group full
-	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --no-build-isolation -e ".[all]"
+	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --no-build-isolation -e ".[all,vision]"
 	$(LOWEST_PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || $(LOWEST_PY) -m raysgd.horovod.install
 	touch $@
 
@@ -168,7 +170,7 @@ $(NEWEST_STAMP): pyproject.toml setup.py
 	@test -n "$(NEWEST_PYTHON)" || { echo "no Python 3.11 to 3.13 found: install one, or set NEWEST_PYTHON=..." >&2; exit 1; }
 	test -x $(NEWEST_PY) || $(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST_PY) -m pip install --upgrade "pip>=25.1"
-	$(NEWEST_PY) -m pip install --upgrade --group dev --group full -e ".[$(EXTRAS)]"
+	$(NEWEST_PY) -m pip install --upgrade --group dev --group full -e ".[$(EXTRAS),vision]"
 	touch $@
 
 # Its workers also import the models and data of the benchmarks, and so raysgd.

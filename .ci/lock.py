@@ -29,7 +29,7 @@ HEADER = """\
 def resolved(*options: str) -> list[dict[str, Any]]:
     """What pip would install into an empty environment."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
-    command += [*options, "--group", "dev", "--group", "full", "--group", "docs", f"{ROOT}[all]"]
+    command += [*options, "--group", "dev", "--group", "full", "--group", "docs", f"{ROOT}[all,vision]"]
     report = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return [each["metadata"] for each in report["install"]]
 

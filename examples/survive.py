@@ -7,21 +7,25 @@ how many times it saw each digit. The weights are compared with those of one pro
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
+import os
+import time
 from typing import Any
 
-import numpy as np
+import ray
 import torch
-from _common import load_digits, parse_arguments, print_result, ray_running
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
 from raysgd.testing import kill_worker
-from raysgd.utils import BATCH_SIZE
 
 NUM_DIGITS, STEP_OF_DEATH = 1776, 10
-CONFIG = {BATCH_SIZE: 48, "seed": 0}  # 48 samples in each step
+CONFIG = {"batch_size": 48, "seed": 0}  # 48 samples in each step
 
 
 class CountingModel(nn.Module):
@@ -42,13 +46,12 @@ class CountingOperator(ClassificationOperator):
 
     def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
         weights = {"params": model.network.parameters(), "lr": 0.1, "momentum": 0.9}
-        counters = {"params": [model.counters], "lr": CONFIG[BATCH_SIZE]}  # times the gradient, 1/48, makes 1
+        counters = {"params": [model.counters], "lr": CONFIG["batch_size"]}  # times the gradient, 1/48, makes 1
         return torch.optim.SGD([weights, counters])
 
     def build_data(self, config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
-        images, digits = (np.concatenate(parts)[:NUM_DIGITS] for parts in zip(*load_digits(), strict=True))
-        index = torch.arange(NUM_DIGITS)
-        data = TensorDataset(torch.tensor(images).flatten(1), index, torch.tensor(digits))
+        pixels, digits = (torch.tensor(each[:NUM_DIGITS]) for each in load_digits(return_X_y=True))
+        data = TensorDataset(pixels.float() / 16, torch.arange(NUM_DIGITS), digits)
         return data, data
 
     def forward(self, features: Any, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,18 +85,31 @@ def verdict(times_seen: torch.Tensor, num_epochs: int, apart: float) -> str:
     return f"A worker was killed: {used} in each epoch, and the weights differ from those without it by {apart:.0e}."
 
 
-def main() -> None:
-    args = parse_arguments(__doc__, num_workers=4)
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-workers", type=int, default=4, help="how many train together (default: 4)")
+    parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
+    parser.add_argument("--smoke-test", action="store_true", help="train only briefly, to see that it runs")
+    parser.add_argument("--address", default="local", help="a running Ray cluster, such as `auto` (default: start one)")
+    parser.add_argument("--json", action="store_true", help="print the result as a line of JSON, for programs")
+    args = parser.parse_args()
     if args.num_workers < 2:
         raise SystemExit(f"--num-workers {args.num_workers}: need at least 2, because one of them dies.")
+    return args
+
+
+def main() -> None:
+    args, began = parse_arguments(), time.monotonic()
     num_epochs = 2 if args.smoke_test else 20
     options = {"use_gpu": args.use_gpu, "config": CONFIG, "split_batches": True}
     print("one process")
     with TorchTrainer(training_operator_cls=CountingOperator, use_local=True, **options) as trainer:
         alone, accuracy_alone = train(trainer, num_epochs)
+    num_cpus = max(args.num_workers, os.cpu_count() or 1)
+    new = {"num_cpus": num_cpus, "include_dashboard": False} if args.address == "local" else {}
+    ray.init(args.address, **new, log_to_driver=False, logging_level=logging.ERROR)
     # The global batch is constant: the others go on at once, and a new worker steps in when it is ready.
-    options.update(num_workers=args.num_workers)
-    with ray_running(args), TorchTrainer(training_operator_cls=CountingOperator, **options) as trainer:
+    with TorchTrainer(training_operator_cls=CountingOperator, num_workers=args.num_workers, **options) as trainer:
         print(f"{args.num_workers} workers, undisturbed")
         undisturbed, _ = train(trainer, num_epochs)
         print(f"the same {args.num_workers} workers from the beginning, one of which is killed")
@@ -101,18 +117,24 @@ def main() -> None:
         survivor, accuracy = train(trainer, num_epochs, kills=True)
         [failure] = [event for event in trainer.status().events if event.is_failure]
     times_seen, apart = survivor.counters.round(), largest_difference(survivor, undisturbed)
-    print_result(
-        args,
-        verdict(times_seen, num_epochs, apart),
-        accuracy=accuracy,
-        accuracy_of_one_process=accuracy_alone,
-        recovery=failure.kind,
-        recovery_s=failure.seconds,
-        times_seen=[times_seen.min().item(), times_seen.max().item()],
-        difference_of_weights=apart,
-        difference_to_one_process=largest_difference(survivor, alone),
-        epochs=num_epochs,
-    )
+    result = {
+        "accuracy": accuracy,
+        "accuracy_of_one_process": accuracy_alone,
+        "recovery": failure.kind,
+        "recovery_s": failure.seconds,
+        "times_seen": [times_seen.min().item(), times_seen.max().item()],
+        "difference_of_weights": apart,
+        "difference_to_one_process": largest_difference(survivor, alone),
+        "epochs": num_epochs,
+        "num_workers": args.num_workers,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if args.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        print(f"  {name.replace('_', ' ')}: {f'{value:.3g}' if isinstance(value, float) else value}")
+    print(verdict(times_seen, num_epochs, apart))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-_ALLOWED = "return `(train, validation)`, each a dataset or a `DataLoader`, with None for `validation` if there is none"
+from raysgd.streams.stream import Stream
+
+_ALLOWED = (
+    "return `(train, validation)`, each a dataset, a `DataLoader` or a stream, with None for `validation` if there is "
+    "none"
+)
 
 
 Collator = Callable[[list[Any]], Any]
@@ -18,8 +23,8 @@ Collator = Callable[[list[Any]], Any]
 def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -> tuple[Any, Any]:
     """Return a train and a validation loader, None for one that there is not.
 
-    Datasets are put into a `DataLoader`, that of the train data shuffled; what is a loader already, or any other
-    iterable, stays what it is. The samples are not divided here: `register_data` does that.
+    Datasets are put into a `DataLoader`, that of the train data shuffled; what is a loader or a stream already, or any
+    other iterable, stays what it is. The samples are not divided here: `register_data` does that.
 
     Args:
         data: `(train, validation)`, or train data alone.
@@ -61,7 +66,8 @@ def _loader(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
 
 
 def _is_data(value: Any) -> bool:
-    return not isinstance(value, str | bytes | dict) and (hasattr(value, "__iter__") or _is_indexed(value))
+    is_known = hasattr(value, "__iter__") or _is_indexed(value) or isinstance(value, Stream)
+    return is_known and not isinstance(value, str | bytes | dict)
 
 
 def _is_indexed(value: Any) -> bool:

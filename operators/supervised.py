@@ -53,7 +53,8 @@ class SupervisedOperator(TrainingOperator):
         """Create the data. Override this.
 
         Returns:
-            `(train, validation)`: datasets, which are put into loaders, or loaders; None for what there is not.
+            `(train, validation)`: datasets, which are put into loaders, or loaders, or streams; None for what there is
+            not.
         """
         raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 

@@ -32,7 +32,7 @@ for name, value in VARIABLES.items():
 # Horovod does not build with Python 3.13. Without it, the files about it are left out; `make test` builds it first.
 collect_ignore_glob = [] if importlib.util.find_spec("horovod") else ["**/test_horovod*.py"]
 
-PROGRAMS = {"tests/docs/test_pages.py", "tests/examples/test_examples.py"}
+PROGRAMS = {"tests/docs/test_pages.py", "tests/examples/test_examples.py", "tests/examples/test_proofs.py"}
 """Files whose tests are whole programs, one by one."""
 NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024

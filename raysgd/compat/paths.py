@@ -412,8 +412,8 @@ _GONE = {
     "ray.util.sgd.torch.worker_group": _INTERNAL,
     "ray.util.sgd.torch.torch_trainer.TUNE_INSTALLED": "`as_trainable` says how to install Ray Tune",
     "ray.util.sgd.tf.tf_runner": _INTERNAL,
-    "ray.util.sgd.torch.examples.image_models": "`examples/resnet_folder.py` trains an image model in its place",
-    "ray.util.sgd.torch.examples.segmentation": "`examples/segmentation.py` trains in its place, with a "
+    "ray.util.sgd.torch.examples.image_models": "`examples/image_folder.py` trains an image model in its place",
+    "ray.util.sgd.torch.examples.segmentation": "`examples/proofs/segmentation.py` trains in its place, with a "
     "`SegmentationOperator`",
     "ray.util.sgd.torch.examples.transformers": "`examples/text_classification.py` trains in its place, with a "
     "`HuggingFaceOperator`",

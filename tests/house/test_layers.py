@@ -55,7 +55,7 @@ STANDS_ON = {
     "connections detached driver engine exceptions history messages storage streams utils worker",
     "cli": "_imports _private_names _text _version air callbacks compat detached engine history storage torch utils "
     "writers",
-    "operators": "_imports _synonyms torch utils",
+    "operators": "_imports _synonyms streams torch utils",
     "train": "_arguments _files _imports _numbers _state _synonyms _text air arrays callbacks compat connections "
     "detached driver engine exceptions messages storage streams tf torch utils writers",
     "util": "_arguments _imports tf torch",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
+from raysgd.data import IterableStream
 from raysgd.operators.loaders import make_loaders
 
 DATA = TensorDataset(torch.arange(10), torch.arange(10))
@@ -46,6 +47,11 @@ def test_loaders_and_other_iterables_stay_what_they_are() -> None:
     loader = DataLoader(DATA, batch_size=5)
     batches = iter([1, 2])
     assert make_loaders((loader, batches), batch_size=2) == (loader, batches)
+
+
+def test_a_stream_stays_what_it_is() -> None:
+    stream = IterableStream(range(6)).batch(2)
+    assert make_loaders((stream, None), batch_size=4) == (stream, None)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What the examples share: their arguments, a Ray cluster, the digits of scikit-learn, and the result in words.
+"""What the proofs share: their arguments, a Ray cluster, the digits of scikit-learn, and the result in words.
 
-An example trains once in one process and once on its workers, and shows both scores:
+A proof trains once in one process and once on its workers, and shows both scores:
 
     args = parse_arguments(__doc__)
     with ray_running(args):
@@ -28,7 +28,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # for examples that import T
 
 
 def parse_arguments(description: str | None, *, num_workers: int = 2, **more: str) -> argparse.Namespace:
-    """The arguments that every example takes.
+    """The arguments that every proof takes.
 
     Args:
         description: The docstring of the example.

@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import GANOperator
-from raysgd.utils import BATCH_SIZE
 
 NOISE_DIM = 32
 NUM_HELD_OUT = 360
@@ -97,7 +96,7 @@ def draw(generator: nn.Module) -> torch.Tensor:
 
 def train(num_epochs: int, judge: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
     """Trains with these options of a trainer; returns the generator before and after."""
-    config = {"noise_dim": NOISE_DIM, "lr": 0.001, BATCH_SIZE: 64, "seed": 0, "judge": judge}
+    config = {"noise_dim": NOISE_DIM, "lr": 0.001, "batch_size": 64, "seed": 0, "judge": judge}
     with TorchTrainer(training_operator_cls=DigitsGAN, config=config, split_batches=True, **options) as trainer:
         _, untrained = trainer.get_model(to_cpu=True)
         for epoch in range(1, num_epochs + 1):

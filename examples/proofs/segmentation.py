@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import SegmentationOperator
-from raysgd.utils import BATCH_SIZE
 
 SIZE, SIZE_OF_DIGIT = 32, 16
 IS_INK = 0.4  # a pixel belongs to the digit from this opacity on
@@ -82,7 +81,7 @@ def train(config: dict[str, Any], num_epochs: int, **options: Any) -> dict[str, 
 def main() -> None:
     args = parse_arguments(__doc__)
     num_epochs, num_images = (3, 400) if args.smoke_test else (15, 1500)
-    config = {"lr": 0.01, BATCH_SIZE: 32, "num_classes": 2, "seed": 0, "num_images": num_images}
+    config = {"lr": 0.01, "batch_size": 32, "num_classes": 2, "seed": 0, "num_images": num_images}
     with ray_running(args):
         found = [train(config, num_epochs, **options) for options in one_process_then_workers(args)]
     print(

@@ -23,11 +23,10 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
-from raysgd.utils import BATCH_SIZE
 
 os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # Tune prints nothing more than what is printed here
 RATES = [0.001, 0.003, 0.0001, 0.00001]
-CONFIG = {BATCH_SIZE: 64, "seed": 0}  # 64 samples in each step, however many workers share them
+CONFIG = {"batch_size": 64, "seed": 0}  # 64 samples in each step, however many workers share them
 
 
 def load_data() -> list[TensorDataset]:

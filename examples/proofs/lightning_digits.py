@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.utils import BATCH_SIZE
 
 SIZE_OF_STEP = 64  # samples in each step, however many workers share them
 
@@ -28,7 +27,7 @@ class Digits(LightningModule):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         seed_everything(config["seed"], verbose=False)
-        self.batch_size, self.lr = config[BATCH_SIZE], config["lr"]
+        self.batch_size, self.lr = config["batch_size"], config["lr"]
         self.layers = nn.Sequential(
             nn.Conv2d(1, 32, kernel_size=3, padding=1),
             nn.ReLU(),
@@ -91,7 +90,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # it would rather have loaders with more processes
     num_epochs = 3 if args.smoke_test else 10
-    config = {"lr": 0.002, BATCH_SIZE: SIZE_OF_STEP, "seed": 0}
+    config = {"lr": 0.002, "batch_size": SIZE_OF_STEP, "seed": 0}
     with ray_running(args):
         found = [test_accuracy(train(config, num_epochs, **options)) for options in one_process_then_workers(args)]
     print("training with Lightning's own trainer", flush=True)

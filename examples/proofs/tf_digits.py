@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from raysgd import TFTrainer
 from raysgd.tf import TrainingOperator
-from raysgd.utils import BATCH_SIZE
 
 
 class DigitsOperator(TrainingOperator):
@@ -50,14 +49,14 @@ class DigitsOperator(TrainingOperator):
         train, validation, _ = load_digits()
         dataset = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[1]))
         self.register_data(
-            train_dataset=dataset.batch(config[BATCH_SIZE]),
-            validation_dataset=tf.data.Dataset.from_tensor_slices(validation).batch(config[BATCH_SIZE]),
+            train_dataset=dataset.batch(config["batch_size"]),
+            validation_dataset=tf.data.Dataset.from_tensor_slices(validation).batch(config["batch_size"]),
         )
 
 
 def train(num_epochs: int, **options: Any) -> float:
     """Trains with these options of a trainer; returns the accuracy on the test data."""
-    config = {"lr": 0.002, BATCH_SIZE: 64}  # 64 samples in each step, however many workers share them
+    config = {"lr": 0.002, "batch_size": 64}  # 64 samples in each step, however many workers share them
     with (
         tempfile.TemporaryDirectory(prefix="raysgd-") as folder,
         TFTrainer(

@@ -19,9 +19,8 @@ from raysgd import TorchTrainer
 from raysgd.callbacks import Callback, Run
 from raysgd.operators import ClassificationOperator
 from raysgd.testing import remove_node
-from raysgd.utils import BATCH_SIZE
 
-CONFIG = {"lr": 0.001, BATCH_SIZE: 16, "seed": 0}  # 16 samples in each step, however many workers share them
+CONFIG = {"lr": 0.001, "batch_size": 16, "seed": 0}  # 16 samples in each step, however many workers share them
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 6}
 HEAD = {"num_cpus": 0, "include_dashboard": False, "_system_config": SOON}  # Ray misses a node after 3 s, by default 15
 

@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
-from raysgd.utils import BATCH_SIZE
 
 NUM_LABELS_EACH_ROUND = 40
 FIRST = np.arange(NUM_LABELS_EACH_ROUND)  # of the pool, which is in random order
@@ -27,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def make_config(known: Array) -> dict[str, Any]:
-    return {"lr": 0.003, BATCH_SIZE: 16, "seed": 0, "known": known}
+    return {"lr": 0.003, "batch_size": 16, "seed": 0, "known": known}
 
 
 def load_data() -> tuple[Arrays, Arrays]:

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import RegressionOperator
-from raysgd.utils import BATCH_SIZE
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
@@ -43,7 +42,7 @@ class Diabetes(RegressionOperator):
 
 def train(num_epochs: int, **options: Any) -> dict[str, Any]:
     """Trains with these options of a trainer, and returns the metrics of the held-out patients."""
-    config = {"lr": 0.01, "weight_decay": 0.001, BATCH_SIZE: 32, "seed": 0}
+    config = {"lr": 0.01, "weight_decay": 0.001, "batch_size": 32, "seed": 0}
     with TorchTrainer(training_operator_cls=Diabetes, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs, validation_freq=5):
             if "val_r2" in row:

@@ -21,9 +21,8 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
-from raysgd.utils import BATCH_SIZE
 
-CONFIG = {"lr": 0.002, BATCH_SIZE: 64, "seed": 0}
+CONFIG = {"lr": 0.002, "batch_size": 64, "seed": 0}
 
 
 class DigitsOperator(ClassificationOperator):

@@ -18,7 +18,6 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
-from raysgd.utils import BATCH_SIZE
 
 
 def load_data() -> list[TensorDataset]:
@@ -50,7 +49,7 @@ class MeasuredOperator(ClassificationOperator):
 
 def train(num_epochs: int, **options: Any) -> dict[str, float]:
     """Trains with these options of a trainer; returns its metrics, and the F1 score as scikit-learn sees it."""
-    config = {"lr": 0.003, BATCH_SIZE: 64, "seed": 0}
+    config = {"lr": 0.003, "batch_size": 64, "seed": 0}
     with TorchTrainer(training_operator_cls=MeasuredOperator, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs):
             print(f"  epoch {row['epoch']:2d}: F1 score {row['val_f1']:.4f}, area {row['val_area']:.4f}", flush=True)

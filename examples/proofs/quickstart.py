@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
-from raysgd.utils import BATCH_SIZE
 
 
 def load_data() -> list[TensorDataset]:
@@ -46,7 +45,7 @@ class DigitsOperator(ClassificationOperator):
         return train, validation
 
 
-CONFIG = {"lr": 0.002, BATCH_SIZE: 64, "seed": 0}  # 64 samples in each step, however many workers share them
+CONFIG = {"lr": 0.002, "batch_size": 64, "seed": 0}  # 64 samples in each step, however many workers share them
 
 
 def train(num_epochs: int, path: Path, **options: Any) -> None:

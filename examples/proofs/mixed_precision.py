@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
-from raysgd.utils import BATCH_SIZE
 
 
 class DigitsOperator(ClassificationOperator):
@@ -32,7 +31,7 @@ def train(num_epochs: int, precision: str, **options: Any) -> tuple[float, set[s
     """Trains with these options of a trainer; returns the last accuracy, and the types of all weights."""
     with TorchTrainer(
         training_operator_cls=DigitsOperator,
-        config={"lr": 0.003, BATCH_SIZE: 32, "seed": 0},
+        config={"lr": 0.003, "batch_size": 32, "seed": 0},
         split_batches=True,
         precision=precision,
         accumulate_grad_batches=2,
