@@ -582,7 +582,7 @@ def test_the_loss_of_a_node_is_told_as_such_and_no_lost_rank_reports_beside_othe
 @pytest.mark.parametrize(
     ("failed", "expected"),
     [
-        (Failure("user", fault(0, KeyError("hiden"))), "KeyError: 'hiden', raised at model.py:7 in forward: x / 0"),
+        (Failure("user", fault(0, KeyError("width"))), "KeyError: 'width', raised at model.py:7 in forward: x / 0"),
         (Failure("died", replace(fault(0), type_name="NodeDiedError")), "its node died"),
         (Failure("died", replace(fault(0), type_name="ActorDiedError")), "its process died. Ray's log of the worker "),
     ],
