@@ -106,7 +106,15 @@ def test_the_python_of_a_page_runs_with_workers(
 
 @pytest.mark.soak
 @pytest.mark.integration
-@pytest.mark.parametrize(("name", "num_alone"), [("docs/migration.md", 1), ("docs/lightning.md", 3)])
+@pytest.mark.parametrize(
+    ("name", "num_alone"),
+    [
+        ("docs/migration.md", 1),
+        ("docs/lightning.md", 3),
+        ("docs/recipes/images.md", 1),
+        ("docs/recipes/training-arguments.md", 1),
+    ],
+)
 def test_the_programs_of_a_page_run_on_two_workers_too(
     name: str, num_alone: int, runner: PageRunner, ray_cluster: None, tmp_path: Path
 ) -> None:
