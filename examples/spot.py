@@ -36,7 +36,7 @@ class Digits(TrainingOperator):
 # `split_batches=True` keeps the steps at 32 samples, so fewer workers can go on alone.
 with TorchTrainer(training_operator_cls=Digits, config={"lr": 0.001}, num_workers=2, split_batches=True) as trainer:
     history = trainer.fit(
-        40,  # in all, however often the program starts
+        20,  # in all, however often the program starts
         callbacks=[Checkpointing(CHECKPOINTS, keep_last=2)],
         resume_from="auto",
         progress=True,  # a line for each epoch and each failure, also in a log file
