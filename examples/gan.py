@@ -44,7 +44,7 @@ class DigitsGAN(GANOperator):
 
 config = {"noise_dim": 32, "lr": 0.001, "batch_size": 64, "seed": 0}  # 64 images in a step of all workers together
 with TorchTrainer(training_operator_cls=DigitsGAN, config=config, num_workers=2, split_batches=True) as trainer:
-    history = trainer.fit(30)
+    history = trainer.fit(20)
     images = trainer.predict(torch.randn(64, 32))  # an image for each row of noise
 print(history)
 framed = nn.functional.pad(images, (1, 1, 1, 1), value=1.0)
