@@ -191,7 +191,8 @@ except TimeoutError as error:
 def test_what_can_never_be_held_is_not_waited_for_where_raysgd_has_started_ray() -> None:
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     done = subprocess.run([sys.executable, "-c", WAITING], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.stdout.startswith("No node is large enough for a worker, even when nothing else runs:\n"), done.stderr
+    # Ray's autoscaler writes to the same place where this takes it several seconds.
+    assert "No node is large enough for a worker, even when nothing else runs:\n" in done.stdout, done.stderr
     assert "To use a cluster, run the program on one of its machines" in done.stdout
 
 
