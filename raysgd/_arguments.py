@@ -146,8 +146,8 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
         is_object = isinstance(operator_cls, base)
         found = f"an instance of `{type(operator_cls).__name__}`" if is_object else repr(operator_cls)
         kind = operator_cls if isinstance(operator_cls, type) else type(operator_cls)
-        bases = [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
-        way = next((f" {_MADE_FROM[each]}".format(name=kind.__name__) for each in bases if each in _MADE_FROM), "")
+        ways = [_MADE_FROM[each].format(name=kind.__name__) for each in _bases_of(kind) if each in _MADE_FROM]
+        way = f" {ways[0]}" if ways else ""
         raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `{shown}`, the class itself.{way}")
     name = operator_cls.__name__
     try:
@@ -194,22 +194,34 @@ def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = 
     return result
 
 
+def _bases_of(kind: type[Any]) -> list[str]:
+    """Return a class and those that it comes from, each as its package and its name, such as `torch.Module`."""
+    return [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
+
+
 def check_hook(hook: Any) -> None:
     """Refuse what cannot be called without arguments as an `initialization_hook`."""
     if hook is None:
         return
     if not callable(hook):
         raise TypeError(f"`initialization_hook={hook!r}`: need a function without parameters.")
-    try:
-        inspect.signature(hook).bind()
-    except ValueError:
-        return  # a built-in function that does not say what it takes
-    except TypeError:
+    if not takes(hook):
         name = getattr(hook, "__name__", repr(hook))
         line = f"def {name}():" if name.isidentifier() else "def hook():"
         raise TypeError(
             f"`initialization_hook={name}`: it is called without arguments, in each worker. Write `{line}`."
-        ) from None
+        )
+
+
+def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Return whether a function can be called with these; True for a built-in one that does not say what it takes."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 _NO_FUNCTIONS = ("torch.Module", "keras.Layer", "tf_keras.Layer")
@@ -229,26 +241,18 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
     """
     is_class = isinstance(creator, type)
     kind = creator if is_class else type(creator)
-    bases = [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
-    is_object = not callable(creator) or (not is_class and any(base in _NO_FUNCTIONS for base in bases))
-    takes = ", ".join(parameters)
-    line = f"Write `def {name}({takes}):`, and make it there"
+    is_object = not callable(creator) or (not is_class and any(base in _NO_FUNCTIONS for base in _bases_of(kind)))
+    taken = ", ".join(parameters)
+    line = f"Write `def {name}({taken}):`, and make it there"
     if is_object:
         is_plain = isinstance(creator, int | float | str | bytes | None)
         found = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
-        raise ValueError(f"{found}: need a function of `{takes}`, because each worker makes its own. {line}.")
-    try:
-        inspect.signature(creator).bind(*parameters)
-    except ValueError:
-        return  # a built-in function that does not say what it takes
-    except TypeError:
-        has_other_parameters = True
-    else:
-        has_other_parameters = is_class and kind.__module__.startswith("torch.optim")
-    if has_other_parameters:
+        raise ValueError(f"{found}: need a function of `{taken}`, because each worker makes its own. {line}.")
+    is_optimizer = is_class and kind.__module__.startswith("torch.optim")
+    if is_optimizer or not takes(creator, *parameters):
         found = f"the class `{kind.__name__}`" if is_class else f"`{getattr(creator, '__name__', creator)}`"
         raise ValueError(
-            f"`{name}` is {found}, which does not take what workers call it with: `{takes}`. {line}"
+            f"`{name}` is {found}, which does not take what workers call it with: `{taken}`. {line}"
             f"{f': `return {kind.__name__}(...)`' if is_class else ''}."
         )
 

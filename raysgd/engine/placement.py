@@ -82,17 +82,25 @@ def init_ray(**options: Any) -> None:
 
 
 def _check_address(address: str) -> None:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():  # "auto" or "local"
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
+    error = _connection_error(address.removeprefix("ray://"), _CONNECT_S)
+    if error is not None:
         raise ConnectionError(
             f"No Ray cluster answers at `{address}`: {error}. The address is that of `ray.init` or of the environment "
             'variable RAY_ADDRESS: correct it, or start a cluster there with `ray start --head`. `RAY_ADDRESS="local"` '
             "starts Ray on this machine."
-        ) from None
+        )
+
+
+def _connection_error(address: str, timeout_s: float) -> OSError | None:
+    """Return why nothing answers at a `host:port`; None if something does, or if it is another word, as "auto"."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _use_token() -> None:
@@ -144,15 +152,8 @@ def session() -> Any:
 
 
 def _is_gone(address: str) -> bool:
-    """Return whether nothing listens at the address of a cluster's head any more."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _SLICE_S).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):  # it may be busy; or this process does not know the address
-        return False
-    return False
+    """Return whether nothing listens at the address of a cluster's head any more; one that is busy is there."""
+    return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
 
 
 def is_ray_client() -> bool:
@@ -529,14 +530,12 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
 
     Ray keeps these queries private; without them, none does.
     """
-    import ray
-
     actors, workers = find_name("ray._private.state:actors"), find_name("ray._private.state:workers")
     if actors is None or workers is None:
         return False
     if node_id is None:
         return bool(actors(maker).get("State", "DEAD") != "DEAD")
-    return maker in workers() and any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+    return maker in workers() and node_id in living_nodes()
 
 
 class ReservationGuard:

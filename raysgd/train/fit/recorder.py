@@ -6,7 +6,6 @@ folder, so that a new process can continue it: see `raysgd.train.fit.restore`.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import pickle
@@ -17,7 +16,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from raysgd._arguments import is_integer, is_number
+from raysgd._arguments import is_integer, is_number, takes
 from raysgd._numbers.ranking import BestCheckpoints, SavedCheckpoint, as_score
 from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
@@ -386,14 +385,8 @@ def make_stop(stop: Any) -> Stop:
 
 
 def _check_takes_two(function: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(function).bind("trial", {})
-    except TypeError:
-        raise ValueError(
-            f"`RunConfig(stop={function!r})`: need a function of two arguments, `stop(trial_id, result)`."
-        ) from None
-    except ValueError:  # a function without a signature, of a library in C
-        pass
+    if not takes(function, "trial", {}):
+        raise ValueError(f"`RunConfig(stop={function!r})`: need a function of two arguments, `stop(trial_id, result)`.")
 
 
 def _limits(limits: Mapping[str, Any]) -> Stop:
