@@ -3,6 +3,7 @@
 python -m tests.programs --kind counts --programs 30 --seed 1 --processes 1
 python -m tests.programs --kind counts --only 4711 --smallest
 python -m tests.programs --kind counts --only "workers=2 collate=drop batch=9" --times 5
+python -m tests.programs --kind counts --programs 12 --record before.txt
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 from tests.helpers.forked import FOR_TORCH, forks, to_lend
 from tests.helpers.ray_start import VARIABLES
@@ -39,6 +41,9 @@ def run_here(arguments: argparse.Namespace) -> Sums:
             print(f"\r{number} programs, {len(runner.sums.wrong)} wrong", end="", file=sys.stderr, flush=True)
             if verdict.word != EQUAL or arguments.only is not None:
                 tell(str(verdict))
+            if arguments.record is not None:
+                with arguments.record.open("a", encoding="utf-8") as file:
+                    file.write(f"{verdict} | {verdict.exact}\n")
             if arguments.smallest and verdict.word != EQUAL:
                 tell(f"    the smallest is {runner.smallest(program)}")
     return runner.sums
@@ -89,13 +94,16 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1, help="how often to run them")
     parser.add_argument("--smallest", action="store_true", help="leave out words of a wrong one as long as it is wrong")
     parser.add_argument("--verbose", action="store_true", help="log what happens")
+    parser.add_argument(
+        "--record", type=Path, help="where to add what came of each, to the last bit: two versions can be compared"
+    )
     parser.add_argument("--as-json", action="store_true", help="print the sums for a program")
     arguments = parser.parse_args()
     begin_again_with_variables()
     warnings.simplefilter("ignore")
     logging.getLogger("raysgd").setLevel(logging.INFO if arguments.verbose else logging.CRITICAL)
     signal.signal(signal.SIGTERM, interrupt)
-    is_alone = arguments.processes == 1 or arguments.only is not None
+    is_alone = arguments.processes == 1 or arguments.only is not None or arguments.record is not None
     sums = run_here(arguments) if is_alone else run_in_processes(arguments)
     tell(f"{SUMS}{sums.to_json() if arguments.as_json else sums}")
     return int(bool(sums.wrong) or sums.are_too_many_refused)

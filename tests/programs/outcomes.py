@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,19 @@ class Outcome:
             torch.cat([value.detach().double().flatten() for value in model.state_dict().values()]) for model in models
         ]
         return self
+
+    @property
+    def exact(self) -> str:
+        """All of it to the last bit, in a line, to compare with that of another version of the library."""
+        rows = "; ".join(" ".join(f"{name}={_exact(value)}" for name, value in row.items()) for row in self.rows)
+        weights = (hashlib.sha256(each.numpy().tobytes()).hexdigest()[:16] for each in self.weights)
+        return f"{rows} | {' '.join(weights)}"
+
+
+def _exact(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{' '.join(map(_exact, value))}]"
+    return value.hex() if isinstance(value, float) else str(value)
 
 
 def differences(expected: Outcome, found: Outcome) -> list[str]:

@@ -35,12 +35,14 @@ class Verdict:
         word: "equal", "refused" or "wrong".
         reason: What was raised, or what differs.
         is_killed: Whether a worker died.
+        exact: What it returned and its weights, to the last bit; empty where it returned nothing.
     """
 
     program: str
     word: str = EQUAL
     reason: str = ""
     is_killed: bool = False
+    exact: str = ""
 
     def __str__(self) -> str:
         return f"{self.word}: {self.program} | {self.reason}"
@@ -152,6 +154,7 @@ class Runner:
             verdict.word = REFUSED if is_refusal(error) else WRONG
             verdict.reason = _told(error)
             return verdict
+        verdict.exact = found.exact
         lines = differences(expected, found)
         if lines:
             verdict.word, verdict.reason = WRONG, "; ".join(lines[:6])
