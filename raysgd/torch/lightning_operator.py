@@ -192,22 +192,23 @@ class LightningOperator(TrainingOperator):
         return result
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
-        step = self._raysgd.parallel.step
+        leg = self._raysgd.parallel.leg
         self._parts: list[dict[str, Any]] = []  # of the batch that is not yet whole
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
-            self._values.begin_batch(is_counted=not step.is_padding)
+            self._values.begin_batch(is_counted=not leg.batch.is_padding)
             if self._is_stopped_at(batch, batch_idx):
                 self._skip_rest(iterator)
                 break
             metrics = self.train_batch(batch, {**self._raysgd.info_of_batch(batch_idx), **info})
-            if step.is_boundary:
-                step.confirm()
+            place = leg.batch
+            if place.is_boundary:
+                leg.confirm()
                 meters.count_held()
-            if not step.is_padding:
+            if not place.is_padding:
                 self._raysgd.count(meters, metrics)
-            self.global_step += step.is_last_part
-            if step.is_boundary:
+            self.global_step += place.is_last_part
+            if place.is_boundary:
                 self._progress.end_batch(self.global_step)
         meters.count_held()
         self._progress.end_batch(self.global_step)
@@ -219,15 +220,15 @@ class LightningOperator(TrainingOperator):
             output = self._optimize(batch, batch_idx)
         else:
             _, output = self._training_step(batch, batch_idx)
-        step = self._raysgd.parallel.step
-        step.skip()  # where the module has left it out
+        leg = self._raysgd.parallel.leg
+        leg.skip()  # where the module has left it out
         if self._scheduler_dicts:
-            num_samples = 0 if step.is_padding else self._raysgd.num_samples(batch)
+            num_samples = 0 if leg.batch.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)
             self._parts.append({NUM_SAMPLES: num_samples, **numbers, **self._values.of_batch})
-            if step.is_boundary and not self._raysgd.precision.has_skipped():
+            if leg.batch.is_boundary and not self._raysgd.precision.has_skipped():
                 self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts)
-            if step.is_last_part:
+            if leg.batch.is_last_part:
                 self._parts.clear()
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(output)
@@ -248,14 +249,14 @@ class LightningOperator(TrainingOperator):
                 self._hooks.call("on_before_zero_grad", optimizer)
                 self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
             if loss is None:
-                self._raysgd.parallel.step.end_waiting()
-                if self._raysgd.parallel.step.window > 1:
+                self._raysgd.parallel.leg.end_waiting()
+                if self._raysgd.parallel.leg.window > 1:
                     self._raysgd.gradients.share()
                 return None
             self._backward(loss, optimizer)
             return loss.detach()
 
-        if optimizer is None or not self._raysgd.parallel.step.is_boundary:
+        if optimizer is None or not self._raysgd.parallel.leg.batch.is_boundary:
             closure()
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
@@ -268,10 +269,10 @@ class LightningOperator(TrainingOperator):
         self._trainer.global_step = self._progress.num_steps
 
     def _keeps_gradients(self, optimizer: Any) -> bool:
-        step = self._raysgd.parallel.step
-        keeps: bool = step.window > 1 and step.adds_to(optimizer)
-        if step.window > 1:
-            step.note_backward((optimizer,))
+        leg = self._raysgd.parallel.leg
+        keeps: bool = leg.window > 1 and leg.adds_to(optimizer)
+        if leg.window > 1:
+            leg.note_backward((optimizer,))
         return keeps
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
@@ -287,7 +288,7 @@ class LightningOperator(TrainingOperator):
             if not self._module.automatic_optimization:
                 return None
             loss = loss_of(output)
-            parallel.step.note_omitted(loss is None, parallel.num_ranks)
+            parallel.leg.note_omitted(loss is None, parallel.num_ranks)
             return loss
 
         loss = run() if self.model is self._module else run_in_forward_of(self.model, self._module, run)
@@ -298,9 +299,10 @@ class LightningOperator(TrainingOperator):
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
-        self._raysgd.parallel.step.use()
-        self._raysgd.parallel.step.end_forward()
-        if self._raysgd.parallel.step.window > 1:
+        leg = self._raysgd.parallel.leg
+        leg.use()
+        leg.end_forward()
+        if leg.window > 1:
             loss = loss * self._raysgd.gradients.share()
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
@@ -312,10 +314,10 @@ class LightningOperator(TrainingOperator):
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         """Return what `optimizer.step(closure)` does when the module calls it."""
-        loss, step = closure() if closure is not None else None, self._raysgd.parallel.step
+        loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
         self._raysgd.gradients.complete(optimizer)
-        if id(optimizer) in step.left_out:
-            step.stepped(optimizer)
+        if id(optimizer) in leg.batch.left_out:
+            leg.stepped(optimizer)
             return loss
         self._raysgd.precision.unscale(optimizer)
         self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
@@ -323,7 +325,7 @@ class LightningOperator(TrainingOperator):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
         with self.timers.record("apply"):
             self._raysgd.own_steps.step(optimizer)
-        step.stepped(optimizer)
+        leg.stepped(optimizer)
         if not self._module.automatic_optimization:
             self._count_step()
         return loss
@@ -336,11 +338,11 @@ class LightningOperator(TrainingOperator):
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
         """Use up the epoch, so that the next one begins a new pass; a loader without a length might never end."""
-        step = self._raysgd.parallel.step
-        step.end_waiting()  # no backward pass follows
+        leg = self._raysgd.parallel.leg
+        leg.end_waiting()  # no backward pass follows
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
-                step.end_waiting()
+                leg.end_waiting()
 
     def _step_schedulers(
         self, intervals: tuple[str, ...], count: int, *parts: Mapping[str, Any], waits: bool = False

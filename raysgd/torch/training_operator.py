@@ -150,23 +150,24 @@ class TrainingOperator(BaseOperator):
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
         validates, has_scheduler = info.get(VALIDATES, False), getattr(self, "scheduler", None) is not None
         by_batch, by_epoch = schedulers.schedulers_of(self, validates) if has_scheduler else ([], [])
-        meters, step, train_batch = internals.take_meters(), internals.parallel.step, bind_batch_info(self.train_batch)
+        meters, leg, train_batch = internals.take_meters(), internals.parallel.leg, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            if step.is_last_waiting:  # `train_batch` left it out
-                step.skip()
+            place = leg.batch
+            if place.is_waiting:  # `train_batch` left it out
+                leg.skip()
             metrics = internals.completed(metrics, batch)
-            if step.is_boundary:
-                if not step.is_confirmed:
-                    step.confirm()
+            if place.is_boundary:
+                if not place.is_confirmed:
+                    leg.confirm()
                 if meters.held:
                     meters.count_held()
                 if by_batch:
-                    schedulers.step_after_batch(by_batch, internals.precision, step)
-            if not step.is_padding:
+                    schedulers.step_after_batch(by_batch, internals.precision, place)
+            if not place.is_padding:
                 internals.count(meters, metrics)
-            self.global_step += step.is_last_part
+            self.global_step += place.is_last_part
         if meters.held:
             meters.count_held()
         summary = meters.summary()
@@ -208,7 +209,7 @@ class TrainingOperator(BaseOperator):
                     self.backward(loss)
                 else:
                     backward_with(self, loss, weight)
-            if internals.parallel.step.is_boundary:
+            if internals.parallel.leg.batch.is_boundary:
                 with self.timers.record("apply"):
                     self.optimizer_step()
         return dict(metrics)

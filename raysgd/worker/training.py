@@ -130,22 +130,22 @@ class ReplicaCalls:
         stream.at_boundary = partial(self._at_boundary, loop, run, stream)
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
-        batches = WatchedBatches(self._ledger.timing(coming), loop.step)
+        batches = WatchedBatches(self._ledger.timing(coming), stream)
         began_at = stream.num_steps_taken - run.num_completed
         self._running = RunningCall(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
         internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
-        after = callbacks.after_batch(operator, loop.step) if callbacks.are_there else None
         is_stock = loop.completes_metrics
         given = {"info": info, "num_steps": request.num_steps, "epoch_idx": run.epoch_idx}
-        internals.place = loop.step
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(run, stream))
+                place = internals.place = loop.place
+                after = callbacks.after_batch(operator, place) if callbacks.are_there else None
                 if after is not None or not is_stock:  # else the stock loop does it: no one sees the metrics first
-                    stack.enter_context(around_batches(operator, "train_batch", loop.step, after))
+                    stack.enter_context(around_batches(operator, "train_batch", place, after))
                 if callbacks.are_there:
                     stack.enter_context(callbacks.listening(operator))
                 if request.profile:

@@ -204,8 +204,8 @@ def nccl_alone() -> Iterator[None]:
 def test_gradients_travel_by_nccl() -> None:
     parallel = DDP()
     model = parallel.wrap(torch.nn.Linear(2, 1, bias=False).cuda(), [torch.cuda.current_device()], {})
-    parallel.arm([model], may_run_backward=True)
-    parallel.step.begin_batch(0.5, 1)
+    parallel.begin_leg([model], may_run_backward=True)
+    parallel.leg.begin_batch(0.5, 1)
     model(torch.ones(1, 2, device="cuda")).sum().backward()
     assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
     with parallel.evaluating([model]), torch.no_grad():
@@ -225,7 +225,7 @@ def test_models_are_divided_on_a_gpu() -> None:
     before = parallel.state_of(model)
     with parallel.evaluating([model]), torch.no_grad():
         model(torch.ones(2, 4, device=device))
-    parallel.arm([model], may_run_backward=False)
+    parallel.begin_leg([model], may_run_backward=False)
     model(torch.ones(2, 4, device=device)).sum().backward()
     optimizer.step()
     after = parallel.state_of(model)

@@ -266,7 +266,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         next_pass: Callable[[], int],
         take_part: Callable[[Any], None] | None = None,
     ) -> None:
-        super().__init__(source, step, next_pass)
+        super().__init__(source, lambda: step, next_pass)
         self._take_part = take_part
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
@@ -300,7 +300,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
-        self._step.begin_batch(item.num_samples, item.num_global, item.weights)
+        self.place.begin_batch(item.num_samples, item.num_global, item.weights)
         self.consumed += item.num_global
         return item.batch
 

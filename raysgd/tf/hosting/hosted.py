@@ -27,6 +27,7 @@ from raysgd.tf.objects import datasets, learning_rates, naming, registration
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
+from raysgd.tf.parallel.step import TFStep
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
@@ -332,7 +333,10 @@ class OperatorLoop(Loop):
         self._operator = operator
         self._synchronizer = synchronizer
         self._num_exchanges = 0  # at the last step boundary
-        self.step = synchronizer.step
+
+    @property
+    def place(self) -> TFStep:
+        return self._synchronizer.step
 
     def plain(self, value: Any) -> Any:
         """Return tensors as numbers where they have one element, and as arrays in any case."""

@@ -20,8 +20,8 @@ from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import Ranks
-from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import Summation
 from raysgd.worker.data import batch_streams
 from raysgd.worker.data.batch_streams import NO_BATCH
@@ -305,7 +305,7 @@ def _samples_in(batch: Any) -> int | None:
     return None if batch is _END else count_samples(batch)
 
 
-class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
+class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
     """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
     _num_steps_in_pass = _began_at = 0
@@ -342,7 +342,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _is_last_of_pass(self, item: DrawnItem) -> bool:
-        if item.is_last_of_pass is None and self._step.window > 1:
+        if item.is_last_of_pass is None and self.place.window > 1:
             return super()._is_last_of_pass(item)
         self._ahead = []
         return bool(item.is_last_of_pass)
@@ -352,13 +352,14 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
 
     def _begin_step(self, item: DrawnItem, is_last: bool) -> Any:
         batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
-        if total is None and self._step.window > 1:
+        leg = self.place
+        if total is None and leg.window > 1:
             total = count_samples(batch)
-        self._step.begin_batch(weight, num_samples, total, is_last, is_last_of_step)
+        leg.begin_batch(weight, num_samples, total, is_last, is_last_of_step)
         self._num_steps_in_pass += is_first
-        if seeds is not None and self._step.shards is not None:
+        if seeds is not None and leg.shards is not None:
             fraction = (num_samples or 0) / total if total else 0.0
-            self._step.shards.begin_batch(is_first, seeds[0], fraction, seeds[1])
+            leg.shards.begin_batch(is_first, seeds[0], fraction, seeds[1])
         return batch
 
 

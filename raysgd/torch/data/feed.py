@@ -27,8 +27,8 @@ from raysgd.torch.data.batch_streams import (
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import Ranks
-from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.data import feed
 from raysgd.worker.data.batch_streams import NO_BATCH
@@ -78,7 +78,7 @@ class TorchFeed(feed.Feed):
         return data if isinstance(data, StreamData) else None
 
     def _stream_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchBatchStream:
-        return TorchBatchStream(source, self._parallel.step, begin_pass, self._undo)
+        return TorchBatchStream(source, lambda: self._parallel.leg, begin_pass, self._undo)
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         loader, ranks = self.made_of_call(name, request), self._ranks
@@ -109,7 +109,8 @@ class TorchFeed(feed.Feed):
         is_of_call = request.shard_key is not None
         find = self._source_of_call if is_of_call else self._source
         source = find("validation", request, training=False)
-        stream = TorchBatchStream(source, BatchStep(), lambda: 0)
+        leg = Leg()
+        stream = TorchBatchStream(source, lambda: leg, lambda: 0)
         is_dealt = is_of_call or self.ray_loader("validation") is not None
         stream.has_one_pass = is_dealt and isinstance(source, PlainSource)
         return stream

@@ -213,7 +213,7 @@ class TorchHosted(hosted.Hosted):
         if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
             return  # its own `train_epoch` takes steps that the stock `train_batch` could not take
         try:
-            self.loop.arm(0)
+            self.loop.begin_leg(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
                 internals = self.internals
@@ -221,7 +221,7 @@ class TorchHosted(hosted.Hosted):
                 bind_batch_info(operator.train_batch)(batch[0], info)
         finally:
             metric_objects.reset(operator, self.internals.registered)
-            self.parallel.step.close_call()
+            self.parallel.end_leg()
 
     @property
     def group_obstacle(self) -> str | None:
@@ -235,7 +235,7 @@ class TorchHosted(hosted.Hosted):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self.parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
+        self.loop.forget_time()  # the ranks are compared, and some of them are new
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)
@@ -255,11 +255,10 @@ class TorchHosted(hosted.Hosted):
         self.parallel.exchanges.ledger = self._ledger
         if self._modes is not None or self._prediction is not None:
             self._end_evaluation()
-        self.loop.arm(run.epoch_idx, stream.source)
+        leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
         gradients, began_at = internals.gradients, stream.num_steps_taken
-        has_several_batches = parallel.step.has_several_batches
-        if has_several_batches:
+        if leg.has_several_batches:
             gradients.begin_call()
             if is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
                 refuse_sum(internals.criterion)
@@ -275,13 +274,13 @@ class TorchHosted(hosted.Hosted):
             with nullcontext() if parallel.record is None else parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
                     yield
-                self.loop.disarm(stream.num_steps_taken - began_at)
-            if has_several_batches:
+                self.loop.end_leg(leg, stream.num_steps_taken - began_at)
+            if leg.has_several_batches:
                 gradients.end_call()
         finally:
             if parallel.rows is not None:
                 parallel.rows.close_call()
-            parallel.step.close_call()
+            parallel.end_leg()
 
     def _open_rows(self, rows: StepRows, run: EpochRun, stream: Any) -> None:
         """Let the ranks tell each other what they have measured, where others could go on without one."""
@@ -308,16 +307,16 @@ class TorchHosted(hosted.Hosted):
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Return the advice for user code about shares of batches that do not work, and PyTorch's own errors."""
         is_distributed = self.world.is_distributed
-        is_divided = source.is_divided and (is_distributed or self.parallel.step.shards is not None)
+        is_divided = source.is_divided and (is_distributed or self.parallel.leg.shards is not None)
         if isinstance(source, DividedLoaderSource):
             is_whole_pass = is_divided and run.num_steps is None
             source.check_plan = partial(check_norms, self.internals.registered.wrapped) if is_whole_pass else None
         if not (is_distributed or is_divided):
             return nullcontext()
-        stack, models, step = ExitStack(), self.internals.registered.wrapped, self.parallel.step
-        stack.enter_context(with_advice(models, step if is_divided else None))
+        stack, models, leg = ExitStack(), self.internals.registered.wrapped, self.parallel.leg
+        stack.enter_context(with_advice(models, leg if is_divided else None))
         if is_divided and is_distributed and not self.parallel.is_sharded:
-            stack.enter_context(comparing_sizes(lambda: step.weight != 1.0))
+            stack.enter_context(comparing_sizes(lambda: leg.batch.weight != 1.0))
         return stack
 
     @contextmanager

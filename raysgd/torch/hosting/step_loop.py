@@ -17,8 +17,8 @@ from raysgd.engine.shared.types import World
 from raysgd.messages.joint_work import JointWork
 from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
-from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.step.undo import Undo, lacks_memory
@@ -42,7 +42,6 @@ class StepLoop(Loop):
         undo: Copies what batches change; None where no batch is repeated after a failure.
     """
 
-    step: BatchStep
     _feed: TorchFeed
 
     def __init__(
@@ -51,7 +50,7 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
-        self.step = parallel.step
+        self._leg: Leg | None = None  # of the call; the last one
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._works: dict[int, str] = {}  # by identity of optimizers: what their steps are recorded as
@@ -65,12 +64,13 @@ class StepLoop(Loop):
         self._has_exchanged = self._has_taken_steps = False  # in the batches of this call
         self._is_in_batch = False
         self._global_step_at_boundary = 0
-        self.step.opens = self._begin_batch if self._watches else None
-        if undo is not None:
-            self.step.exchanges = undo.note_exchange
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
             optimizer.register_step_pre_hook(self._note_step)
+
+    @property
+    def place(self) -> Leg:
+        return self._parallel.leg
 
     def is_lost(self, error: BaseException) -> bool:
         return self._parallel.exchanges.has_broken or is_connection_error(error)
@@ -99,11 +99,17 @@ class StepLoop(Loop):
             return not self._stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
-    def _begin_batch(self) -> None:
+    def begin_step(self) -> None:
+        """See `StepWatcher`."""
         self._waiting = self.waiting_parameters()
         self._is_in_batch = True
         if self.undo is not None:
             self.undo.begin_batch(self._waiting)
+
+    def note_exchange(self) -> None:
+        """See `StepWatcher`."""
+        if self.undo is not None:
+            self.undo.note_exchange()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
         """Return the parameters with gradients that no optimizer has stepped with yet."""
@@ -161,7 +167,7 @@ class StepLoop(Loop):
 
     @property
     def own_s(self) -> float | None:
-        return self._parallel.step.own_s or None
+        return None if self._leg is None else self._leg.own_s or None
 
     def plain(self, value: Any) -> Any:
         """Tensors as numbers where they have one element, and on the CPU in any case."""
@@ -169,8 +175,12 @@ class StepLoop(Loop):
             return value.item() if value.ndim == 0 else value.detach().cpu()
         return value
 
+    def forget_time(self) -> None:
+        """Begin to count anew what this rank spends without the others."""
+        self._leg = None
+
     def begin_call(self) -> None:
-        self._parallel.step.own_s = 0.0
+        self.forget_time()
         self._has_exchanged = self._has_taken_steps = False
 
     @property
@@ -179,14 +189,14 @@ class StepLoop(Loop):
 
     # ---------------------------------------------------------------------------------------- the steps of a call
 
-    def arm(self, epoch_idx: int, source: LoaderSource | None = None) -> None:
-        """Get ready for the steps of a call over such data.
+    def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None) -> Leg:
+        """Begin the steps of a call over such data, or go on with them in another group.
 
         Raises:
             ValueError: The operator's `accumulate_grad_batches` returned something that cannot work, or several
                 optimizers are registered.
         """
-        operator, step = self._operator, self.step
+        operator, most_parts, shards = self._operator, 1, None
         internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
         if not is_integer(window) or window < 1:
             raise ValueError(
@@ -195,14 +205,21 @@ class StepLoop(Loop):
             )
         if len(self._optimizers) > 1:
             self._check_window(window)
-        step.most_parts, step.shards = 1, None
         if source is not None and self._feed.rule is not None:
             num_shards = source.num_shards
-            step.most_parts = 1 if num_shards else source.most_batches
-            step.shards = self._logical_shards(num_shards, window) if num_shards else None
-        models, can_defer = internals.registered.wrapped, internals.precision.can_defer
-        self._parallel.arm(models, self._may_run_backward, window * step.most_parts, can_defer)
+            most_parts = 1 if num_shards else source.most_batches
+            shards = self._logical_shards(num_shards, window) if num_shards else None
+        self._leg = self._parallel.begin_leg(
+            internals.registered.wrapped,
+            self._may_run_backward,
+            window * most_parts,
+            most_parts=most_parts,
+            shards=shards,
+            watcher=self if self._watches else None,
+            may_defer=internals.precision.can_defer,
+        )
         internals.own_steps.begin_call()
+        return self._leg
 
     def _check_window(self, window: int) -> None:
         """Refuse steps of several batches with several optimizers, each of which would need its own window."""
@@ -223,19 +240,19 @@ class StepLoop(Loop):
         internals = self._operator._raysgd
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
 
-    def disarm(self, num_batches: int) -> None:
+    def end_leg(self, leg: Leg, num_batches: int) -> None:
         """Leave no gradient behind for another call.
 
         Raises:
             ValueError: An option of the trainer had no effect on the steps of these batches.
         """
-        step, own_steps, name = self.step, self._operator._raysgd.own_steps, type(self._operator).__name__
-        if step.waiting is not None:  # the loop ended before the window did
-            step.is_boundary = True
+        own_steps, name = self._operator._raysgd.own_steps, type(self._operator).__name__
+        if leg.waiting is not None:
+            leg.end_window()
             step_with(self._operator, *self._optimizers)
-        if step.window > 1 and num_batches and not step.is_used:
+        if leg.window > 1 and num_batches and not leg.is_used:
             raise ValueError(
-                f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
+                f"`{leg.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
                 "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate yourself and omit the option."
             )

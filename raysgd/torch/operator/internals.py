@@ -258,8 +258,8 @@ class TorchInternals(Internals):
         self._keep(RegisteredObjects())
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
-        options, step = context.settings.step_options, context.parallel.step
-        self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
+        options = context.settings.step_options
+        self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
         self.coming: Mapping[str, Any] | None = None
@@ -376,9 +376,9 @@ class TorchInternals(Internals):
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
-            if len(self.place.amounts) != 1 or self.logged:
+            if len(self.place.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.has_uncounted = True  # unless the loss is that of the criterion
+            self.place.batch.has_uncounted = True  # unless the loss is that of the criterion
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
@@ -408,8 +408,8 @@ class TorchInternals(Internals):
     def begin_batch(self) -> None:
         if self.logged:
             set_apart(self)
-        if self.place is not None and self.place.amounts:
-            self.place.amounts = []
+        if self.place is not None and self.place.batch.amounts:
+            self.place.batch.amounts = []
         self.coming, self.evaluated = None, []
 
     def counted_by_stock_loop(self) -> tuple[Mapping[str, Any] | None, Any]:
@@ -417,37 +417,37 @@ class TorchInternals(Internals):
         if self.coming is None or self.place is None or self.place.is_padding:
             return None, 0
         metrics: Mapping[str, Any] = {**self.logged, **self.coming}
-        if self.place.amounts:
+        if self.place.batch.amounts:
             metrics = self._weighted(metrics)
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics[NUM_SAMPLES]
 
     def note_amount(self, comparison: LossCall) -> None:
         """Note what a mean in an evaluation is over."""
         if comparison.amount is not None:
-            self.place.amounts.append(comparison.amount)
+            self.place.batch.amounts.append(comparison.amount)
             self.evaluated.append(comparison._replace(output=None, target=None))  # large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        if self.place is not None and metrics == {} and not (self.logged or self.place.is_by_samples):
+        if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # it was left out
         metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics
         self._check_count(metrics[NUM_SAMPLES])
-        if not self.place.amounts:
+        if not self.place.batch.amounts:
             return metrics
-        amounts = self.place.amounts
+        amounts = self.place.batch.amounts
         counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
         return metrics if counts_alike else self._weighted(metrics)
 
     def _check_count(self, num_samples: Any) -> None:
         """Refuse samples of a batch that are others than those by which it counted beside others."""
-        place = self.place
-        counts = place.is_by_samples and place.has_several_batches and not place.is_padding
-        if counts and num_samples != place.samples is not None:
+        batch = self.place.batch
+        counts = batch.is_by_samples and self.place.has_several_batches and not batch.is_padding
+        if counts and num_samples != batch.samples is not None:
             raise ValueError(
                 f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
-                f"count by the {place.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
+                f"count by the {batch.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
                 "with what the loss is the mean over, or return as many samples as the batch has."
                 f"{defined_at(type(self._operator), 'train_batch')}"
             )
@@ -458,7 +458,7 @@ class TorchInternals(Internals):
             return metrics
         if self.evaluated:
             return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
-        first, *others = self.place.amounts
+        first, *others = self.place.batch.amounts
         mean = sum(others, first) / (1 + len(others)) if others else first
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
@@ -486,13 +486,13 @@ class TorchInternals(Internals):
         values, num_samples = self.parted(metrics, "train_batch")
         if BATCH_WEIGHT in values:
             self.gradients.compare_weight(values, type(self._operator).__name__)
-        count = meters.update if self.parallel.step.is_boundary else meters.hold
+        count = meters.update if self.parallel.leg.batch.is_boundary else meters.hold
         count(values, num_samples)
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """Return what the library adds to the `batch_info` of a training batch."""
-        step = self.parallel.step
-        return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: step.is_padding}
+        is_padding = self.parallel.leg.batch.is_padding
+        return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: is_padding}
 
     def new_meters(self) -> AverageMeterCollection:
         return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects.remember_all)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, trainable
 
 
@@ -122,30 +123,37 @@ class DDP(NoParallel):
                 "before the next batch is drawn."
             )
 
-    def arm(
-        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
-    ) -> None:
+    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
         """Install the hook that weights, watches and sends gradients.
 
         Raises:
             ValueError: The user registered one by hand; PyTorch allows one each.
         """
-        wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
-        self.step.defer = _deferrer(wrapped) if may_defer else None
-        super().arm(models, may_run_backward, window)
-        self.step.check = partial(self._check_step, self.step.check)
-        for model in wrapped:
+        leg = super().begin_leg(models, may_run_backward, *args, **options)
+        leg.check = partial(self._check_step, leg.check)
+        for model in _wrappers(models):
             self._armed.add(id(model))
             if id(model) not in self._hooked:
                 self._register_hook(model, next((each.options for each in self._wrapped if each.model is model), {}))
+        return leg
+
+    def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None]:
+        """Return what `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
+        wrapped = _wrappers(models)
+
+        def defer(is_deferred: bool) -> None:
+            for model in wrapped:
+                model.require_backward_grad_sync = not is_deferred
+
+        return defer
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
-        if self.step.exchanges is not None:
-            self.step.exchanges()
-        omitted = self.step.omitted
+        if self.leg.watcher is not None:
+            self.leg.watcher.note_exchange()
+        omitted = self.leg.omitted
         own = [*(float(each.grad is not None) for each in trained), *(omitted.own if omitted else ())]
         sums = torch.tensor(own, dtype=torch.float64, device=reachable())
         with self.exchanges.noting():
@@ -169,7 +177,7 @@ class DDP(NoParallel):
         self.exchanged.clear()
         with super().further_pass(parameters):
             yield
-        if self.step.is_boundary:
+        if self.leg.batch.is_boundary:
             models = [{*map(id, each.model.parameters())} for each in self._wrapped]
             done = set().union(*(ids for ids in models if ids & self.exchanged))
             self.exchange([parameter for parameter in parameters if id(parameter) not in done])
@@ -177,7 +185,7 @@ class DDP(NoParallel):
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Give every rank those of the first one once, then keep forward passes free of collectives."""
-        wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
+        wrapped = _wrappers(models)
         for model in wrapped:
             repeat_first(model.module.buffers())
         self._refresh_left_out()
@@ -209,11 +217,5 @@ def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module
             parameter.requires_grad_(flag)
 
 
-def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], None]:
-    """Return what `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
-
-    def defer(is_deferred: bool) -> None:
-        for model in models:
-            model.require_backward_grad_sync = not is_deferred
-
-    return defer
+def _wrappers(models: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
+    return [model for model in models if isinstance(model, DistributedDataParallel)]

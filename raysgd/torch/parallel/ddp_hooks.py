@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.connections.group import Array, Group
 from raysgd.connections.torch import exchanges_at_once
+from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.step import Counted, Omitted
 from raysgd.torch.parallel.strategy import NoParallel
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
@@ -111,7 +111,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     group = exchanges_at_once() if state.goes_at_once else None
     if group is not None and group.is_quick_for(gradients.nbytes):
         return _average_at_once(parallel, group, bucket)
-    weight = parallel.step.outgoing_weight()
+    weight = parallel.leg.outgoing_weight()
     if isinstance(weight, torch.Tensor) or weight != 1.0:
         gradients.mul_(weight)
     if state.function is not None:
@@ -127,16 +127,16 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
         if is_last and parallel.rows is not None:
-            parallel.rows.exchange_beside_gloo()
+            parallel.rows.exchange_beside_gloo(parallel.leg.batch)
     return future
 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     """Average gradients over the ranks, with what else there is to tell: rows with the last, amounts with the first."""
-    gradients, step, divisor = bucket.buffer(), parallel.step, float(group.size)
-    counted = None if step.counted is None or step.counted.is_known else step.counted
-    told = step.omitted if counted is None and step.omitted is not None and not step.omitted.is_known else counted
-    weight = step.outgoing_weight() if counted is None else counted.amount / counted.reference
+    gradients, leg, divisor = bucket.buffer(), parallel.leg, float(group.size)
+    counted = None if leg.counted is None or leg.counted.is_known else leg.counted
+    told = leg.omitted if counted is None and leg.omitted is not None and not leg.omitted.is_known else counted
+    weight = leg.outgoing_weight() if counted is None else counted.amount / counted.reference
     if weight != 1.0:
         gradients.mul_(weight)
     numbers = gradients.numpy()
@@ -144,10 +144,10 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     with parallel.exchanges.noting(), parallel.exchanges.timed(group):
         if told is not None:
             gather = partial(_add_up_with_amounts, group, numbers, told)
-            if rows is None or not rows.exchange(gather):
+            if rows is None or not rows.exchange(leg.batch, gather):
                 gather(_NO_ROW)
             divisor = divisor if counted is None else counted.total / counted.reference or 1.0
-        elif rows is None or not rows.exchange(partial(group.add_up_with, numbers)):
+        elif rows is None or not rows.exchange(leg.batch, partial(group.add_up_with, numbers)):
             group.add_up(numbers)
     parallel.exchanges.count(bucket.is_last())
     return completed(gradients.div_(divisor))

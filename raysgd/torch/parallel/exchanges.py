@@ -27,7 +27,7 @@ from torch.distributed import DistNetworkError
 from raysgd.connections.group import Array, Group
 from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.torch import exchanges_at_once, is_connection_error, is_group_broken
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.batch import Batch
 from raysgd.worker.data.rank_rows import Gather, Part, Row, RowExchange
 from raysgd.worker.ledger import Ledger
 
@@ -36,14 +36,9 @@ NoteRows = Callable[[Mapping[str, Row]], None]
 
 
 class StepRows:
-    """Exchanges the rows of a replica with those of the others.
+    """Exchanges the rows of a replica with those of the others."""
 
-    Args:
-        step: The step that the replica is in.
-    """
-
-    def __init__(self, step: BatchStep) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self._gather: Gather | None = None
         self._exchange: RowExchange | None = None
         self.close_call()
@@ -67,10 +62,11 @@ class StepRows:
         """End a call, in whatever way."""
         self._is_open = False
 
-    def exchange(self, gather: Gather | None = None) -> bool:
+    def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange rows, unless that was done in this step, or the step goes on with other batches.
 
         Args:
+            batch: The one that the replica is in.
             gather: As for `RowExchange.exchange`.
 
         Returns:
@@ -79,19 +75,19 @@ class StepRows:
         Raises:
             MeshBroken: A connection to another rank ended.
         """
-        if self._exchange is None or not self._is_open or not self._step.begin_exchange():
+        if self._exchange is None or not self._is_open or not batch.note_exchange():
             return False
         self._note(self._exchange.exchange(self._read(), gather))
         return True
 
-    def exchange_beside_gloo(self) -> None:
+    def exchange_beside_gloo(self, batch: Batch) -> None:
         """Do the same while gloo exchanges gradients, in which other ranks may wait.
 
         Raises:
             DistNetworkError: A connection to another rank ended; those of gloo have to be ended, too.
         """
         try:
-            self.exchange()
+            self.exchange(batch)
         except MeshBroken as error:
             raise DistNetworkError(str(error)) from None  # else it would be taken for one that no rank waits in
 

@@ -31,9 +31,8 @@ from raysgd.connections.torch import new_group_beside
 from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
-from raysgd.torch.parallel.global_record import GlobalRecord
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
 
 _HAS_LEFT = -1  # instead of the number of a model
@@ -197,26 +196,33 @@ class FSDP(NoParallel):
         self._whole.clear()
         self._moved.clear()
 
-    def arm(
-        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
-    ) -> None:
-        """Get ready for a call of `train`.
+    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
+        leg = super().begin_leg(models, may_run_backward, *args, **options)
+        if not self._has_hook:
+            self._has_hook = True
+            for part in _sharded_parts(models):
+                part.set_custom_reduce_scatter(_WeightedReduceScatter(self))
+        return leg
+
+    def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
+        """Return what puts exchanges off.
 
         Where user code runs the loop, it may end in the middle of a window, and gradients that were not exchanged with
         their backward pass never can be. There every batch is exchanged.
         """
-        self.step.defer = _deferrer(_roots(models)) if may_defer and not may_run_backward else None
-        super().arm(models, may_run_backward, window)
-        if self._has_hook:
-            return
-        self._has_hook = True
-        assert self.record is not None, "all ranks step together"
-        for part in _sharded_parts(models):
-            part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
+        if may_run_backward:
+            return None
+        roots = _roots(models)
+
+        def defer(is_deferred: bool) -> None:
+            for root in roots:
+                root.set_requires_gradient_sync(not is_deferred)
+
+        return defer
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Gradients whose exchange was put off are kept aside, out of reach of `zero_grad`."""
-        return self.step.defer is None and super().are_cleared(parameters)
+        return self.leg.defer is None and super().are_cleared(parameters)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -302,8 +308,8 @@ class FSDP(NoParallel):
 class _WeightedReduceScatter:
     """The exchange of gradients, weighted on their way out."""
 
-    def __init__(self, step: BatchStep, record: GlobalRecord) -> None:
-        self._step, self._record = step, record
+    def __init__(self, parallel: FSDP) -> None:
+        self._parallel = parallel
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -311,19 +317,12 @@ class _WeightedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        self._record.note("gradients were exchanged")
-        weight = self._step.outgoing_weight()
+        assert self._parallel.record is not None, "all ranks step together"
+        self._parallel.record.note("gradients were exchanged")
+        weight = self._parallel.leg.outgoing_weight()
         if isinstance(weight, torch.Tensor) or weight != 1.0:
             input_tensor.mul_(weight) if isinstance(weight, torch.Tensor) or weight else input_tensor.zero_()
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
-
-
-def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
-    def defer(is_deferred: bool) -> None:
-        for root in roots:
-            root.set_requires_gradient_sync(not is_deferred)
-
-    return defer
 
 
 def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:

@@ -22,6 +22,7 @@ from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
 _NUM_NAMES_OF_SUMS = 8  # of one that no rank waits for any more, and of those that may follow it
@@ -46,8 +47,8 @@ class HorovodParallel(HorovodByHand):
         super().__init__()
         require_names(torch._C, "_current_graph_task_id")
         require_names(torch.autograd.Variable, "_execution_engine")
-        self.synchronizes = self.step.is_global = world_size > 1
-        self.step.open_call(1)
+        self.synchronizes = world_size > 1
+        self.leg = Leg(is_global=self.synchronizes)
         self.record = GlobalRecord() if self.synchronizes else None
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._averaged: set[torch.Tensor] = set()
@@ -123,7 +124,7 @@ class HorovodParallel(HorovodByHand):
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Weight a gradient before it is sent: Horovod has a place for that, which it calls compression."""
         gradient = gradient.contiguous()  # Horovod takes no other
-        weight = self.step.outgoing_weight()
+        weight = self.leg.outgoing_weight()
         return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
@@ -147,11 +148,6 @@ class HorovodParallel(HorovodByHand):
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
         return () if self.synchronizes else None
-
-    def arm(
-        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
-    ) -> None:
-        super().arm(models, may_run_backward, window)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

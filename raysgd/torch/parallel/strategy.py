@@ -2,8 +2,8 @@
 
 The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where
 the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
-samples first (`BatchStep.weight`, 1.0 nearly always): by a hook, on its way out. With gradient accumulation a hook
-would see the sum of several batches, so there the library has to run the pass. `raysgd.torch.parallel.step` has the
+samples first (`Batch.weight`, 1.0 nearly always): by a hook, on its way out. With gradient accumulation a hook would
+see the sum of several batches, so there the library has to run the pass. `raysgd.torch.parallel.amounts` has the
 arithmetic.
 """
 
@@ -28,7 +28,8 @@ from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.exchanges import Exchanges, StepRows
 from raysgd.torch.parallel.global_record import GlobalRecord
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.leg import Leg, StepWatcher
+from raysgd.torch.parallel.logical_shards import LogicalShards
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
@@ -51,7 +52,7 @@ class NoParallel:
         synchronizes: Whether every step involves all ranks.
         has_others: Whether there are other ranks.
         is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
-        step: The step that the replica is in.
+        leg: The part of a training call that this group runs; between two calls one that no call is in.
         exchanges: What became of the exchanges of that step.
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
         rows: What the ranks tell each other in each step; None where they tell nothing.
@@ -63,11 +64,9 @@ class NoParallel:
     is_sharded = False
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
-        self.step = BatchStep()
-        self.rows = StepRows(self.step) if tells_rows else None
+        self.leg = Leg(is_global=self.synchronizes)
+        self.rows = StepRows() if tells_rows else None
         self.has_others = has_others
-        self.step.is_global = self.synchronizes
-        self.step.open_call(1)
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
         self.exchanged: set[int] = set()
@@ -97,24 +96,49 @@ class NoParallel:
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Make optimizers that were made before `wrap` step what the wrapped models train."""
 
-    def arm(
-        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
-    ) -> None:
-        """Get ready for a call of `train`.
+    def begin_leg(
+        self,
+        models: Sequence[torch.nn.Module],
+        may_run_backward: bool,
+        window: int = 1,
+        *,
+        most_parts: int = 1,
+        shards: LogicalShards | None = None,
+        watcher: StepWatcher | None = None,
+        may_defer: bool = True,
+    ) -> Leg:
+        """Begin a call of `train`, or go on with it in this group.
 
         Args:
             models: The wrapped models.
             may_run_backward: Whether user code may run backward passes itself. It may catch what they raise, too, so
                 exchanges are looked at before a step counts.
-            window: How many batches make an optimizer step.
-            may_defer: Whether the exchange of gradients may wait for the last of them.
+            window: How many batches make an optimizer step; as the next three, it is for the `Leg`.
+            most_parts: In how many batches a rank may take a global batch.
+            shards: What keeps the gradients of logical shards.
+            watcher: Is told of steps and exchanges.
+            may_defer: Whether the exchange of gradients may wait for the last batch of a window.
         """
-        self.step.open_call(window)
+        leg = self.leg = Leg(window, most_parts=most_parts, shards=shards, is_global=self.synchronizes, watcher=watcher)
+        leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
+        if leg.defer is not None:
+            leg.defer(False)
         if self.record is not None:
             self.record.begin()
         if self._left_out:
-            self.step.refresh = partial(self._refresh_left_out, in_training=True)
-        self.step.check = self.exchanges.check if may_run_backward and self.has_others else None
+            leg.refresh = partial(self._refresh_left_out, in_training=True)
+        leg.check = self.exchanges.check if may_run_backward and self.has_others else None
+        return leg
+
+    def end_leg(self) -> None:
+        """End it, in whatever way: what user code does between two calls is no step over the data."""
+        if self.leg.defer is not None:
+            self.leg.defer(False)
+        self.leg = Leg(is_global=self.synchronizes)
+
+    def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
+        """What is told ahead of a batch whether the exchange of its gradients is put off; None for nothing."""
+        return None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         """Average gradients of all that the wrapped `models` train by now. All ranks do it at the same time.
@@ -193,8 +217,8 @@ class NoParallel:
         """Note that gradients are exchanged."""
         if self.record is not None:
             self.record.note(work)
-        if self.step.exchanges is not None:
-            self.step.exchanges()
+        if self.leg.watcher is not None:
+            self.leg.watcher.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients over the ranks whose exchange was put off for a batch that never came."""
@@ -206,7 +230,7 @@ class NoParallel:
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside is a backward pass for these parameters that is not the first one of a batch, on a weighted loss."""
-        with self.step.weighting():
+        with self.leg.weighting():
             yield
 
     @contextmanager

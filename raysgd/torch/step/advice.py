@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._private_names import require_names
 from raysgd.torch.data.batch_sampler import PassPlan
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.leg import Leg
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _DTYPES = re.compile("dtype|scalar type|Input type", re.IGNORECASE)
@@ -34,12 +34,12 @@ _FLOAT64 = (
 
 
 @contextmanager
-def with_advice(models: Iterable[torch.nn.Module], divided: BatchStep | None = None) -> Iterator[None]:
+def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -> Iterator[None]:
     """Put advice before the words of an exception that it knows; the exception stays the same object.
 
     Args:
         models: Those that are trained.
-        divided: The step, if its batches are shares of global batches.
+        divided: The leg, if its batches are shares of global batches.
     """
     try:
         yield

@@ -18,8 +18,8 @@ from raysgd._numbers.meters import BATCH_WEIGHT, as_weight
 from raysgd._text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.step import BatchStep, Counted, Omitted
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
@@ -39,14 +39,14 @@ class OwnSteps:
         precision: Precision,
         options: StepOptions,
         bounds: Any,
-        step: BatchStep,
+        parallel: NoParallel,
         callbacks: InstalledCallbacks,
     ) -> None:
         self._callbacks = callbacks
         self._precision = precision
         self._options, self.clips = options, options.clips
         self._bounds = bounds
-        self._step = step
+        self._parallel = parallel
         self._is_clipped = self._has_clipped = False
         self._optimizers: Sequence[Any] = ()
         self._sees_all = True
@@ -115,7 +115,7 @@ class OwnSteps:
         self._check_closure(optimizer)
 
         def compute() -> Any:
-            self._step.stepped(optimizer)  # each call of the closure begins with no gradients
+            self._parallel.leg.stepped(optimizer)  # each call of the closure begins with no gradients
             loss = closure()
             self._check_gradients(optimizer)
             return loss
@@ -124,14 +124,14 @@ class OwnSteps:
 
     def _check_closure(self, optimizer: Any) -> None:
         """Refuse a closure, which computes a whole step, where a step takes other ranks or several batches."""
-        name = type(optimizer).__name__
-        if self._step.is_global:
+        name, leg = type(optimizer).__name__, self._parallel.leg
+        if leg.is_global:
             raise ValueError(
                 f"`{name}.step` was given a closure, which an optimizer calls as often as this worker's loss makes "
                 "it, and the workers would step differently: use one worker, or an optimizer that needs no closure, "
                 "and call `self.backward(loss)` and `self.optimizer_step()`."
             )
-        if self._step.window > 1 or self._step.shards is not None:
+        if leg.window > 1 or leg.shards is not None:
             raise ValueError(
                 f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
                 "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."
@@ -140,9 +140,10 @@ class OwnSteps:
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # such a step changes nothing: some programs take one ahead of a scheduler
-        if not self._is_clipped and self._step.window > 1 and self._step.adds_to(optimizer):
+        leg = self._parallel.leg
+        if not self._is_clipped and leg.window > 1 and leg.adds_to(optimizer):
             raise ValueError(
-                f"`{self._step.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
+                f"`{leg.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
                 "wait for more batches: call `self.optimizer_step()` for every batch instead."
             )
         self._about_to_step.add(id(optimizer))
@@ -156,7 +157,7 @@ class OwnSteps:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Runs after each step of an optimizer, from any caller."""
         if not self._is_clipped:  # else the library says so, also of a step that was left out
-            self._step.stepped(optimizer)
+            self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return
         overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips its step by itself
@@ -218,12 +219,12 @@ class Gradients:
         """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
         if call.amount is None or not torch.is_grad_enabled():
             return
-        step = self._parallel.step
-        if not step.is_padding:
-            step.amounts.append(call.amount)
-        if step.has_several_batches:
+        batch = self._parallel.leg.batch
+        if not batch.is_padding:
+            batch.amounts.append(call.amount)
+        if self._parallel.leg.has_several_batches:
             self._labels = call._replace(output=None, target=None)  # large, and not to outlive the batch
-            step.has_uncounted = step.has_uncounted | (not step.is_padding and call.is_uneven)
+            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
         """Return by how much a batch counts, if not by its samples.
@@ -231,9 +232,9 @@ class Gradients:
         Args:
             given: What user code says; None for the labels of the loss that was noted last.
         """
-        step, labels = self._parallel.step, self._labels
+        leg, labels = self._parallel.leg, self._labels
         weight = labels.amount if given is None else as_weight("weight", given)
-        if step.shards is not None:
+        if leg.shards is not None:
             if given is None and labels.is_uneven is not True:  # of a device only `end_call` learns it
                 return None
             by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
@@ -242,17 +243,17 @@ class Gradients:
                 f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
                 "`deterministic=True`, or use a loss that is the mean over the samples."
             )
-        step.has_uncounted = False
-        return 0.0 if step.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
+        leg.batch.has_uncounted = False
+        return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def check_labels(self) -> None:
         """Refuse gradients of a loss that left labels out, where no one said how much the batch counts.
 
         Labels on a device are looked at when the call ends: to look at them here would wait for the device.
         """
-        step = self._parallel.step
-        if step.has_uncounted is not False and step.has_several_batches:
-            self._uncounted, step.has_uncounted = self._uncounted | step.has_uncounted, False
+        batch = self._parallel.leg.batch
+        if batch.has_uncounted is not False and self._parallel.leg.has_several_batches:
+            self._uncounted, batch.has_uncounted = self._uncounted | batch.has_uncounted, False
             if not isinstance(self._uncounted, torch.Tensor):
                 self.end_call()
 
@@ -289,26 +290,26 @@ class Gradients:
             weight: How much the batch counts, as user code says; None if it does not.
             trained: All parameters that are trained.
         """
-        step, cleared, is_given = self._parallel.step, [*chosen, *bystanders], weight is not None
-        if not (is_given or step.has_several_batches):  # one batch of one process: it counts alone
+        leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
+        if not (is_given or leg.has_several_batches):  # one batch of one process: it counts alone
             self._clear(chosen, bystanders)
-            step.note_backward(cleared)
+            leg.note_backward(cleared)
             if self._parallel.has_others:
-                step.end_forward()
+                leg.end_forward()
             self._precision.backward(loss, chosen[0])
             return
         if is_given or self._labels.result is loss:
             weight = self._weight_of(weight)
-        if weight is None and step.has_uncounted is not False:
+        if weight is None and leg.batch.has_uncounted is not False:
             self.check_labels()
-        if step.shards is not None:
+        if leg.shards is not None:
             self._compute_shard(loss, cleared, list(trained()))
             return
         self._clear(chosen, bystanders)
-        is_further = step.note_backward(cleared, weight)
-        step.end_forward()
+        is_further = leg.note_backward(cleared, weight)
+        leg.end_forward()
         with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
-            if step.window > 1:
+            if leg.window > 1:
                 self._pass(loss * self.share(weight, is_given), chosen[0], cleared, is_further)
             elif weight is None:
                 self._pass(loss, chosen[0], cleared, is_further)
@@ -321,15 +322,15 @@ class Gradients:
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
     ) -> None:
         """Run a backward pass of a batch, which may count otherwise than by its samples."""
-        step = self._parallel.step
+        leg = self._parallel.leg
         if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
         elif is_further:  # it adds to gradients that are averaged already, so no hook may multiply the sum
-            factor = counted.factor() if counted is not None else step.weight if step.window == 1 else 1.0
+            factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
             with self._parallel.further_pass(self._parameters(cleared)):
                 self._precision.backward(loss * factor, optimizer)
         else:
-            with step.weighting(counted):
+            with leg.weighting(counted):
                 self._precision.backward(loss, optimizer)
 
     def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
@@ -345,7 +346,7 @@ class Gradients:
         """Count a batch in its window; return what to multiply its loss with."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
-        return parallel.step.share(weight, parallel.num_ranks, self._usual, is_of_criterion=not is_given)
+        return parallel.leg.share(weight, parallel.num_ranks, self._usual, is_of_criterion=not is_given)
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
@@ -356,9 +357,9 @@ class Gradients:
         Raises:
             ValueError: Gradients that it is to add to are gone, or it is unknown whether they were used.
         """
-        step, stale = self._parallel.step, []
+        leg, stale = self._parallel.leg, []
         for each in chosen:
-            if step.adds_to(each):
+            if leg.adds_to(each):
                 self._check_waiting(each)
             else:
                 stale.append(each)
@@ -367,38 +368,38 @@ class Gradients:
 
     def _check_waiting(self, optimizer: Any) -> None:
         """Check gradients that a loss is to be added to."""
-        step = self._parallel.step
-        if step.window == 1 and not self._own_steps.sees(optimizer):
+        leg = self._parallel.leg
+        if leg.window == 1 and not self._own_steps.sees(optimizer):
             raise ValueError(
                 f"`self.backward` was called again for a batch, and it is unknown whether `{type(optimizer).__name__}` "
                 "has stepped, which is not registered or no `torch.optim.Optimizer`: call `self.optimizer_step()` to "
                 "step it, or add the losses up and call `self.backward` once."
             )
-        if step.window > 1 and self._parallel.are_cleared(self._precision.parameters(optimizer)):
+        if leg.window > 1 and self._parallel.are_cleared(self._precision.parameters(optimizer)):
             raise ValueError(
-                f"`{step.option}`: the gradients of earlier batches of this step are gone. `self.backward` clears "
+                f"`{leg.option}`: the gradients of earlier batches of this step are gone. `self.backward` clears "
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
                 "multiply its loss by 0."
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
         """Compute the gradients of a logical shard, and after the last one those of the global batch."""
-        step = self._parallel.step
-        assert step.shards is not None
-        step.end_forward()
-        step.use()
+        leg = self._parallel.leg
+        assert leg.shards is not None
+        leg.end_forward()
+        leg.use()
         for each in optimizers:
             each.zero_grad()
-        self._precision.backward(loss * step.shards.fraction, optimizers[0])
+        self._precision.backward(loss * leg.shards.fraction, optimizers[0])
         parameters = [each for each in trained if each.requires_grad]
-        if not step.is_padding:
-            step.shards.keep(parameters)
-        if step.is_boundary:
+        if not leg.batch.is_padding:
+            leg.shards.keep(parameters)
+        if leg.batch.is_boundary:
             self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
                 if self._parallel.rows is not None:
-                    self._parallel.rows.exchange()
-                step.shards.add_up(parameters, step.shards.seed_of_step)
+                    self._parallel.rows.exchange(leg.batch)
+                leg.shards.add_up(parameters, leg.shards.seed_of_step)
             self._parallel.exchanges.count(True)
 
     # ------------------------------------------------------------------------------------ steps
@@ -412,8 +413,8 @@ class Gradients:
         Raises:
             ValueError: This rank leaves samples out, and the others have not heard of it.
         """
-        step, num_ranks, correction = self._parallel.step, self._parallel.num_ranks, 1.0
-        window, omitted, parameters = step.waiting, step.omitted, self._precision.parameters(optimizer)
+        leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
+        window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)
         if window is not None:
             if not window.is_exchanged:
                 self._parallel.exchange(parameters)
@@ -447,7 +448,7 @@ class Gradients:
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
         """Let optimizers not step, because nothing counts in their gradients."""
         for each in optimizers:
-            self._parallel.step.leave_out(each)
+            self._parallel.leg.batch.left_out.add(id(each))
             for parameter in self._precision.parameters(each):
                 parameter.grad = None
         if self._once.is_first("nothing counts"):
@@ -458,21 +459,21 @@ class Gradients:
 
     def apply(self, optimizers: Iterable[Any]) -> None:
         """Step optimizers, if all their gradients are there."""
-        step = self._parallel.step
+        leg = self._parallel.leg
         for optimizer in optimizers:
-            if step.window > 1:
-                step.end_batch()
-            if not step.is_boundary:
+            if leg.window > 1:
+                leg.batch.was_asked_to_step = True
+            if not leg.batch.is_boundary:
                 continue
-            if step.window > 1:
+            if leg.window > 1:
                 self.complete(optimizer)
-            if id(optimizer) not in step.left_out:
+            if id(optimizer) not in leg.batch.left_out:
                 self._own_steps.step(optimizer)
-            step.stepped(optimizer)
+            leg.stepped(optimizer)
 
     def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
         """Warn once where metrics are averaged by a weight, and gradients are not."""
-        weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.step.weights
+        weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.leg.batch.weights
         if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
             logger.warning(
                 "`%s.train_batch` returned `batch_weight` %s, and no backward pass of the batch had that weight. It "

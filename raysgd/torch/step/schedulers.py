@@ -11,7 +11,7 @@ from raysgd._numbers.metric_names import validation_name
 from raysgd._numbers.results import as_number
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.batch import Batch
 
 MeanOf = Callable[[str, Mapping[str, Any]], float | None]
 """Name and metrics of one worker -> the mean over all workers; None where there is none."""
@@ -45,9 +45,9 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
     return by_batch, by_epoch
 
 
-def step_after_batch(schedulers: Sequence[Any], precision: Precision, step: BatchStep) -> None:
+def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: Batch) -> None:
     """Step them after a step of the optimizer, if that was taken."""
-    if not (precision.has_skipped() or step.left_out):
+    if not (precision.has_skipped() or batch.left_out):
         for scheduler in schedulers:
             scheduler.step()
 

@@ -48,17 +48,17 @@ class PlaceInStep(Protocol):
 
 
 ItemT = TypeVar("ItemT")
-StepT = TypeVar("StepT", bound=PlaceInStep)
+PlaceT = TypeVar("PlaceT", bound=PlaceInStep)
 
 
-class BatchStream(ABC, Generic[ItemT, StepT]):
+class BatchStream(ABC, Generic[ItemT, PlaceT]):
     """Hands out the batches of a source, pass after pass, and remembers where it is.
 
     A subclass says what an item of its source is, and how samples are counted.
 
     Args:
         source: Where the batches come from.
-        step: Told about each step before its batch is handed out.
+        place_of: Returns the place of the replica, which is told about each step before its batch is handed out.
         next_pass: Called whenever a new pass is opened; returns its index.
         undo: Called ahead of a batch of padding; what it returns is called when that batch is done with.
 
@@ -73,12 +73,12 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
     def __init__(
         self,
         source: Any,
-        step: StepT,
+        place_of: Callable[[], PlaceT],
         next_pass: Callable[[], int],
         undo: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.source = source
-        self._step = step
+        self._place_of = place_of
         self._next_pass = next_pass
         self._undo = undo
         self._undo_padding: Callable[[], None] | None = None
@@ -94,9 +94,9 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self.num_steps_taken = 0
 
     @property
-    def place(self) -> StepT:
+    def place(self) -> PlaceT:
         """The place of the batch that was handed out last."""
-        return self._step
+        return self._place_of()
 
     @property
     @abstractmethod
@@ -130,7 +130,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         if self._undo_padding is not None:
             self._leave_padding()
         if self._num_open:
-            self._step.confirm()
+            self.place.confirm()
         self._num_open = 0
 
     def break_off(self) -> None:
@@ -153,7 +153,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
 
         An empty source ends the iteration.
         """
-        num_drawn, just_opened = 0, False
+        num_drawn, just_opened, place = 0, False, self.place
         self._undo_padding = None
         if self._live is not None and num_steps != 0:
             self.prepare()
@@ -162,7 +162,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
                 if num_steps is None and num_drawn:
                     break
                 self._live, just_opened = self._open(), True
-            self._step.began_at = time.perf_counter()
+            place.began_at = time.perf_counter()
             if not self._ahead:
                 self._ahead.append(next(self._live, None))
             item = self._ahead[0]  # counts as drawn once it is handed out: a look ahead that fails does not lose it
@@ -178,15 +178,15 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
             batch = self._hand_out(item, is_last_of_call=num_drawn == num_steps and self._is_last_of_step)
             if batch is not NO_BATCH:
                 self._num_open += self._is_first_of_step
-                if self._step.is_padding:
+                if place.is_padding:
                     yield from self._undoing_padding(batch)
                 else:
                     yield batch
-                if self._step.is_boundary:
+                if place.is_boundary:
                     self.settle()
                     if self.at_boundary is not None:
                         self.at_boundary()
-        self._step.end_stream()
+        place.end_stream()
 
     def _open(self) -> Iterator[ItemT]:
         if self.has_one_pass and self._has_begun:
@@ -235,15 +235,16 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
 class WatchedBatches:
     """The iterator that a `train_epoch` is given; it knows whether it was used."""
 
-    def __init__(self, batches: Iterator[Any], step: PlaceInStep) -> None:
+    def __init__(self, batches: Iterator[Any], stream: BatchStream[Any, Any]) -> None:
         self._batches = batches
-        self._step = step
+        self._stream = stream
         self.was_touched = False
 
     @property
     def is_padding(self) -> bool:
         """True if the batch drawn last repeats samples: other workers have some left, and this one has none."""
-        return self._step.is_padding
+        is_padding: bool = self._stream.place.is_padding
+        return is_padding
 
     def __iter__(self) -> Iterator[Any]:
         self.was_touched = True

@@ -19,14 +19,17 @@ class Loop:
 
     Attributes:
         first_bin: What the time of a call is booked as before a batch is drawn, and where the library draws no batch.
-        step: The step that the replica is in.
     """
 
     first_bin: ClassVar[str] = OTHER
-    step: PlaceInStep
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
+
+    @property
+    def place(self) -> PlaceInStep:
+        """The place of the replica in the running call."""
+        raise NotImplementedError
 
     @property
     def is_whole(self) -> bool:

@@ -21,8 +21,8 @@ from raysgd.torch.data.batch_streams import (
 from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import Ranks
-from raysgd.torch.parallel.step import BatchStep
 
 SEED = 7
 
@@ -89,7 +89,8 @@ def in_lockstep(batches: Any) -> PlainSource:
 
 def make_stream(source: LoaderSource) -> tuple[TorchBatchStream, Passes]:
     passes = Passes()
-    return TorchBatchStream(source, BatchStep(), passes), passes
+    leg = Leg()
+    return TorchBatchStream(source, lambda: leg, passes), passes
 
 
 def numbers(batches: Any) -> list[Any]:
@@ -218,29 +219,31 @@ def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> 
 
 
 def test_each_batch_comes_with_its_share_of_the_step() -> None:
-    step = BatchStep()
-    stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), step, Passes())
-    shares = [(_bare(batch), step.weight, step.num_samples) for batch in stream.take(None)]
+    leg = Leg()
+    stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), lambda: leg, Passes())
+    shares = [(_bare(batch), leg.batch.weight, leg.num_samples) for batch in stream.take(None)]
     assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
-    second = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), step, Passes())
-    shares = [(_bare(batch), step.weight, step.num_samples) for batch in second.take(None)]
+    second = TorchBatchStream(
+        DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), lambda: leg, Passes()
+    )
+    shares = [(_bare(batch), leg.batch.weight, leg.num_samples) for batch in second.take(None)]
     assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
 
 
 def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
-    step = BatchStep()
-    stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), step, Passes())
-    assert [(step.weight, step.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
+    leg = Leg()
+    stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), lambda: leg, Passes())
+    assert [(leg.batch.weight, leg.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
 
 
 def test_a_batch_counts_by_the_samples_that_were_drawn_whatever_a_collator_returns() -> None:
     data = TensorDataset(torch.arange(7))
     loader = DataLoader(data, batch_size=4, collate_fn=lambda samples: default_collate(samples[1:]))
-    step = BatchStep()
+    leg = Leg()
     sharded = shard_loader(loader, rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    stream = TorchBatchStream(DividedLoaderSource(sharded, SEED), step, Passes())
-    assert [(len(batch[0]), step.num_samples) for batch in stream.take(None)] == [(3, 4), (2, 3)]
+    stream = TorchBatchStream(DividedLoaderSource(sharded, SEED), lambda: leg, Passes())
+    assert [(len(batch[0]), leg.num_samples) for batch in stream.take(None)] == [(3, 4), (2, 3)]
 
 
 class Growing(torch.utils.data.Dataset[int]):

@@ -15,6 +15,7 @@ from raysgd.torch.hosting import step_loop
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.worker_callbacks import InstalledCallbacks
@@ -105,14 +106,14 @@ def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
 def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
     operator = Plain()
     loop = loop_of(operator, undo)
-    loop.step.opens()
+    loop.begin_step()
     operator.sgd.step()
     assert loop.is_whole == loop.can_return == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     loop = loop_of(Plain(), undo=False)
-    loop.step.opens()
+    loop.begin_step()
     assert (loop.is_whole, loop.can_return) == (False, True)
 
 
@@ -121,7 +122,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
 ) -> None:
     monkeypatch.setattr(step_loop, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
     loop = loop_of(OwnBatch())
-    loop.step.opens()
+    loop.begin_step()
     assert not loop.is_whole
     assert "would take 8 of 10 MiB that are free" in caplog.text
 
@@ -130,15 +131,15 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
     for waits in (False, True):
-        loop.step.opens()
+        loop.begin_step()
         operator.sgd.zero_grad()
         operator.compute()
-        loop.step.exchanges()
+        loop.note_exchange()
         if not waits:
             operator.sgd.step()
         loop.note_boundary()
         assert [each is not None for each in loop.waiting_parameters()] == [waits] * 2 * waits
-        loop.step.opens()
+        loop.begin_step()
         operator.compute()
         assert loop.is_whole
         loop.return_to_boundary()
@@ -148,16 +149,16 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
 def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.step.opens()
+    loop.begin_step()
     operator.compute()
     loop.note_boundary()
     assert not loop.is_whole
-    loop.step.opens()
+    loop.begin_step()
     operator.compute()
-    loop.step.exchanges()
+    loop.note_exchange()
     loop.note_boundary()
     assert not loop.is_whole, "those of the batch before are among them"
-    loop.step.opens()
+    loop.begin_step()
     operator.sgd.step()
     loop.note_boundary()
     assert loop.is_whole
@@ -170,10 +171,10 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator, parallel=OfTwo())
     for exchanges in (False, True):
-        loop.step.opens()
+        loop.begin_step()
         operator.compute()
         if exchanges:
-            loop.step.exchanges()
+            loop.note_exchange()
         operator.sgd.step()
         loop.note_boundary()
         assert loop.is_whole == exchanges
@@ -182,7 +183,7 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.step.opens()
+    loop.begin_step()
     operator.compute()
     operator.sgd.step()
     loop.note_restored()
@@ -192,7 +193,8 @@ def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
 
 def test_the_time_of_a_call_begins_at_zero() -> None:
     loop = loop_of(Plain())
-    loop._parallel.step.own_s = 2.0
+    loop._leg = Leg()
+    loop._leg.own_s = 2.0
     assert loop.own_s == 2.0
     loop.begin_call()
     assert loop.own_s is None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.strategy import NoParallel, unwrap
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
@@ -35,9 +36,9 @@ def test_a_frozen_model_is_not_wrapped() -> None:
 
 def test_a_single_replica_is_left_as_it_is() -> None:
     parallel, model = NoParallel(), a_model()
-    parallel.step.weight = 0.5
+    parallel.leg.batch = Batch(0.5)
     assert parallel.wrap(model, None, {}) is model
-    parallel.arm([model], may_run_backward=True)
+    parallel.begin_leg([model], may_run_backward=True)
     assert gradient(parallel, model) == [1.0, 1.0]
     with parallel.evaluating([model]):
         pass
@@ -101,7 +102,7 @@ def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
     """A process that loads data may be the one that searches; it has none of the group's threads, and would hang."""
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
-    parallel.arm([model], may_run_backward=True)
+    parallel.begin_leg([model], may_run_backward=True)
     gradient(parallel, model)
     left = weakref.ref(dist.group.WORLD)
     gc.collect()
@@ -121,10 +122,10 @@ def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
 def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
-    parallel.arm([model], may_run_backward=is_armed)
+    parallel.begin_leg([model], may_run_backward=is_armed)
     for _ in range(2):
         reformed(parallel)
-        parallel.step.weight = 0.25
+        parallel.leg.batch = Batch(0.25)
         assert gradient(parallel, model) == [0.25, 0.25]
         assert model._comm_hooks
 
@@ -132,13 +133,13 @@ def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None
 def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     assert "not kept equal" in str(NoParallel().obstacle)
     plain = DDP()
-    plain.arm([plain.wrap(a_model(), None, {})], may_run_backward=True)
+    plain.begin_leg([plain.wrap(a_model(), None, {})], may_run_backward=True)
     assert plain.obstacle is None, "a hook of the library's own is installed again"
 
 
 def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
     """For each parameter whether its gradient went out weighted, as those do that are averaged, and no other."""
-    parallel.step.weight = 0.0
+    parallel.leg.batch = Batch(0.0)
     for _ in range(2):  # an exchange that is not complete is found out in the next step
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
@@ -155,13 +156,13 @@ def test_after_a_rewrap_what_a_model_trains_is_averaged_also_in_a_new_group(
     for layer, frozen in zip(layers, was_frozen, strict=True):
         layer.requires_grad_(not frozen)
     model = parallel.wrap(layers, None, {})
-    parallel.arm([model], may_run_backward=True)
+    parallel.begin_leg([model], may_run_backward=True)
     for layer, frozen in zip(layers, is_frozen, strict=True):
         layer.requires_grad_(not frozen)
     parallel.rewrap([model], is_agreed=is_agreed)
     for _ in range(2):
         assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
-        parallel.step.check()
+        parallel.leg.check()
         assert model.module is layers
         reformed(parallel)
 
@@ -171,7 +172,7 @@ def test_a_new_group_wraps_what_was_wrapped_whatever_is_frozen_at_the_moment() -
     parallel, layers = DDP(), two_layers()
     layers[0].requires_grad_(False)
     model = parallel.wrap(layers, None, {})
-    parallel.arm([model], may_run_backward=True)
+    parallel.begin_leg([model], may_run_backward=True)
     layers.requires_grad_(False)
     reformed(parallel)
     assert not any(parameter.requires_grad for parameter in layers.parameters())
@@ -182,7 +183,7 @@ def test_a_new_group_wraps_what_was_wrapped_whatever_is_frozen_at_the_moment() -
 def test_a_model_may_be_all_frozen_when_it_is_wrapped_again() -> None:
     parallel, layers = DDP(), two_layers()
     model = parallel.wrap(layers, None, {})
-    parallel.arm([model], may_run_backward=True)
+    parallel.begin_leg([model], may_run_backward=True)
     layers.requires_grad_(False)
     parallel.rewrap([model])
     assert not any(parameter.requires_grad for parameter in layers.parameters())
@@ -194,13 +195,13 @@ def test_a_step_that_trains_what_is_not_wrapped_is_an_error() -> None:
     parallel, layers, teacher = DDP(), two_layers(), a_model().requires_grad_(False)
     layers[0].requires_grad_(False)
     models = [parallel.wrap(layers, None, {}), parallel.wrap(teacher, None, {})]
-    parallel.arm(models, may_run_backward=False)
+    parallel.begin_leg(models, may_run_backward=False)
     parallel.rewrap(models, is_agreed=True)
-    parallel.step.check()
+    parallel.leg.check()
     for part in (layers[0], teacher):
         part.requires_grad_(True)
         with pytest.raises(ValueError, match=r"Call `self.rewrap\(\)` after you unfreeze"):
-            parallel.step.check()
+            parallel.leg.check()
         part.requires_grad_(False)
 
 
@@ -218,10 +219,10 @@ def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     parallel, layers = DDP(), two_layers()
     layers[0].requires_grad_(False)
     model = DistributedDataParallel(layers)
-    parallel.arm([model], may_run_backward=True)
+    parallel.begin_leg([model], may_run_backward=True)
     reducer = model.reducer
     layers[0].requires_grad_(True)
-    parallel.step.check()
+    parallel.leg.check()
     parallel.rewrap([model])
     assert model.reducer is reducer
 

@@ -34,7 +34,7 @@ def test_a_hook_that_was_registered_by_hand_is_refused() -> None:
     model = parallel.wrap(a_model(), None, {})
     model.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match=r"`ddp_args=\{\"comm_hook\": \(state, hook\)\}`"):
-        parallel.arm([model], may_run_backward=False)
+        parallel.begin_leg([model], may_run_backward=False)
 
 
 def wraps_by_hand(model: Any, _: Any, options: Any) -> Any:
@@ -53,14 +53,14 @@ def test_a_model_with_a_process_group_of_its_own_is_refused(wraps: Any, made: An
     with pytest.raises(
         ValueError, match=r"gradients are averaged over all workers.*`TorchTrainer\(strategy=\"none\"\)`"
     ):
-        DDP().arm([wraps(a_model(), None, {"process_group": made()})], may_run_backward=False)
+        DDP().begin_leg([wraps(a_model(), None, {"process_group": made()})], may_run_backward=False)
 
 
 def test_an_exchange_of_the_users_hook_is_timed() -> None:
     parallel = DDP()
     parallel.exchanges.ledger = Ledger()
     model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
-    parallel.arm([model], may_run_backward=False)
+    parallel.begin_leg([model], may_run_backward=False)
     parallel.exchanges.ledger.enter(USEFUL)
     model(torch.ones(1, 2)).sum().backward()
     assert parallel.exchanges.ledger.of_call().get(EXCHANGE)
@@ -82,11 +82,11 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
     parallel = DDP()
     parallel.exchanges = Exchanges(is_broken=lambda: True)
     model = parallel.wrap(a_model(), None, {})
-    parallel.arm([model], may_run_backward=True)
+    parallel.begin_leg([model], may_run_backward=True)
     with pytest.raises(ValueError, match="not at the same exchange"):
         gradient(parallel, model)
     with pytest.raises(dist.DistNetworkError, match="user code went on"):
-        parallel.step.check()
+        parallel.leg.check()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9])
@@ -100,7 +100,7 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.exchanges_at_once", lambda: Many(World(0, num_ranks)))
     parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
-    parallel.arm(models, may_run_backward=False)
+    parallel.begin_leg(models, may_run_backward=False)
     for model, size in zip(models, sizes, strict=True):
         model(torch.ones(1, size)).sum().backward()
     assert at_once == [4 * size**2 for size in sizes if num_ranks <= 8 or size == sizes[0]]
@@ -117,7 +117,7 @@ def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> 
     model = parallel.wrap(a_model(), None, {})
     hooked = parallel.wrap(a_model(), None, {COMM_HOOK: doubles})
     large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
-    parallel.arm([model, hooked, large], may_run_backward=True)
+    parallel.begin_leg([model, hooked, large], may_run_backward=True)
     for each in (model, hooked):
         torch.save(each, tmp_path / "model.pt")
         assert (tmp_path / "model.pt").stat().st_size < 100_000

@@ -10,6 +10,7 @@ import torch
 
 from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with
@@ -24,7 +25,7 @@ class Bench:
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = NoParallel(has_others=False)
         none: Any = None  # there are no bounds
-        own_steps = OwnSteps(Precision(), StepOptions(), none, self.parallel.step, InstalledCallbacks())
+        own_steps = OwnSteps(Precision(), StepOptions(), none, self.parallel, InstalledCallbacks())
         own_steps.watch([self.optimizer])
         self.own_steps = own_steps
         self.gradients = Gradients(Precision(), self.parallel, own_steps, Once())
@@ -35,11 +36,11 @@ class Bench:
         self.apply()
 
     def open_call(self, window: int) -> None:
-        self.parallel.step.open_call(window)
+        self.parallel.leg = Leg(window)
         self.own_steps.begin_call()
 
     def begin(self, **begin: Any) -> None:
-        self.parallel.step.begin_batch(1.0, 2, 2, **begin)
+        self.parallel.leg.begin_batch(1.0, 2, 2, **begin)
 
     def backward(self, value: float, weight: float | None = None) -> None:
         loss = (self.parameter * value).sum()
@@ -118,7 +119,7 @@ def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
 @pytest.mark.parametrize(("is_global", "window", "words"), [(True, 1, "use one worker"), (False, 2, "omit")])
 def test_a_closure_is_refused_where_a_step_takes_more_than_this_batch(is_global: bool, window: int, words: str) -> None:
     bench = Bench()
-    bench.parallel.step.is_global, bench.parallel.step.window = is_global, window
+    bench.parallel.leg = Leg(window, is_global=is_global)
     with pytest.raises(ValueError, match=rf"^`SGD.step` was given a closure.*{words}"):
         bench.optimizer.step(lambda: pytest.fail("it was called"))
 
@@ -149,7 +150,7 @@ def test_gradients_that_wait_are_stepped_by_the_rung_alone() -> None:
     bench = accumulating()
     with pytest.raises(ValueError, match=r"your code calls `step` of `SGD`, .* call `self.optimizer_step\(\)`"):
         bench.optimizer.step()
-    bench.parallel.step.most_parts = 3
+    bench.parallel.leg.most_parts = 3
     with pytest.raises(ValueError, match="`micro_batch_size`: your code"):
         bench.optimizer.step()
     assert bench.parameter.item() == 0.0

@@ -33,6 +33,9 @@ class Place:
     def end_stream(self) -> None:
         self.log.append("no batch follows")
 
+    def itself(self) -> Place:
+        return self
+
 
 class Numbers(BatchStream[Any, Place]):
     """Batches out of a list; the position is the number of batches."""
@@ -43,7 +46,7 @@ class Numbers(BatchStream[Any, Place]):
         return iter(self.source[consumed:])
 
     def _begin_step(self, item: Any, is_last: bool) -> Any:
-        self._step.is_padding = item is not NO_BATCH and item < 0
+        self.place.is_padding = item is not NO_BATCH and item < 0
         return item
 
 
@@ -64,7 +67,7 @@ class Counter:
 
 def counted(batches: list[Any]) -> tuple[Numbers, Counter]:
     counter = Counter()
-    return Numbers(batches, Place(), lambda: 0, counter.remember), counter
+    return Numbers(batches, Place().itself, lambda: 0, counter.remember), counter
 
 
 def test_what_padding_changes_is_undone_ahead_of_the_next_batch() -> None:
@@ -119,7 +122,7 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
             yield 2
             raise OSError("no file")
 
-    stream = Flaky([], Place(), lambda: 0)
+    stream = Flaky([], Place().itself, lambda: 0)
     batches = stream.take(None)
     assert next(batches) == 1
     with pytest.raises(OSError, match="no file"):
@@ -133,7 +136,7 @@ def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> Non
         def _begin_step(self, item: Any, is_last: bool) -> Any:
             raise ConnectionError("noticed ahead of the batch")
 
-    stream = Broken([1, 2], Place(), lambda: 0)
+    stream = Broken([1, 2], Place().itself, lambda: 0)
     with pytest.raises(ConnectionError):
         next(stream.take(None))
     assert stream.num_steps_completed == 0
@@ -141,13 +144,13 @@ def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> Non
 
 def test_the_step_is_told_when_it_is_done_and_when_no_batch_follows() -> None:
     stream, _ = counted([1, 2])
-    place = stream._step
+    place = stream.place
     assert list(stream.take(1)) == [1]
     assert place.log == ["confirmed", "no batch follows"]
 
 
 def test_watched_batches_know_whether_they_were_used() -> None:
-    watched = WatchedBatches(iter([1, 2]), Place())
+    watched = WatchedBatches(iter([1, 2]), counted([1, 2])[0])
     assert not watched.was_touched
     assert (next(watched), list(watched), watched.was_touched, watched.is_padding) == (1, [2], True, False)
 

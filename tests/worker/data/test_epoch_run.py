@@ -19,7 +19,7 @@ from raysgd.messages.epochs import merged
 from raysgd.torch.data.batch_streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.objects import metric_objects
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.leg import Leg
 from raysgd.utils import BATCH_COUNT
 from raysgd.worker.data.epoch_run import METRICS, EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.rank_rows import RankRows, Row
@@ -162,7 +162,8 @@ def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> No
 def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchBatchStream:
     sharded = shard_loader(DataLoader(range(num_samples), batch_size), rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    return TorchBatchStream(DividedLoaderSource(sharded, 7), BatchStep(), lambda: 0)
+    leg = Leg()
+    return TorchBatchStream(DividedLoaderSource(sharded, 7), lambda: leg, lambda: 0)
 
 
 def a_run(num_steps: int | None = None) -> EpochRun:
