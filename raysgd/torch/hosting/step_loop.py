@@ -29,7 +29,26 @@ from raysgd.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
+
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
+
+
+class _SinceBoundary:
+    """What has happened since the state was last that of a completed step.
+
+    Args:
+        global_step: That of the operator there.
+
+    Attributes:
+        global_step: The same.
+        stepped: The optimizers that began to step, by identity.
+        waiting: The parameters with gradients where a batch began; None if none has begun.
+    """
+
+    def __init__(self, global_step: int) -> None:
+        self.global_step = global_step
+        self.stepped: set[int] = set()
+        self.waiting: list[torch.Tensor] | None = None
 
 
 class StepLoop(Loop):
@@ -54,19 +73,16 @@ class StepLoop(Loop):
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._works: dict[int, str] = {}  # by identity of optimizers: what their steps are recorded as
-        self._stepped: set[int] = set()  # by identity: the optimizers that stepped since the last boundary
-        self._not_stepped: list[Any] = []  # those that did not step in the batch before it
-        self._waiting: list[torch.Tensor] = []  # parameters with gradients where this batch began
+        self._log = _SinceBoundary(0)
+        self._not_stepped: list[Any] = []  # the optimizers that did not step in the batch before the boundary
         self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
         self._watches = undo is not None or self._keeps_gradients  # what each batch does
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
         self._has_own_gradients = False  # that were not exchanged, and wait
         self._has_exchanged = self._has_taken_steps = False  # in the batches of this call
-        self._is_in_batch = False
-        self._global_step_at_boundary = 0
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
-            optimizer.register_step_pre_hook(self._note_step)
+            optimizer.register_step_pre_hook(self._note_step)  # behind those of `setup`: what these raise is no step
 
     @property
     def place(self) -> Leg:
@@ -79,7 +95,7 @@ class StepLoop(Loop):
         return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
-        self._stepped.add(id(optimizer))
+        self._log.stepped.add(id(optimizer))
         if self.undo is not None:
             self.undo.note_step()
         if self._parallel.record is not None:
@@ -88,23 +104,22 @@ class StepLoop(Loop):
     @property
     def can_return(self) -> bool:
         is_copied = self.undo is not None and self.undo.is_whole
-        return is_copied or not self._stepped
+        return is_copied or not self._log.stepped
 
     @property
     def is_whole(self) -> bool:
         """True if the state is that of a completed step, or can be made that one."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
             return False  # steps without an exchange bypass the others; the call compares the ranks when it is repeated
-        if self.undo is None or not self._is_in_batch:
-            return not self._stepped
+        if self.undo is None or self._log.waiting is None:
+            return not self._log.stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
     def begin_step(self) -> None:
         """See `StepWatcher`."""
-        self._waiting = self.waiting_parameters()
-        self._is_in_batch = True
+        self._log.waiting = self.waiting_parameters()
         if self.undo is not None:
-            self.undo.begin_batch(self._waiting)
+            self.undo.begin_batch(self._log.waiting)
 
     def note_exchange(self) -> None:
         """See `StepWatcher`."""
@@ -115,48 +130,45 @@ class StepLoop(Loop):
         """Return the parameters with gradients that no optimizer has stepped with yet."""
         if not self._keeps_gradients:
             return []
-        if self._is_in_batch:
-            optimizers = [each for each in self._optimizers if id(each) not in self._stepped]
-        else:
-            optimizers = self._not_stepped
+        stepped = self._log.stepped
+        is_open = self._log.waiting is not None
+        optimizers = [each for each in self._optimizers if id(each) not in stepped] if is_open else self._not_stepped
         return [each for each in _parameters_of(optimizers) if each.grad is not None]
 
     def note_boundary(self) -> None:
-        if self._is_in_batch:
-            self._end_batch()
-        self._stepped.clear()
-        self._global_step_at_boundary = self._operator.global_step
+        log, self._log = self._log, _SinceBoundary(self._operator.global_step)
+        if log.waiting is not None:
+            self._end_batch(log)
 
-    def _end_batch(self) -> None:
-        self._not_stepped = [each for each in self._optimizers if id(each) not in self._stepped]
-        self._is_in_batch = False
+    def _end_batch(self, log: _SinceBoundary) -> None:
+        self._not_stepped = [each for each in self._optimizers if id(each) not in log.stepped]
         if self.undo is not None:
             was_exchanged = self.undo.num_exchanges > 0 and not self._has_own_gradients
             self._has_own_gradients = not was_exchanged and bool(self.waiting_parameters())
             self._has_exchanged |= self.undo.num_exchanges > 0
-            self._has_taken_steps |= bool(self._stepped) and self._parallel.num_ranks > 1
+            self._has_taken_steps |= bool(log.stepped) and self._parallel.num_ranks > 1
             self.undo.end_batch()
 
     def note_restored(self) -> None:
         """The state is another one: gradients that there are wait."""
-        self._is_in_batch = self._has_own_gradients = self._has_taken_steps = False
+        self._has_own_gradients = self._has_taken_steps = False
         self._not_stepped = list(self._optimizers)
         if self.undo is not None:
             self.undo.forget()
-        self.note_boundary()
+        self._log = _SinceBoundary(self._operator.global_step)
 
     def return_to_boundary(self) -> None:
-        self._operator.global_step = self._global_step_at_boundary
-        if self._watches and not self._is_in_batch:
+        log = self._log
+        self._operator.global_step = log.global_step
+        if self._watches and log.waiting is None:
             return
-        self._is_in_batch = False
-        waiting = {*map(id, self._waiting)}
+        self._log = _SinceBoundary(log.global_step)
+        waiting = {*map(id, log.waiting or ())}
         for parameter in _parameters_of(self._optimizers):
             if id(parameter) not in waiting:
                 parameter.grad = None
         if self.undo is not None:
             self.undo.put_back()
-        self._stepped.clear()
 
     def end_call(self) -> None:
         self.note_boundary()

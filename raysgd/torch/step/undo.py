@@ -31,6 +31,102 @@ logger = logging.getLogger(__name__)
 _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
+class _Watched:
+    """What is watched in the batches of a call, as long as one group runs it.
+
+    Args:
+        models: The trained modules.
+        watches_frozen: Whether it is to be seen which frozen parameters change.
+
+    Attributes:
+        parameters, buffers: Those of the models.
+        frozen, digests: Parameters that are frozen, and what they were before.
+        moving: Those of them that changed in the first batch, by identity.
+        num_usual: Exchanges of the first batch.
+        is_first: Whether that is not over.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], watches_frozen: bool) -> None:
+        require_names(torch.nn.Module(), "_buffers")
+        require_names(torch, "_foreach_copy_")
+        self.parameters = [each for model in models for each in model.parameters()]
+        modules = [module for model in models for module in model.modules()]
+        self.buffers = [(module._buffers, name) for module in modules for name in module._buffers]
+        self.frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
+        self.digests = digests_of(self.frozen)
+        self.moving: dict[int, torch.nn.Parameter] = {}
+        self.num_usual = math.inf
+        self.is_first = True
+
+    def end_first(self) -> None:
+        """The first batch is complete, and changed nothing else than what was seen."""
+        before, self.digests = self.digests, digests_of(self.frozen)
+        for each, *digests in zip(self.frozen, before, self.digests, strict=True):
+            if not torch.equal(*digests):
+                self.moving[id(each)] = each
+
+    def are_unchanged(self) -> bool:
+        """Return whether no frozen parameter has changed that did not in the first batch."""
+        pairs = zip(self.frozen, self.digests, strict=True)
+        return all(id(each) in self.moving or torch.equal(_digest_of(each), digest) for each, digest in pairs)
+
+
+class _OpenBatch:
+    """A batch that is not complete: what was before it, and what has happened in it.
+
+    Attributes:
+        is_copied, is_whole: Whether something was copied before it; everything.
+        has_stepped: Whether an optimizer has begun to step.
+        num_exchanges: The exchanges of gradients.
+        num_collectives: Those of all ranks and kinds, where an optimizer stepped last.
+        places, contents, gradients: What was in buffers, in dicts and lists, and where gradients are.
+        drawn: The states of random numbers.
+        flags: Which parameters were trained.
+    """
+
+    def __init__(self) -> None:
+        self.is_copied = self.is_whole = self.has_stepped = False
+        self.num_exchanges = 0
+        self.num_collectives: float | None = None
+        self.places: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
+        self.contents: list[tuple[Any, Any]] = []
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.flags: list[tuple[torch.Tensor, bool]] = []
+        self.drawn: Any = None
+
+    def look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
+        """Note what containers hold, and objects of known kinds; collect the tensors in them."""
+        value = vars(value) if isinstance(value, _OPEN) else value
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        if isinstance(value, dict | list):
+            self.contents.append((value, value.copy()))
+        if isinstance(value, dict | list | tuple):
+            for each in value.values() if isinstance(value, dict) else value:
+                self.look_into(each, seen, tensors)
+
+    def put_back(self) -> None:
+        """Put back all but the numbers of tensors."""
+        for container, content in self.contents:
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.update(content)  # nothing is missing at any moment: another thread may read it
+                for name in container.keys() - content.keys():
+                    del container[name]
+        for buffers, name, value in self.places:
+            buffers[name] = value
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        if self.is_whole:
+            for parameter, flag in self.flags:
+                parameter.requires_grad_(flag)
+            rng.restore(self.drawn)
+
+
 class Undo:
     """Copies what the batches of one rank may change, and puts it back.
 
@@ -45,8 +141,6 @@ class Undo:
 
     Attributes:
         copies_all: Whether everything is copied before each batch by now.
-        is_whole: Whether everything was copied before this batch.
-        num_exchanges: The exchanges of gradients in this batch.
     """
 
     def __init__(
@@ -62,44 +156,33 @@ class Undo:
         self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
         self.copies_all, self._watches = copies is True, copies is None
         self._ledger = ledger or Ledger()
-        self._is_used = self._is_off = False
+        self._is_off = False
         self._copies = _Copies()
-        self._parameters: list[torch.nn.Parameter] = []
-        self._buffers: list[tuple[dict[str, Any], str]] = []
-        self._frozen: list[torch.nn.Parameter] = []
-        self._digests: list[torch.Tensor] = []  # of these
-        self._moving: dict[int, torch.nn.Parameter] = {}  # those of them that changed in the first batch, by identity
-        self._num_usual = math.inf  # exchanges of the first batch
-        self._is_first = True
-        self.forget()
+        self._watched: _Watched | None = None  # None: no batch could be repeated
+        self._batch: _OpenBatch | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if everything was copied before this batch."""
+        return self._batch is not None and self._batch.is_whole
+
+    @property
+    def num_exchanges(self) -> int:
+        """The exchanges of gradients in this batch."""
+        return 0 if self._batch is None else self._batch.num_exchanges
 
     def forget(self) -> None:
         """Forget the batch, which is over or of no interest."""
-        self._is_open = self._is_copied = self.is_whole = self._has_stepped = False
-        self.num_exchanges = 0
-        self._num_collectives: float | None = None  # of all ranks and kinds, where an optimizer stepped last
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
-        self._contents: list[tuple[Any, Any]] = []  # of dicts and lists
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._batch = None
 
     def switch_off(self) -> None:
         """Copy nothing: a failure in the middle of a batch restarts the call from the snapshot."""
-        self._is_off = True
+        self._is_off, self._watched = True, None
 
     def open_call(self, is_used: bool = True) -> None:
         """Begin a call, or go on with one after a failure; without `is_used`, none of its batches could be repeated."""
         self.forget()
-        self._is_used = is_used and not self._is_off
-        self._is_first, self._num_usual = True, math.inf
-        if not self._is_used:
-            return
-        self._parameters = [each for model in self._models for each in model.parameters()]
-        modules = [module for model in self._models for module in model.modules()]
-        require_names(torch.nn.Module(), "_buffers")
-        require_names(torch, "_foreach_copy_")
-        self._buffers = [(module._buffers, name) for module in modules for name in module._buffers]
-        self._frozen = [] if self.copies_all else [each for each in self._parameters if not each.requires_grad]
-        self._moving, self._digests = {}, digests_of(self._frozen)
+        self._watched = _Watched(self._models, not self.copies_all) if is_used and not self._is_off else None
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
@@ -109,94 +192,85 @@ class Undo:
         Args:
             waiting: Parameters with gradients of earlier batches that no optimizer has stepped with yet.
         """
-        self._is_open = True
-        if not self._is_used:
+        batch, watched = _OpenBatch(), self._watched
+        self._batch = batch
+        if watched is None:
             return
-        copies_all = self.copies_all or (self._watches and self._is_first) or bool(waiting)
-        if not (copies_all or self._watches or self._buffers or self._moving):
+        copies_all = self.copies_all or (self._watches and watched.is_first) or bool(waiting)
+        if not (copies_all or self._watches or watched.buffers or watched.moving):
             self._copies = _Copies()
             return
         before = self._ledger.enter(UNDO)
         try:
-            self._take(waiting, copies_all)
+            self._take(batch, watched, waiting, copies_all)
         except (MemoryError, RuntimeError) as error:  # of PyTorch, without memory
             logger.warning("no memory to copy what a batch may change, so this worker stops copying: %s", error)
-            self._copies = _Copies()
-            self._is_off, self._is_used = True, False
+            self._copies, self._batch = _Copies(), _OpenBatch()
+            self.switch_off()
         finally:
             self._ledger.enter(before)
 
-    def _take(self, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
-        self._places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in self._buffers]
-        tensors = [each for _, _, each in self._places if each is not None]
-        seen = {*map(id, self._parameters)}
+    def _take(self, batch: _OpenBatch, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
+        batch.places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in watched.buffers]
+        tensors = [each for _, _, each in batch.places if each is not None]
+        seen = {*map(id, watched.parameters)}
         if copies_all:
-            self._gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
-            tensors += [each for _, each in self._gradients if each is not None]
+            batch.gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
+            tensors += [each for _, each in batch.gradients if each is not None]
             for each in (*self._optimizers, *self._others, *self._followers()):
-                self._look_into(vars(each), seen, tensors)
-            self._flags = [each.requires_grad for each in self._parameters]
-            self._drawn = rng.capture()
+                batch.look_into(vars(each), seen, tensors)
+            batch.flags = [(each, each.requires_grad) for each in watched.parameters]
+            batch.drawn = rng.capture()
         elif self._watches:  # learning rates and schedules are small, and user code may change them before an exchange
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
-                self._look_into(content, seen, tensors)
-        parameters = self._parameters if copies_all else [*self._moving.values()]
+                batch.look_into(content, seen, tensors)
+        parameters = watched.parameters if copies_all else [*watched.moving.values()]
         self._copies.take_copies([*parameters, *filter(_is_writable, tensors)])
-        self._is_copied, self.is_whole = True, copies_all
-
-    def _look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
-        """Note what containers hold, and objects of known kinds; collect the tensors in them."""
-        value = vars(value) if isinstance(value, _OPEN) else value
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        if isinstance(value, dict | list):
-            self._contents.append((value, value.copy()))
-        if isinstance(value, dict | list | tuple):
-            for each in value.values() if isinstance(value, dict) else value:
-                self._look_into(each, seen, tensors)
+        batch.is_copied, batch.is_whole = True, copies_all
 
     def note_exchange(self) -> None:
         """Called when gradients of a model are exchanged, at most once in each backward pass."""
-        if not self._is_open:
+        batch, watched = self._batch, self._watched
+        if batch is None:
             return
-        self.num_exchanges += 1
-        if not self._watches or not self._is_used or self.copies_all:
+        batch.num_exchanges += 1
+        if watched is None or not self._watches or self.copies_all:
             return
-        is_more = not self._is_first and self.num_exchanges > self._num_usual
-        self.copies_all = self._has_stepped or is_more or (self._is_first and self._copies.differ(self._parameters))
+        is_more = not watched.is_first and batch.num_exchanges > watched.num_usual
+        has_more = batch.has_stepped or is_more
+        self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.parameters))
 
     def note_step(self) -> None:
         """Called before an optimizer steps."""
-        self._has_stepped = True
-        if self._watches and self._is_used and not self.copies_all:
-            self._num_collectives = _num_collectives()
+        batch = self._batch
+        if batch is not None:
+            batch.has_stepped = True
+            if self._watches and self._watched is not None and not self.copies_all:
+                batch.num_collectives = _num_collectives()
 
     def note_return(self) -> None:
         """Called when user code is done with the batch; what is exchanged from here to its end is the library's."""
-        if self._num_collectives is not None:
-            self.copies_all = self.copies_all or _num_collectives() != self._num_collectives
-        self._num_collectives = None
+        batch = self._batch
+        if batch is not None and batch.num_collectives is not None:
+            self.copies_all = self.copies_all or _num_collectives() != batch.num_collectives
+            batch.num_collectives = None
 
     def end_batch(self) -> None:
         """The batch is complete."""
         self.note_return()
-        is_telling = self.num_exchanges > 0 or not self._watches
-        if self._is_open and self._is_used and self._is_first and is_telling and not self.copies_all:
-            self._end_first()
+        batch, watched = self._batch, self._watched
+        if batch is not None and watched is not None and watched.is_first and not self.copies_all:
+            self._end_first(batch, watched)
         self.forget()
 
-    def _end_first(self) -> None:
-        if self._watches and not self._has_stepped and self._copies.differ(self._parameters):  # it is not known when
+    def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
+        if self._watches and not batch.num_exchanges:
+            return  # it has shown nothing
+        if self._watches and not batch.has_stepped and self._copies.differ(watched.parameters):  # not known when
             self.copies_all = True
-        self._is_first, self._num_usual = False, self.num_exchanges
-        before, self._digests = self._digests, digests_of(self._frozen)
-        for each, *digests in zip(self._frozen, before, self._digests, strict=True):
-            if not torch.equal(*digests):
-                self._moving[id(each)] = each
+        watched.is_first, watched.num_usual = False, batch.num_exchanges
+        watched.end_first()
         if not self.copies_all:
             self._copies = _Copies()  # the memory is free again
 
@@ -208,34 +282,22 @@ class Undo:
         Args:
             has_broken: Whether one of the exchanges that were noted has failed.
         """
-        if not self._is_open or self.is_whole:
+        batch, watched = self._batch, self._watched
+        if batch is None or batch.is_whole:
             return True
-        if not self._is_used or self._has_stepped:
+        if watched is None or batch.has_stepped:
             return False
-        if self._watches and self.num_exchanges - has_broken >= self._num_usual:
+        if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
             return False  # user code was past what it does before its step
-        pairs = zip(self._frozen, self._digests, strict=True)
-        return all(id(each) in self._moving or torch.equal(_digest_of(each), digest) for each, digest in pairs)
+        return watched.are_unchanged()
 
     def put_back(self) -> None:
         """Put back what the batch has changed, where `can_put_back` says so."""
-        for container, content in self._contents:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.update(content)  # nothing is missing at any moment: another thread may read it
-                for name in container.keys() - content.keys():
-                    del container[name]
-        for buffers, name, value in self._places:
-            buffers[name] = value
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        if self.is_whole:
-            for parameter, flag in zip(self._parameters, self._flags, strict=True):
-                parameter.requires_grad_(flag)
-            rng.restore(self._drawn)
-        if self._is_copied:
-            self._copies.put_back()
+        batch = self._batch
+        if batch is not None:
+            batch.put_back()
+            if batch.is_copied:
+                self._copies.put_back()
         self.forget()
 
 
