@@ -341,10 +341,10 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         self._num_steps_in_pass, self._began_at, self._before = 0, consumed, None
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _is_last_of_pass(self, item: DrawnItem) -> bool:
+    def _is_last_of_pass(self, open_pass: Any, item: DrawnItem) -> bool:
         if item.is_last_of_pass is None and self.place.window > 1:
-            return super()._is_last_of_pass(item)
-        self._ahead = []
+            return super()._is_last_of_pass(open_pass, item)
+        open_pass.let_go()
         return bool(item.is_last_of_pass)
 
     def _place_in_step(self, item: DrawnItem) -> tuple[bool, bool]:

@@ -258,10 +258,8 @@ class TorchHosted(hosted.Hosted):
         leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
         gradients, began_at = internals.gradients, stream.num_steps_taken
-        if leg.has_several_batches:
-            gradients.begin_call()
-            if is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
-                refuse_sum(internals.criterion)
+        if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
+            refuse_sum(internals.criterion)
         # What would not be trained as it was wrapped is refused ahead of a pass.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
@@ -275,8 +273,7 @@ class TorchHosted(hosted.Hosted):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self.loop.end_leg(leg, stream.num_steps_taken - began_at)
-            if leg.has_several_batches:
-                gradients.end_call()
+            gradients.check_counted(leg)
         finally:
             if parallel.rows is not None:
                 parallel.rows.close_call()

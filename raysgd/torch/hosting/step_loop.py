@@ -230,7 +230,8 @@ class StepLoop(Loop):
             watcher=self if self._watches else None,
             may_defer=internals.precision.can_defer,
         )
-        internals.own_steps.begin_call()
+        if internals.precision.is_mixed:
+            internals.precision.begin_call()
         return self._leg
 
     def _check_window(self, window: int) -> None:
@@ -258,7 +259,7 @@ class StepLoop(Loop):
         Raises:
             ValueError: An option of the trainer had no effect on the steps of these batches.
         """
-        own_steps, name = self._operator._raysgd.own_steps, type(self._operator).__name__
+        name = type(self._operator).__name__
         if leg.waiting is not None:
             leg.end_window()
             step_with(self._operator, *self._optimizers)
@@ -268,7 +269,7 @@ class StepLoop(Loop):
                 "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate yourself and omit the option."
             )
-        if num_batches and own_steps.clips and own_steps.misses_clipping:
+        if num_batches and self._operator._raysgd.own_steps.misses_clipping(leg):
             raise ValueError(
                 f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "

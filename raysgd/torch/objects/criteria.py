@@ -60,6 +60,9 @@ class LossCall(NamedTuple):
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
+NO_CALL = LossCall("values", None, None, None)
+
+
 class _Loss(NamedTuple):
     reading: Reading
     counts_labels: bool = False

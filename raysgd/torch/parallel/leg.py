@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from raysgd.torch.objects.criteria import NO_CALL
 from raysgd.torch.parallel.amounts import Counted, Omitted, Window
 from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.logical_shards import LogicalShards
@@ -52,6 +53,10 @@ class Leg:
         is_used: Whether a backward pass was noted. Code that computes gradients past the library's methods cannot
             accumulate.
         counted: How much the batch of the running backward pass counts, if not by its samples.
+        usual: How much a batch of a rank counted last, on the average, if not by its samples; alike on all ranks.
+        labels: The last loss over labels, as the criterion was called.
+        uncounted: Whether a batch counted by its samples, and should not have.
+        has_clipped: Whether gradients were clipped.
         waiting: The batches before this one in its step, once one of them had a backward pass; None without.
         omitted: The samples that are left out of the step, where code may do so on any rank; else None.
     """
@@ -75,6 +80,10 @@ class Leg:
         self.began_at = self.own_s = 0.0
         self.is_used = False
         self.counted: Counted | None = None
+        self.usual = 1.0
+        self.labels = NO_CALL
+        self.uncounted: Any = False
+        self.has_clipped = False
         self.waiting: Window | None = None
         self.omitted: Omitted | None = None
         self._is_weighted = False  # whether the loss of the running backward pass was multiplied before
@@ -242,13 +251,12 @@ class Leg:
         """The option of the trainer that makes several batches one step."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
-    def share(self, weight: float | None, num_ranks: int, usual: float, *, is_of_criterion: bool = False) -> float:
+    def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
         """Count this batch in its window; return what to multiply its loss with.
 
         Args:
             weight: How much the batch counts; None for its samples.
             num_ranks: Over how many ranks gradients are averaged.
-            usual: How much a batch of a rank counted last, alike on all ranks, if not by its samples.
             is_of_criterion: Whether the criterion says how much it counts, and not user code.
 
         Raises:
@@ -260,7 +268,7 @@ class Leg:
             total = num_ranks if total is None else total  # of a batch that is not of the data
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
         if self.waiting is None:
-            usual = usual if total is None else total / num_ranks
+            usual = self.usual if total is None else total / num_ranks
             self.waiting = Window(weight is not None, self.window * usual or 1.0)
         window = self.waiting
         window.is_exchanged, window.is_of_criterion = batch.is_boundary, is_of_criterion

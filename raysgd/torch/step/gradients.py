@@ -19,6 +19,7 @@ from raysgd._text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.amounts import Counted, Omitted
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.worker_callbacks import InstalledCallbacks
@@ -47,7 +48,7 @@ class OwnSteps:
         self._options, self.clips = options, options.clips
         self._bounds = bounds
         self._parallel = parallel
-        self._is_clipped = self._has_clipped = False
+        self._is_clipped = False
         self._optimizers: Sequence[Any] = ()
         self._sees_all = True
         self.check_labels: Callable[[], None] | None = None
@@ -69,16 +70,9 @@ class OwnSteps:
         """Tell whether each step of an optimizer is noted here."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
-    def begin_call(self) -> None:
-        """Begin a training call, of which it is known how many batches a step has."""
-        self._has_clipped = False
-        if self._precision.is_mixed:
-            self._precision.begin_call()
-
-    @property
-    def misses_clipping(self) -> bool:
-        """True if the bounds were not used in this call, and user code may have stepped past it."""
-        return not self._has_clipped and not self._sees_all
+    def misses_clipping(self, leg: Leg) -> bool:
+        """Tell whether there are bounds that were not used, and user code may have stepped past them."""
+        return self.clips and not leg.has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
         """Clip the gradients of an optimizer, which may be scaled, and step it."""
@@ -96,7 +90,7 @@ class OwnSteps:
             self._callbacks.gradients(optimizer)
         if not self.clips:
             return
-        options, self._has_clipped = self._options, True
+        options, self._parallel.leg.has_clipped = self._options, True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
             self._bounds.clip_grad_norm(parameters, options.clip_grad_norm)
@@ -182,7 +176,6 @@ def _unscale_for_step(optimizer: Any) -> None:
 
 
 _NOTHING = nullcontext()
-_NO_CALL = LossCall("values", None, None, None)
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
@@ -205,13 +198,6 @@ class Gradients:
         self._parallel = parallel
         self._own_steps = own_steps
         self._once = once
-        self._labels = _NO_CALL  # the last loss over labels
-        self._usual = 1.0  # how much a batch of a rank counted last, on the average, if not by its samples
-        self._uncounted: Any = False  # whether a batch counted by its samples, and should not have
-
-    def begin_call(self) -> None:
-        """Begin a call of `train`, or go on with it in another group, whose ranks all expect the same."""
-        self._labels, self._usual, self._uncounted = _NO_CALL, 1.0, False
 
     # ------------------------------------------------------------------------------------ labels
 
@@ -219,11 +205,11 @@ class Gradients:
         """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
         if call.amount is None or not torch.is_grad_enabled():
             return
-        batch = self._parallel.leg.batch
+        leg, batch = self._parallel.leg, self._parallel.leg.batch
         if not batch.is_padding:
             batch.amounts.append(call.amount)
-        if self._parallel.leg.has_several_batches:
-            self._labels = call._replace(output=None, target=None)  # large, and not to outlive the batch
+        if leg.has_several_batches:
+            leg.labels = call._replace(output=None, target=None)  # large, and not to outlive the batch
             batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
@@ -232,10 +218,10 @@ class Gradients:
         Args:
             given: What user code says; None for the labels of the loss that was noted last.
         """
-        leg, labels = self._parallel.leg, self._labels
+        leg, labels = self._parallel.leg, self._parallel.leg.labels
         weight = labels.amount if given is None else as_weight("weight", given)
         if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # of a device only `end_call` learns it
+            if given is None and labels.is_uneven is not True:  # of a device only `check_counted` learns it
                 return None
             by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
             what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
@@ -251,19 +237,19 @@ class Gradients:
 
         Labels on a device are looked at when the call ends: to look at them here would wait for the device.
         """
-        batch = self._parallel.leg.batch
-        if batch.has_uncounted is not False and self._parallel.leg.has_several_batches:
-            self._uncounted, batch.has_uncounted = self._uncounted | batch.has_uncounted, False
-            if not isinstance(self._uncounted, torch.Tensor):
-                self.end_call()
+        leg, batch = self._parallel.leg, self._parallel.leg.batch
+        if batch.has_uncounted is not False and leg.has_several_batches:
+            leg.uncounted, batch.has_uncounted = leg.uncounted | batch.has_uncounted, False
+            if not isinstance(leg.uncounted, torch.Tensor):
+                self.check_counted(leg)
 
-    def end_call(self) -> None:
-        """End a call of `train`.
+    def check_counted(self, leg: Leg) -> None:
+        """Refuse batches that counted by their samples, and should not have.
 
         Raises:
             ValueError: Gradients were not those of one process.
         """
-        uncounted, self._uncounted = self._uncounted, False
+        uncounted, leg.uncounted = leg.uncounted, False
         if uncounted:
             raise ValueError(
                 "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
@@ -298,7 +284,7 @@ class Gradients:
                 leg.end_forward()
             self._precision.backward(loss, chosen[0])
             return
-        if is_given or self._labels.result is loss:
+        if is_given or leg.labels.result is loss:
             weight = self._weight_of(weight)
         if weight is None and leg.batch.has_uncounted is not False:
             self.check_labels()
@@ -314,7 +300,7 @@ class Gradients:
             elif weight is None:
                 self._pass(loss, chosen[0], cleared, is_further)
             else:
-                counted = Counted(weight, self._usual, self._parallel.num_ranks, self._parallel.start_total(weight))
+                counted = Counted(weight, leg.usual, self._parallel.num_ranks, self._parallel.start_total(weight))
                 self._pass(loss, chosen[0], cleared, is_further, counted)
                 self._note_total(counted, cleared, is_given)
 
@@ -340,13 +326,13 @@ class Gradients:
             if is_given and total == 0.0:
                 self._leave_out(optimizers)
             elif not isinstance(total, torch.Tensor) and total:
-                self._usual = total / self._parallel.num_ranks
+                self._parallel.leg.usual = total / self._parallel.num_ranks
 
     def share(self, weight: Any = None, is_given: bool = True) -> float:
         """Count a batch in its window; return what to multiply its loss with."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
-        return parallel.leg.share(weight, parallel.num_ranks, self._usual, is_of_criterion=not is_given)
+        return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
@@ -421,7 +407,7 @@ class Gradients:
             seen = window.total
             if window.is_weighted:
                 seen = float(self._parallel.start_total(window.own)())
-                self._usual = seen / num_ranks / window.num_batches or self._usual
+                leg.usual = seen / num_ranks / window.num_batches or leg.usual
             correction = window.correction(seen, num_ranks)
         if omitted is not None:
             if not omitted.is_known:

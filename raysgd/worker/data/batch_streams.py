@@ -51,6 +51,33 @@ ItemT = TypeVar("ItemT")
 PlaceT = TypeVar("PlaceT", bound=PlaceInStep)
 
 
+class _OpenPass(Generic[ItemT]):
+    """What is left of a pass.
+
+    Args:
+        items: The items that it has.
+    """
+
+    def __init__(self, items: Iterator[ItemT]) -> None:
+        self._items = items
+        self._ahead: list[ItemT | None] = []  # what was drawn already; None is the end of the pass
+
+    def next(self) -> ItemT | None:
+        """Return the next item, which stays here until one of the other methods is called; None at the end."""
+        if not self._ahead:
+            self._ahead.append(next(self._items, None))
+        return self._ahead[0]
+
+    def let_go(self) -> None:
+        """Let go of that item."""
+        self._ahead = []
+
+    def is_last(self) -> bool:
+        """Let go of that item; tell whether it was the last one. If the look at what follows fails, it stays here."""
+        self._ahead = [next(self._items, None)]
+        return self._ahead[0] is None
+
+
 class BatchStream(ABC, Generic[ItemT, PlaceT]):
     """Hands out the batches of a source, pass after pass, and remembers where it is.
 
@@ -82,8 +109,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._next_pass = next_pass
         self._undo = undo
         self._undo_padding: Callable[[], None] | None = None
-        self._live: Iterator[ItemT] | None = None
-        self._ahead: list[ItemT | None] = []  # what was drawn already; None is the end of the pass
+        self._pass: _OpenPass[ItemT] | None = None
         self._to_resume: tuple[int, int] | None = None
         self._num_open = 0  # steps begun since the last optimizer step
         self._is_first_of_step = self._is_last_of_step = True  # of the batch drawn last
@@ -119,7 +145,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
     @property
     def is_mid_pass(self) -> bool:
         """True if the next batch belongs to the pass that was begun last."""
-        return self._live is not None or self._to_resume is not None or self._num_open > 0
+        return self._pass is not None or self._to_resume is not None or self._num_open > 0
 
     def settle(self) -> None:
         """Say that the loop around the steps came to its end: what was handed out is done.
@@ -139,13 +165,11 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
         self.num_steps_taken = self.num_steps_completed
-        self._live, self._num_open, self._is_last_of_step = None, 0, True
-        self._ahead.clear()
+        self._pass, self._num_open, self._is_last_of_step = None, 0, True
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Continue a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
-        self._live, self._is_last_of_step = None, True
-        self._ahead.clear()
+        self._pass, self._is_last_of_step = None, True
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
@@ -155,20 +179,17 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         """
         num_drawn, just_opened, place = 0, False, self.place
         self._undo_padding = None
-        if self._live is not None and num_steps != 0:
+        if self._pass is not None and num_steps != 0:
             self.prepare()
         while num_steps is None or num_drawn < num_steps or not self._is_last_of_step:
-            if self._live is None:
+            if self._pass is None:
                 if num_steps is None and num_drawn:
                     break
-                self._live, just_opened = self._open(), True
+                self._pass, just_opened = _OpenPass(self._open()), True
             place.began_at = time.perf_counter()
-            if not self._ahead:
-                self._ahead.append(next(self._live, None))
-            item = self._ahead[0]  # counts as drawn once it is handed out: a look ahead that fails does not lose it
+            item = self._pass.next()  # counts as drawn once it is handed out: a look ahead that fails does not lose it
             if item is None:
-                self._live = None
-                self._ahead.clear()
+                self._pass = None
                 if just_opened:
                     break
                 continue
@@ -200,23 +221,21 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         return self._begin_pass(consumed)
 
     def _hand_out(self, item: ItemT, is_last_of_call: bool) -> Any:
-        is_last = self._is_last_of_pass(item)
+        assert self._pass is not None
+        is_last = self._is_last_of_pass(self._pass, item)
         batch = self._begin_step(item, is_last or is_last_of_call)  # a loss may be noticed here: it has not begun then
         self.num_steps_taken += self._is_first_of_step
         if is_last:
-            self._live = None  # the next call begins with a fresh pass
-            self._ahead.clear()
+            self._pass = None  # the next call begins with a fresh one
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
         """Tell whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
         return True, True
 
-    def _is_last_of_pass(self, item: ItemT) -> bool:
-        """Tell whether the pass ends with the item drawn last: here it draws the next one, which may not be there."""
-        assert self._live is not None
-        self._ahead = [next(self._live, None)]
-        return self._ahead[0] is None
+    def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:
+        """Let go of the next item; tell whether the pass ends with it. Here that draws one more."""
+        return open_pass.is_last()
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
         undo = self._undo_padding = None if self._undo is None else self._undo()

@@ -16,7 +16,7 @@ def joint(window: int) -> Leg:
 
 def backward(leg: Leg) -> float:
     leg.note_backward([OPTIMIZER])
-    return leg.share(None, 1, 1.0)
+    return leg.share(None, 1)
 
 
 @pytest.mark.parametrize("num_before", [0, 1])

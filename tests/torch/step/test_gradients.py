@@ -37,7 +37,6 @@ class Bench:
 
     def open_call(self, window: int) -> None:
         self.parallel.leg = Leg(window)
-        self.own_steps.begin_call()
 
     def begin(self, **begin: Any) -> None:
         self.parallel.leg.begin_batch(1.0, 2, 2, **begin)
