@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -132,14 +132,15 @@ class ReplicaCalls:
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(self._ledger.timing(coming), stream)
         began_at = stream.num_steps_taken - run.num_completed
-        self._running = RunningCall(stream, began_at, request.num_steps, info, "train")
-        internals.meters_to_fill, internals.latest_metrics = run.meters, {}
+        running = RunningCall(stream, began_at, request.num_steps, info, "train")
+        internals.meters_to_fill = run.meters
         internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
         is_stock = loop.completes_metrics
         given = {"info": info, "num_steps": request.num_steps, "epoch_idx": run.epoch_idx}
         try:
             with ExitStack() as stack:
+                stack.enter_context(self._shown(running))
                 stack.enter_context(self._ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(run, stream))
                 place = internals.place = loop.place
@@ -167,7 +168,7 @@ class ReplicaCalls:
                 stream.settle()
             raise
         finally:
-            self._running = internals.meters_to_fill = stream.at_boundary = None
+            internals.meters_to_fill = stream.at_boundary = None
             internals.place = place_before
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # one that brought its own data
@@ -370,18 +371,14 @@ class ReplicaCalls:
             around_batches(operator, "validate_batch", stream.place),
         ):
             began_at = stream.num_steps_taken
-            self._running = RunningCall(stream, began_at, request.num_steps, request.info, "validation")
-            operator._raysgd.latest_metrics = {}
-            try:
-                batches = stream.take(request.num_steps)
-                batches = batches if request.redraw is None else redrawing(batches, request.redraw)
-                if (has_left := self._has_left) is not None:
-                    batches = takewhile(lambda batch: not has_left(), batches)
-                args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
-                with self._timers.record("validation"):
-                    returned = operator.validate(*args, **named)
-            finally:
-                self._running = None
+            batches = stream.take(request.num_steps)
+            batches = batches if request.redraw is None else redrawing(batches, request.redraw)
+            if (has_left := self._has_left) is not None:
+                batches = takewhile(lambda batch: not has_left(), batches)
+            args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
+            running = RunningCall(stream, began_at, request.num_steps, request.info, "validation")
+            with self._shown(running), self._timers.record("validation"):
+                returned = operator.validate(*args, **named)
         answer = self._answer(returned, request, stream.num_steps_taken - began_at)
         return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
@@ -397,18 +394,23 @@ class ReplicaCalls:
             The output for each batch, as arrays.
         """
         hosted, operator, place = self._hosted, self._hosted.operator, PredictionPlace(request)
+        running = RunningCall(place, 0, request.total, request.info, "predict")
         with self._ledger.evaluating():
             self._set_timers(profile=False)
-            self._running = RunningCall(place, 0, request.total, request.info, "predict")
-            operator._raysgd.latest_metrics = {}
-            try:
-                with hosted.predicting():
-                    batches = hosted.to_predict(request, work, share)
-                    return outputs_of(operator, batches, request, place, hosted.as_array)
-            finally:
-                self._running = None
+            with self._shown(running), hosted.predicting():
+                batches = hosted.to_predict(request, work, share)
+                return outputs_of(operator, batches, request, place, hosted.as_array)
 
     # ------------------------------------------------------------------ how far it is, also for a second thread
+
+    @contextmanager
+    def _shown(self, running: RunningCall) -> Iterator[None]:
+        """Inside is the operator's part of a call, and a second thread is told how far that is."""
+        self._running, self._hosted.operator._raysgd.latest_metrics = running, {}
+        try:
+            yield
+        finally:
+            self._running = None
 
     @property
     def _unfinished(self) -> EpochRun | None:
