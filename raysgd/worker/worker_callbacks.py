@@ -66,11 +66,11 @@ class InstalledCallbacks:
 
         def after(metrics: Any) -> Any:
             of_step = metrics
-            if window or not step.is_boundary:
+            if window or not step.batch.is_boundary:
                 meters = window.pop() if window else operator._raysgd.new_meters()
-                of_step = _over_batches(meters, metrics, step.is_boundary)
-                window.extend([] if step.is_boundary else [meters])
-            return _after_step(watching, operator, metrics, of_step) if step.is_boundary else metrics
+                of_step = _over_batches(meters, metrics, step.batch.is_boundary)
+                window.extend([] if step.batch.is_boundary else [meters])
+            return _after_step(watching, operator, metrics, of_step) if step.batch.is_boundary else metrics
 
         return after if watching else None
 

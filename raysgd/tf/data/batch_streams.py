@@ -287,8 +287,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
         return DataLedger(self.pass_index, due, completed, in_flight, left_out=left_out)
 
-    def settle(self) -> None:
-        super().settle()
+    def _settle(self, place: TFStep) -> None:
+        super()._settle(place)
         self._completed = self.consumed
 
     def resume(self, pass_index: int, consumed: int) -> None:
@@ -299,8 +299,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
-        self.place.begin_batch(item.num_samples, item.num_global, item.weights)
+    def _begin_step(self, place: TFStep, item: StreamItem, is_last: bool) -> Any:
+        place.begin_batch(item.num_samples, item.num_global, item.weights)
         self.consumed += item.num_global
         return item.batch
 

@@ -93,6 +93,11 @@ class TFStep:
     is_boundary = True  # each batch is a step of the optimizer
 
     @property
+    def batch(self) -> TFStep:
+        """See `PlaceInStep`: there is one at a time."""
+        return self
+
+    @property
     def is_padding(self) -> bool:
         """True if this rank has no samples in the step."""
         return self.num_samples == 0

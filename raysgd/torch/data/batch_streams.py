@@ -344,15 +344,14 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
     def _is_last_of_pass(self, open_pass: Any, item: DrawnItem) -> bool:
         if item.is_last_of_pass is None and self.place.window > 1:
             return super()._is_last_of_pass(open_pass, item)
-        open_pass.let_go()
+        open_pass.ahead = []
         return bool(item.is_last_of_pass)
 
     def _place_in_step(self, item: DrawnItem) -> tuple[bool, bool]:
         return item.is_first, item.is_last
 
-    def _begin_step(self, item: DrawnItem, is_last: bool) -> Any:
+    def _begin_step(self, leg: Leg, item: DrawnItem, is_last: bool) -> Any:
         batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
-        leg = self.place
         if total is None and leg.window > 1:
             total = count_samples(batch)
         leg.begin_batch(weight, num_samples, total, is_last, is_last_of_step)

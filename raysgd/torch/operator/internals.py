@@ -384,7 +384,7 @@ class TorchInternals(Internals):
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
         """Return the samples that were drawn for a batch, and those found in it; of padding all that it has."""
-        drawn = self.place.num_samples if self.place is not None else None
+        drawn = self.place.batch.num_samples if self.place is not None else None
         if drawn:
             return drawn, batches.samples_of(batch, drawn)
         found = batches.count_samples(batch)
@@ -414,7 +414,7 @@ class TorchInternals(Internals):
 
     def counted_by_stock_loop(self) -> tuple[Mapping[str, Any] | None, Any]:
         """Return what the stock loop will count of this batch, and its samples; nothing where that is unknown."""
-        if self.coming is None or self.place is None or self.place.is_padding:
+        if self.coming is None or self.place is None or self.place.batch.is_padding:
             return None, 0
         metrics: Mapping[str, Any] = {**self.logged, **self.coming}
         if self.place.batch.amounts:
@@ -430,11 +430,14 @@ class TorchInternals(Internals):
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # it was left out
-        metrics = super().completed(metrics, batch)
+        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # else it is complete
+            metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics
-        self._check_count(metrics[NUM_SAMPLES])
-        if not self.place.batch.amounts:
+        batch_in_step = self.place.batch
+        if batch_in_step.is_by_samples:
+            self._check_count(metrics[NUM_SAMPLES])
+        if not batch_in_step.amounts:
             return metrics
         amounts = self.place.batch.amounts
         counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
@@ -443,7 +446,7 @@ class TorchInternals(Internals):
     def _check_count(self, num_samples: Any) -> None:
         """Refuse samples of a batch that are others than those by which it counted beside others."""
         batch = self.place.batch
-        counts = batch.is_by_samples and self.place.has_several_batches and not batch.is_padding
+        counts = self.place.has_several_batches and not batch.is_padding
         if counts and num_samples != batch.samples is not None:
             raise ValueError(
                 f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "

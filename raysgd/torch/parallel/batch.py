@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -95,16 +94,6 @@ class Batch:
     def samples(self) -> int | None:
         """This rank's samples, also if no one divided them; None when unknown."""
         return self.total if self.num_samples is None else self.num_samples
-
-    def note_backward(self, optimizers: Sequence[Any], weight: Any) -> bool:
-        """Note a backward pass for optimizers; return whether there was one before, for any optimizer."""
-        ids = {*map(id, optimizers)}
-        self.left_out -= ids
-        self.computed |= ids
-        if isinstance(weight, float):
-            self.weights.append(weight)
-        is_further, self.had_backward = self.had_backward, True
-        return is_further
 
     def note_exchange(self) -> bool:
         """Note an exchange of gradients; return whether it is the first one of this batch, the last of a step."""

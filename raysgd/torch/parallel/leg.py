@@ -89,23 +89,6 @@ class Leg:
         self._is_weighted = False  # whether the loss of the running backward pass was multiplied before
         self._num_waiting, self._is_by_samples = 0, True
 
-    # ------------------------------------------------------------------------------------ for code of any framework
-
-    @property
-    def num_samples(self) -> int | None:
-        """See `PlaceInStep`."""
-        return self.batch.num_samples
-
-    @property
-    def is_padding(self) -> bool:
-        """See `PlaceInStep`."""
-        return self.batch.is_padding
-
-    @property
-    def is_boundary(self) -> bool:
-        """See `PlaceInStep`."""
-        return self.batch.is_boundary
-
     # ------------------------------------------------------------------------------------ from batch to batch
 
     def begin_batch(
@@ -239,8 +222,14 @@ class Leg:
                 "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
                 f"`{self.option}` a batch is a part of one step: call each once for a batch, or omit the option."
             )
+        batch, ids = self.batch, {*map(id, optimizers)}
         self.is_used = True
-        return self.batch.note_backward(optimizers, weight)
+        batch.left_out -= ids
+        batch.computed |= ids
+        if isinstance(weight, float):
+            batch.weights.append(weight)
+        is_further, batch.had_backward = batch.had_backward, True
+        return is_further
 
     def adds_to(self, optimizer: Any) -> bool:
         """Tell whether there are gradients for `optimizer` that a backward pass of this batch adds to."""

@@ -16,6 +16,22 @@ NO_BATCH = object()
 _REDRAW_EVERY_S = 0.1
 
 
+class BatchInStep(Protocol):
+    """What a batch is in a step of all replicas."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """The number of its samples that count; None if that is not known."""
+
+    @property
+    def is_padding(self) -> bool:
+        """True if it is only there to take part."""
+
+    @property
+    def is_boundary(self) -> bool:
+        """True if the step of the optimizer ends with it."""
+
+
 class PlaceInStep(Protocol):
     """The place of a replica in a step of all replicas.
 
@@ -26,16 +42,8 @@ class PlaceInStep(Protocol):
     began_at: float
 
     @property
-    def num_samples(self) -> int | None:
-        """The number of samples of its batch that count; None if that is not known."""
-
-    @property
-    def is_padding(self) -> bool:
-        """True if its batch is only there to take part."""
-
-    @property
-    def is_boundary(self) -> bool:
-        """True if the step of the optimizer ends with this batch."""
+    def batch(self) -> BatchInStep:
+        """The batch that was handed out last."""
 
     def skip(self) -> None:
         """Called when the batch that was drawn last is left out."""
@@ -56,26 +64,15 @@ class _OpenPass(Generic[ItemT]):
 
     Args:
         items: The items that it has.
+
+    Attributes:
+        items: The same, but for those that were drawn.
+        ahead: What was drawn and not handed out; None is the end of the pass.
     """
 
     def __init__(self, items: Iterator[ItemT]) -> None:
-        self._items = items
-        self._ahead: list[ItemT | None] = []  # what was drawn already; None is the end of the pass
-
-    def next(self) -> ItemT | None:
-        """Return the next item, which stays here until one of the other methods is called; None at the end."""
-        if not self._ahead:
-            self._ahead.append(next(self._items, None))
-        return self._ahead[0]
-
-    def let_go(self) -> None:
-        """Let go of that item."""
-        self._ahead = []
-
-    def is_last(self) -> bool:
-        """Let go of that item; tell whether it was the last one. If the look at what follows fails, it stays here."""
-        self._ahead = [next(self._items, None)]
-        return self._ahead[0] is None
+        self.items = items
+        self.ahead: list[ItemT | None] = []
 
 
 class BatchStream(ABC, Generic[ItemT, PlaceT]):
@@ -134,7 +131,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         """Open the source at the pass `pass_index`, after `consumed` samples."""
 
     @abstractmethod
-    def _begin_step(self, item: ItemT, is_last: bool) -> Any:
+    def _begin_step(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
         """Tell the step about a batch, counts its samples, and return it; `is_last` of the pass or of the call."""
 
     @property
@@ -153,10 +150,13 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         Raises:
             RuntimeError: The group broke in the last step.
         """
+        self._settle(self.place)
+
+    def _settle(self, place: PlaceT) -> None:
         if self._undo_padding is not None:
             self._leave_padding()
         if self._num_open:
-            self.place.confirm()
+            place.confirm()
         self._num_open = 0
 
     def break_off(self) -> None:
@@ -187,7 +187,9 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
                     break
                 self._pass, just_opened = _OpenPass(self._open()), True
             place.began_at = time.perf_counter()
-            item = self._pass.next()  # counts as drawn once it is handed out: a look ahead that fails does not lose it
+            if not self._pass.ahead:
+                self._pass.ahead.append(next(self._pass.items, None))
+            item = self._pass.ahead[0]  # stays there until it is handed out: a look ahead that fails does not lose it
             if item is None:
                 self._pass = None
                 if just_opened:
@@ -196,15 +198,15 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             just_opened = False
             self._is_first_of_step, self._is_last_of_step = self._place_in_step(item)
             num_drawn += self._is_first_of_step
-            batch = self._hand_out(item, is_last_of_call=num_drawn == num_steps and self._is_last_of_step)
+            batch = self._hand_out(place, item, is_last_of_call=num_drawn == num_steps and self._is_last_of_step)
             if batch is not NO_BATCH:
                 self._num_open += self._is_first_of_step
-                if place.is_padding:
+                if place.batch.is_padding:
                     yield from self._undoing_padding(batch)
                 else:
                     yield batch
-                if place.is_boundary:
-                    self.settle()
+                if place.batch.is_boundary:
+                    self._settle(place)
                     if self.at_boundary is not None:
                         self.at_boundary()
         place.end_stream()
@@ -220,10 +222,12 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             self.pass_index, consumed = self._next_pass(), 0
         return self._begin_pass(consumed)
 
-    def _hand_out(self, item: ItemT, is_last_of_call: bool) -> Any:
+    def _hand_out(self, place: PlaceT, item: ItemT, is_last_of_call: bool) -> Any:
         assert self._pass is not None
         is_last = self._is_last_of_pass(self._pass, item)
-        batch = self._begin_step(item, is_last or is_last_of_call)  # a loss may be noticed here: it has not begun then
+        batch = self._begin_step(
+            place, item, is_last or is_last_of_call
+        )  # a loss may be noticed here: it has not begun then
         self.num_steps_taken += self._is_first_of_step
         if is_last:
             self._pass = None  # the next call begins with a fresh one
@@ -234,8 +238,9 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         return True, True
 
     def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:
-        """Let go of the next item; tell whether the pass ends with it. Here that draws one more."""
-        return open_pass.is_last()
+        """Let go of what was drawn ahead; tell whether the pass ends with it. Here that draws one more."""
+        open_pass.ahead = [next(open_pass.items, None)]
+        return open_pass.ahead[0] is None
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
         undo = self._undo_padding = None if self._undo is None else self._undo()
@@ -262,7 +267,7 @@ class WatchedBatches:
     @property
     def is_padding(self) -> bool:
         """True if the batch drawn last repeats samples: other workers have some left, and this one has none."""
-        is_padding: bool = self._stream.place.is_padding
+        is_padding: bool = self._stream.place.batch.is_padding
         return is_padding
 
     def __iter__(self) -> Iterator[Any]:

@@ -36,6 +36,10 @@ class Place:
     def itself(self) -> Place:
         return self
 
+    @property
+    def batch(self) -> Place:
+        return self
+
 
 class Numbers(BatchStream[Any, Place]):
     """Batches out of a list; the position is the number of batches."""
@@ -45,8 +49,8 @@ class Numbers(BatchStream[Any, Place]):
     def _begin_pass(self, consumed: int) -> Iterator[Any]:
         return iter(self.source[consumed:])
 
-    def _begin_step(self, item: Any, is_last: bool) -> Any:
-        self.place.is_padding = item is not NO_BATCH and item < 0
+    def _begin_step(self, place: Place, item: Any, is_last: bool) -> Any:
+        place.is_padding = item is not NO_BATCH and item < 0
         return item
 
 
@@ -133,7 +137,7 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
 
 def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
     class Broken(Numbers):
-        def _begin_step(self, item: Any, is_last: bool) -> Any:
+        def _begin_step(self, place: Place, item: Any, is_last: bool) -> Any:
             raise ConnectionError("noticed ahead of the batch")
 
     stream = Broken([1, 2], Place().itself, lambda: 0)
