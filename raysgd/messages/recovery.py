@@ -16,29 +16,28 @@ class Recovery:
     Pass it as `recovery` to `TorchTrainer` or `TFTrainer`.
 
     Args:
-        in_place: Whether the survivors keep their processes and continue where they are, if that can be done; see
-            `docs/fault-tolerance.md`. Else, and with False, all workers restart from the last snapshot.
-        wait_for_workers: Whether survivors wait for new workers, which are started at once. "auto": not where the
-            global batch does not depend on the number of workers (`BATCH_SIZE`, `split_batches=True`) and memory is
-            free for their larger shares; the new ones join during the epoch.
-        resize_interval_s: How often fewer workers than wanted look for room to grow, during an epoch, once a new
-            worker could not be had. None: between calls only.
-        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
-            while it is made ready it gets at least 120 s.
-        form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
-            and ready.
-        settle_timeout_s: How long a survivor of a failure may take to finish the step that it is in; then it
-            is replaced.
-        snapshot_every_s: After which calls the workers copy their state, for the failures that need a snapshot. "auto":
-            so rarely that copies take at most 2 % of the time, but before a failure would repeat more than 30 s of
-            calls. A number: after calls that end so many seconds after the last copy; 0: after each call. None: never;
-            a failure that needs a snapshot then ends the trainer.
-        snapshot_every_n_steps: How often to copy the state inside an epoch, for the failures that need a snapshot.
-            None: only after calls. The driver collects copies four times a second: choose a number of steps that take a
-            second or more.
+        in_place: Whether the survivors keep their processes and continue where they are, if that is possible; see
+            `docs/fault-tolerance.md`. Otherwise, and with False, all workers restart from the last snapshot.
+        wait_for_workers: Whether survivors wait up to 30 s for new workers, which start at once in any case. "auto":
+            not if the global batch does not depend on the number of workers (`BATCH_SIZE`, `split_batches=True`) and
+            memory is free for their larger shares. New workers then join during the epoch.
+        resize_interval_s: How often a trainer with too few workers looks for room during an epoch. None: only before
+            each call.
+        heartbeat_s: How long a worker process may give no sign of life, because it is stopped or frozen. Then it counts
+            as lost. A worker that is still starting has at least 120 s.
+        form_timeout_s: How long workers that are all ready may take to form a group; never longer than `timeout_s`.
+        settle_timeout_s: How long a survivor may take to finish its step after a failure, and a spare its validation
+            batch. Then it is replaced.
+        snapshot_every_s: After which calls the workers copy their state, to restart from it. "auto": copies take at
+            most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at most once in that
+            many seconds; 0: after each call. None: never. A failure that needs a snapshot then raises
+            `WorkersLostError`.
+        snapshot_every_n_steps: How often to copy the state inside an epoch as well. None: only after calls. The driver
+            collects copies four times a second, so choose a number of steps that take a second or more.
         undo: Whether workers copy what a batch may change before the batch, to repeat it after a failure in the middle.
-            None: buffers always, everything where it is needed. True: everything, before each batch; with
-            `TorchTrainer`. False: nothing; a failure in the middle of a batch restarts the call from the snapshot.
+            None: buffers always, and everything where it is needed; see `docs/recovery.md`. True: everything, before
+            each batch; only for `TorchTrainer`. False: nothing. A failure in the middle of a batch then restarts the
+            call from the snapshot.
 
     Raises:
         ValueError: A value cannot work.

@@ -2,7 +2,7 @@
 
 Each function arms something in the real processes of a running trainer: a SIGKILL, a SIGSTOP, a pause, a write that
 fails. Nothing is simulated, and nothing of it is there unless one of these functions was called.
-See `docs/debugging.md`.
+See `docs/recipes/test-with-faults.md`.
 
 A fault is armed in the process that has the rank at that time. It goes with the process, also to another rank; a
 process that takes its place later is unharmed.

@@ -10,7 +10,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -100,6 +103,49 @@ def test_the_script_for_slurm_is_valid_bash() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     text = (DEPLOY / "train.sbatch").read_text()
     assert text.index("export SRUN_CPUS_PER_TASK") < text.index("srun "), "newer versions give a step one CPU otherwise"
+
+
+class _Metadata(BaseHTTPRequestHandler):
+    """The service of AWS on a machine that will be taken away, which says so the third time that it is asked."""
+
+    answers = iter([404, 404, 200])
+
+    def do_PUT(self) -> None:
+        assert self.path == "/latest/api/token"
+        self._answer(200, "secret")
+
+    def do_GET(self) -> None:
+        assert self.path == "/latest/meta-data/spot/instance-action"
+        is_allowed = self.headers["X-aws-ec2-metadata-token"] == "secret"
+        self._answer(next(self.answers) if is_allowed else 401, '{"action": "terminate"}')
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_ray_is_told_when_a_spot_machine_will_be_taken_away(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    ray = tmp_path / "ray"
+    ray.write_text('#!/bin/bash\necho "$@"\n')
+    ray.chmod(0o755)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        service = f"http://127.0.0.1:{server.server_port}"
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "METADATA_SERVICE": service, "POLL_S": "0.01"}
+        command = ["bash", str(DEPLOY / "spot-notice.sh")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert "drain-node --reason DRAIN_NODE_REASON_PREEMPTION" in done.stdout
+    [said] = [line for line in (ROOT / "docs" / "deploy.md").read_text().splitlines() if "ray drain-node" in line]
+    assert said.strip() == (DEPLOY / "spot-notice.sh").read_text().splitlines()[-1]
 
 
 def test_rules_and_the_dashboard_ask_for_metrics_that_there_are() -> None:

@@ -3,7 +3,7 @@
 The rules are those of the architecture: a small core that knows no framework, front ends that do not know
 each other, and leaves that nobody needs. They are read off the source, so they hold also for imports inside
 functions, which no run of the tests may ever reach. Imports for type checkers only load nothing; they count where a
-rule is about what a reader has to know first: which rooms a room stands on, and circles.
+rule is about what a reader has to know first: which parts a part stands on, and circles.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ STANDS_ON = {
     "tune": "_arguments _imports _numbers _text air callbacks driver storage torch train",
     "v2": "_imports exceptions train",
 }
-"""The rooms of the package, the lowest first, each with the rooms that it imports from: all of them stand before it."""
-NUM_FLOORS = 9
+"""The parts of the package, the lowest first, each with the parts that it imports from: all of them stand before it."""
+NUM_LAYERS = 9
 
 INSIDE = {
     "air": (
@@ -149,7 +149,7 @@ INSIDE = {
         "runner",
     ),
 }
-"""The same inside the large rooms: folders, and modules that stand in the room itself."""
+"""The same inside the large parts: folders, and modules that stand in the part itself."""
 
 MADE_LATE = {
     ("raysgd.tf.training_operator", "raysgd.tf.creator_operator"),
@@ -274,21 +274,21 @@ def words(imports: Iterable[Import]) -> list[str]:
     return [str(found) for found in imports]
 
 
-def room_of(name: str) -> str:
-    """Return the room that a module stands in: `torch` for `raysgd.torch.resnet`."""
+def part_of(name: str) -> str:
+    """Return the part that a module stands in: `torch` for `raysgd.torch.resnet`."""
     return name.split(".")[1] if "." in name else ""
 
 
-def inner_room_of(name: str) -> str:
-    """Return where a module stands inside its room: `parallel` for `raysgd.torch.parallel.ddp`."""
+def inner_part_of(name: str) -> str:
+    """Return where a module stands inside its part: `parallel` for `raysgd.torch.parallel.ddp`."""
     path = (ROOT / name.replace(".", "/")).is_dir()
     parts = name.split(".")[2:]
     return "/".join(parts if path or len(parts) < 2 else parts[:-1])
 
 
-def floor_of(place: str, floors: Sequence[str]) -> int:
-    """Return the number of the floor that a room stands on."""
-    return next(number for number, rooms in enumerate(floors) if place in rooms.split())
+def layer_of(place: str, layers: Sequence[str]) -> int:
+    """Return the number of the layer that a part stands on."""
+    return next(number for number, parts in enumerate(layers) if place in parts.split())
 
 
 def module_in(target: str, modules: Collection[str]) -> str:
@@ -306,39 +306,39 @@ def arrows() -> list[tuple[Import, str]]:
     return [(each, module_in(each.target, modules)) for each in own]
 
 
-def test_the_table_has_every_room_above_those_that_it_imports_from() -> None:
-    rooms = sorted({room_of(name) for name, _ in modules_of("raysgd", "operators")} - {""})
-    assert sorted(STANDS_ON) == rooms
-    floors: dict[str, int] = {}
-    for room, below in STANDS_ON.items():
-        floors[room] = 1 + max((floors[each] for each in below.split()), default=0)  # which are in it by now
-    assert max(floors.values()) == NUM_FLOORS
-    for room, inside in INSIDE.items():
-        found = {inner_room_of(name) for name, _ in modules_of("raysgd") if room_of(name) == room} - {""}
+def test_the_table_has_every_part_above_those_that_it_imports_from() -> None:
+    parts = sorted({part_of(name) for name, _ in modules_of("raysgd", "operators")} - {""})
+    assert sorted(STANDS_ON) == parts
+    layers: dict[str, int] = {}
+    for part, below in STANDS_ON.items():
+        layers[part] = 1 + max((layers[each] for each in below.split()), default=0)  # which are in it by now
+    assert max(layers.values()) == NUM_LAYERS
+    for part, inside in INSIDE.items():
+        found = {inner_part_of(name) for name, _ in modules_of("raysgd") if part_of(name) == part} - {""}
         assert sorted(" ".join(inside).split()) == sorted(found)
 
 
-def test_rooms_import_from_those_that_the_table_says_and_no_others() -> None:
-    across = [(found, room_of(found.importer), room_of(module)) for found, module in arrows() if module != "raysgd"]
+def test_parts_import_from_those_that_the_table_says_and_no_others() -> None:
+    across = [(found, part_of(found.importer), part_of(module)) for found, module in arrows() if module != "raysgd"]
     assert [str(found) for found, here, there in across if here != there and there not in STANDS_ON[here].split()] == []
     used = {(here, there) for _, here, there in across}
     assert [
-        (room, each) for room, below in STANDS_ON.items() for each in below.split() if (room, each) not in used
+        (part, each) for part, below in STANDS_ON.items() for each in below.split() if (part, each) not in used
     ] == []
 
 
-def test_imports_lead_to_lower_floors_inside_the_large_rooms() -> None:
+def test_imports_lead_to_lower_layers_inside_the_large_parts() -> None:
     assert [
         str(found)
         for found, module in arrows()
         if not found.for_types
-        and (floors := INSIDE.get(room_of(module))) is not None
-        and room_of(found.importer) == room_of(module)
+        and (layers := INSIDE.get(part_of(module))) is not None
+        and part_of(found.importer) == part_of(module)
         and (found.importer, module) not in MADE_LATE
-        and (here := inner_room_of(found.importer))
-        and (there := inner_room_of(module))
+        and (here := inner_part_of(found.importer))
+        and (there := inner_part_of(module))
         and here != there
-        and floor_of(here, floors) <= floor_of(there, floors)
+        and layer_of(here, layers) <= layer_of(there, layers)
     ] == []
 
 
@@ -353,9 +353,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert {name: sorted(targets & imported.keys()) for name, targets in sorted(imported.items())} == {}
 
 
-def test_the_top_of_the_package_loads_only_the_lowest_floor() -> None:
+def test_the_top_of_the_package_loads_only_the_lowest_layer() -> None:
     found = [found for found in imports_of("raysgd") if found.importer == "raysgd" and not found.in_function]
-    lowest = [f"raysgd.{room}" for room, below in STANDS_ON.items() if not below]
+    lowest = [f"raysgd.{part}" for part, below in STANDS_ON.items() if not below]
     assert (
         words(each for each in found if each.is_of("raysgd", "ray", "numpy", *FRAMEWORKS) and not each.is_of(*lowest))
         == []
@@ -363,7 +363,7 @@ def test_the_top_of_the_package_loads_only_the_lowest_floor() -> None:
 
 
 def test_the_lower_half_knows_no_framework_and_no_tune() -> None:
-    found = imports_of(*(f"raysgd/{room}" for room in NO_FRAMEWORK.split()))
+    found = imports_of(*(f"raysgd/{part}" for part in NO_FRAMEWORK.split()))
     own = "raysgd.driver.tune_trial"  # says what a trial is
     assert words(each for each in found if each.is_of("ray.tune", *FRAMEWORKS) and each.importer != own) == []
 
@@ -406,7 +406,7 @@ def test_iterators_and_datasets_load_a_framework_only_when_asked() -> None:
 
 def test_one_module_knows_what_a_trial_of_tune_is_and_only_trials_import_it() -> None:
     found = imports_of("raysgd", "operators")
-    others = [found for found in found if found.importer not in TRIALS and room_of(found.importer) != "tune"]
+    others = [found for found in found if found.importer not in TRIALS and part_of(found.importer) != "tune"]
     assert words(found for found in others if found.is_of("raysgd.driver.tune_trial")) == []
 
 

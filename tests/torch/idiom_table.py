@@ -2,7 +2,7 @@
 
     python -m tests.torch.idiom_table --workers 2 3 --places "in backward" --only Gan
 
-Runs each calm, and with a worker killed at each place of a batch, and prints the table of `docs/rely.md`.
+Runs each calm, and with a worker killed at each place of a batch, and prints the table of `docs/architecture.md`.
 """
 
 from __future__ import annotations

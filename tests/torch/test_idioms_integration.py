@@ -1,7 +1,7 @@
 """The idioms of training loops end as in one process or are refused.
 
-What each idiom does is in `tests.torch.idioms`; `tests.torch.idiom_table` prints the table of `docs/rely.md`. A test
-runs many in one live trainer, whose workers come and go.
+What each idiom does is in `tests.torch.idioms`; `tests.torch.idiom_table` prints the table of `docs/architecture.md`. A
+test runs many in one live trainer, whose workers come and go.
 """
 
 from __future__ import annotations
