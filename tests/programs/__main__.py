@@ -43,7 +43,7 @@ def run_here(arguments: argparse.Namespace) -> Sums:
                 tell(str(verdict))
             if arguments.record is not None:
                 with arguments.record.open("a", encoding="utf-8") as file:
-                    file.write(f"{verdict} | {verdict.exact}\n")
+                    file.write(f"{verdict} | {verdict.exact}\n".replace(os.getcwd(), "."))
             if arguments.smallest and verdict.word != EQUAL:
                 tell(f"    the smallest is {runner.smallest(program)}")
     return runner.sums
