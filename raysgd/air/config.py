@@ -98,9 +98,10 @@ class FailureConfig:
     """The rule for failures of a run.
 
     Attributes:
-        max_failures: How often the run is started again, from its last checkpoint; -1 for any number of times. The
-            death of a worker counts, and so does an exception of your function. `fit` starts the count again at each
-            new checkpoint, until your function raises for the first time.
+        max_failures: How often the run is started again, from its last checkpoint. 0, the default, ends the run at the
+            first failure; -1 starts it again any number of times. The death of a worker counts, and so does an
+            exception of your function. `fit` starts the count again at each new checkpoint, until your function raises
+            for the first time.
         fail_fast: For runs of several trials: True ends all of them when one fails, "raise" raises its error at once.
 
     Raises:

@@ -207,7 +207,7 @@ class TorchTrainer(DataParallelTrainer):
 
     It has the name of `raysgd.TorchTrainer`, but is another class. Here you write the loop, as a function, and `fit`
     runs it once. There you write an operator, a class with a step, and the trainer calls it as often as you say, with
-    the workers kept alive in between. See "Two ways to train with PyTorch" in the documentation.
+    the workers kept alive in between. `docs/train.md` compares the two.
 
     Args:
         train_loop_per_worker: The function. `prepare_model` and `prepare_data_loader` of `raysgd.train.torch` make
