@@ -98,9 +98,10 @@ class FailureConfig:
     """The rule for failures of a run.
 
     Attributes:
-        max_failures: How often the run is started again, from its last checkpoint; -1 for any number of times. The
-            death of a worker counts, and so does an exception of your function. `fit` starts the count again at each
-            new checkpoint, until your function raises for the first time.
+        max_failures: How often the run is started again, from its last checkpoint. 0, the default, ends the run at the
+            first failure; -1 starts it again any number of times. The death of a worker counts, and so does an
+            exception of your function. `fit` starts the count again at each new checkpoint, until your function raises
+            for the first time.
         fail_fast: For runs of several trials: True ends all of them when one fails, "raise" raises its error at once.
 
     Raises:
@@ -291,9 +292,9 @@ class ScalingConfig:
             seconds; it grows after a checkpoint.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
         label_selector: The labels that a node has to have for a worker, as Ray selects nodes: `{"region": "us-west"}`.
-        elastic: Whether the function goes on where it is when other workers are lost, with those that are left, instead
-            of starting again from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
-        spare_workers: How many more workers wait, ready, to step in for lost ones; with `elastic` only.
+        elastic: Whether the workers that are left after a failure continue in the middle of the function, instead of
+            starting again from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
+        spare_workers: How many more workers are ready to replace lost ones; with `elastic` only.
 
     Raises:
         ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.

@@ -32,20 +32,21 @@ __all__ = ["DataParallelTrainer", "HorovodTrainer", "TensorflowTrainer", "TorchT
 class DataParallelTrainer(BaseTrainer):
     """Runs a function on several workers, and makes a `Result` of what it reports.
 
-    The function calls `raysgd.train.report(metrics, checkpoint=...)` on every worker, equally often. The metrics of
-    rank 0 are the results. When it fails, or a worker is lost, it is started again from its newest checkpoint, as
-    often as `FailureConfig(max_failures=...)` says.
+    Every worker calls `raysgd.train.report(metrics, checkpoint=...)` the same number of times. The metrics of rank 0
+    are the results. If the function fails, or a worker is lost, the run fails; with `FailureConfig(max_failures=3)` it
+    starts again from its newest checkpoint, up to three times.
 
     To make a trainer with another loop, derive from this class and pass the loop to `super().__init__`. To connect
     the workers in another way, pass your own `BackendConfig`.
 
     Args:
-        train_loop_per_worker: The function. It takes nothing, or one argument, `train_loop_config`. What it returns
-            stays in the worker.
+        train_loop_per_worker: The function. It takes nothing, or one argument, `train_loop_config`. What it returns on
+            rank 0 is `Result.return_value`, if that is plain data.
         train_loop_config: Its argument.
         backend_config: How the workers are connected. Default: not at all.
         scaling_config: How many workers, and what each needs. With `num_workers=(least, most)` the run begins with as
-            many as there is room for, goes on with what is left after a failure, and grows back after a checkpoint.
+            many as there is room for, continues with those that are left after a failure, and grows back after a
+            checkpoint.
         dataset_config: Who gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By itself "train" is divided,
             and every worker gets all of the others.
         run_config: Where the run writes, what it keeps, when it stops.
@@ -207,11 +208,11 @@ class TorchTrainer(DataParallelTrainer):
 
     It has the name of `raysgd.TorchTrainer`, but is another class. Here you write the loop, as a function, and `fit`
     runs it once. There you write an operator, a class with a step, and the trainer calls it as often as you say, with
-    the workers kept alive in between. See "Two ways to train with PyTorch" in the documentation.
+    the workers kept alive in between. `docs/train.md` compares the two.
 
     Args:
-        train_loop_per_worker: The function. `prepare_model` and `prepare_data_loader` of `raysgd.train.torch` make
-            what it has ready for several workers.
+        train_loop_per_worker: The function. It uses `prepare_model` and `prepare_data_loader` of `raysgd.train.torch`,
+            which get model and loader ready for several workers.
         train_loop_config: Its argument.
         torch_config: How the workers are connected. Default: NCCL where each has a GPU, else gloo.
         torch_backend: Another name of `torch_config`, from the guide of the old library.

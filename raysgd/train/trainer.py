@@ -61,29 +61,29 @@ class Trainer:
 
     Args:
         backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config.
-        num_workers: How many; or a pair, the smallest and the largest number: the trainer then begins with as many as
-            there is room for, goes on with what is left after a failure, and grows back after a checkpoint.
+        num_workers: How many; or a pair, the smallest and the largest number. The trainer then begins with as many as
+            there is room for, continues with those that are left after a failure, and grows back after a checkpoint.
         use_gpu: Whether each worker gets a GPU.
         resources_per_worker: Other amounts for each worker than one "CPU" and that "GPU"; other names are custom
             resources.
         logdir: Where runs put their folders: a path, of which a relative one is under `~/ray_results`, or a URI such as
             `s3://bucket/results`. Default: a new folder in `~/ray_results`.
-        max_retries: The failure of workers with this number in a run is the one that is raised: 3 allows two. -1 allows
-            any number.
+        max_retries: The number of the failure that ends a run. 3 raises the third one, so it allows two restarts; -1
+            allows any number.
         resize_interval_s: How often a run on fewer workers than it might have looks for room; it grows after a
             checkpoint.
-        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
-            while it is made ready it gets at least 120 s.
+        heartbeat_s: A worker process that gives no sign of life for this long, because it is stopped or frozen, counts
+            as lost. While it is starting, it gets at least 120 s.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
         placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
             them, unless the environment variable TRAIN_ENABLE_WORKER_SPREAD says otherwise.
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             reach this process.
-        elastic: Whether functions go on where they are when other workers are lost, with those that are left, instead
-            of starting again from their checkpoint. For functions of PyTorch with gloo that prepare their models,
-            optimizer and loaders, the latter with `exact=True`. Needs a pair as `num_workers`.
-        spare_workers: How many more workers wait, ready, to step in for lost ones where the function is. They hold
-            resources. Needs `elastic=True`, and a function that counts its passes by `loader.epoch`.
+        elastic: Whether the workers that are left after a failure continue in the middle of the function, instead of
+            starting again from its checkpoint. For functions of PyTorch with gloo that prepare their models,
+            optimizers and loaders, the latter with `exact=True`. Needs a pair as `num_workers`.
+        spare_workers: How many more workers are ready to replace lost ones in the middle of the function. They hold
+            resources. Needs `elastic=True`, and a function that counts its epochs by `loader.epoch`.
         detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
             handle with the same methods. See `docs/detached.md`.
 

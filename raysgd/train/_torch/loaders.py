@@ -44,9 +44,9 @@ def prepare_data_loader(
 ) -> Any:
     """Get a loader ready: over this worker's part of the samples, with batches on the device.
 
-    Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time. A sampler such as
-    `WeightedRandomSampler` decides which samples a pass has: it draws the same on all workers, which divide them. All
-    workers get the same number of samples: where these cannot be divided evenly, the first ones come twice, unless
+    Call `loader.sampler.set_epoch(epoch)` before each epoch for another order each time. A sampler such as
+    `WeightedRandomSampler` decides which samples an epoch has: it draws the same on all workers, which divide them. All
+    workers get the same number of samples. If the samples cannot be divided evenly, the first ones come twice, unless
     `exact` is set.
 
     Args:

@@ -294,5 +294,5 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Compute the gradients of a loss, scaled if the precision of the run asks for it."""
+    """Compute the gradients of a loss. After `accelerate(amp=True)` it scales them; else it is `tensor.backward()`."""
     shared_accelerator().precision.backward(tensor, None)
