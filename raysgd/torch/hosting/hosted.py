@@ -267,22 +267,20 @@ class TorchHosted(hosted.Hosted):
             if self.loop.undo is not None:
                 can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
                 self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
-            if parallel.rows is not None:
-                self._open_rows(parallel.rows, run, stream)
+            leg.rows = self._rows_of(run, stream)
             with nullcontext() if parallel.record is None else parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self.loop.end_leg(leg, stream.num_steps_taken - began_at)
             gradients.check_counted(leg)
         finally:
-            if parallel.rows is not None:
-                parallel.rows.close_call()
             parallel.end_leg()
 
-    def _open_rows(self, rows: StepRows, run: EpochRun, stream: Any) -> None:
-        """Let the ranks tell each other what they have measured, where others could go on without one."""
-        if self.epoch_obstacle is not None or not self.feed.is_divided(stream):
-            return
+    def _rows_of(self, run: EpochRun, stream: Any) -> StepRows | None:
+        """Return what lets the ranks tell each other what they have measured, where others could go on without one."""
+        exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
+        if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
+            return None
         counted, counts = self.internals.counted_by_stock_loop, is_stock(self.operator, "train_epoch", "train_batch")
 
         def read() -> dict[str, Part]:
@@ -291,7 +289,7 @@ class TorchHosted(hosted.Hosted):
         def note(told: Mapping[str, Row]) -> None:
             run.rows.note(run.num_completed, told)
 
-        rows.open_call(run.rows.name, self.world.size, read, note)
+        return StepRows(exchange, read, note)
 
     def _end_evaluation(self) -> None:
         """Give models their modes back, and drop what a prediction draws from."""

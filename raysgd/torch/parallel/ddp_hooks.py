@@ -126,8 +126,8 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
-        if is_last and parallel.rows is not None:
-            parallel.rows.exchange_beside_gloo(parallel.leg.batch)
+        if is_last and parallel.leg.rows is not None:
+            parallel.leg.rows.exchange_beside_gloo(parallel.leg.batch)
     return future
 
 
@@ -140,7 +140,7 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     if weight != 1.0:
         gradients.mul_(weight)
     numbers = gradients.numpy()
-    rows = parallel.rows if bucket.is_last() else None
+    rows = leg.rows if bucket.is_last() else None
     with parallel.exchanges.noting(), parallel.exchanges.timed(group):
         if told is not None:
             gather = partial(_add_up_with_amounts, group, numbers, told)

@@ -36,31 +36,16 @@ NoteRows = Callable[[Mapping[str, Row]], None]
 
 
 class StepRows:
-    """Exchanges the rows of a replica with those of the others."""
+    """Exchanges the rows of a replica with those of the others, in one leg.
 
-    def __init__(self) -> None:
-        self._gather: Gather | None = None
-        self._exchange: RowExchange | None = None
-        self.close_call()
+    Args:
+        exchange: Moves them.
+        read: Returns what this rank tells.
+        note: Called with what all ranks have told, before the step is taken.
+    """
 
-    def open_call(self, name: str, size: int, read: ReadParts, note: NoteRows) -> None:
-        """Begin a call, as all ranks do.
-
-        Args:
-            name: What this rank is known by.
-            size: How many ranks there are. One that is left alone keeps its rows for others who may join it.
-            read: Returns what it tells.
-            note: Called with what all ranks have told, before the step is taken.
-        """
-        group = exchanges_at_once()
-        gather = _to_itself if size == 1 else None if group is None else group.gather
-        if gather != self._gather:
-            self._gather, self._exchange = gather, None if gather is None else RowExchange(name, gather)
-        self._read, self._note, self._is_open = read, note, True
-
-    def close_call(self) -> None:
-        """End a call, in whatever way."""
-        self._is_open = False
+    def __init__(self, exchange: RowExchange, read: ReadParts, note: NoteRows) -> None:
+        self._exchange, self._read, self._note = exchange, read, note
 
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange rows, unless that was done in this step, or the step goes on with other batches.
@@ -75,7 +60,7 @@ class StepRows:
         Raises:
             MeshBroken: A connection to another rank ended.
         """
-        if self._exchange is None or not self._is_open or not batch.note_exchange():
+        if not batch.note_exchange():
             return False
         self._note(self._exchange.exchange(self._read(), gather))
         return True
@@ -92,6 +77,15 @@ class StepRows:
             raise DistNetworkError(str(error)) from None  # else it would be taken for one that no rank waits in
 
 
+def gather_rows(size: int) -> Gather | None:
+    """Return what gathers the rows of so many ranks; None where there is no mesh.
+
+    A rank that is left alone keeps its rows for others who may join it.
+    """
+    group = exchanges_at_once()
+    return _to_itself if size == 1 else None if group is None else group.gather
+
+
 def _to_itself(row: Array) -> list[Array]:
     return [row]
 
@@ -105,7 +99,7 @@ def names_of_all(name: str) -> Collection[str] | None:
 
 
 class Exchanges:
-    """The exchanges of the running step.
+    """The exchanges of the running step, in one group.
 
     Args:
         is_lost: Whether an exception means that the group is broken.
@@ -123,12 +117,12 @@ class Exchanges:
         self._is_lost = is_lost
         self._is_broken = is_broken
         self.ledger: Ledger | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Start over, in another group."""
         self._error: BaseException | None = None
         self._num_made = 0
+
+    def of_next_group(self) -> Exchanges:
+        """Return those of another group: what becomes of an exchange of this one is of no interest there."""
+        return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
         """Stand for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""

@@ -30,24 +30,19 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by th
 
 
 class GlobalRecord:
-    """This rank's record of the calls of one group. It is read in a second thread."""
+    """This rank's record of a call of one group. It is read in a second thread.
 
-    def __init__(self) -> None:
+    Args:
+        number: How many calls this group has begun, as all ranks do; 0 before the first one.
+
+    Attributes:
+        number: The same.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self._changing = threading.Lock()
-        self.forget()
-
-    def forget(self) -> None:
-        """Start over, in another group."""
-        with self._changing:
-            self._start(0)
-
-    def begin(self) -> None:
-        """Begin a call, as all ranks do."""
-        with self._changing:
-            self._start(self._number + 1)
-
-    def _start(self, number: int) -> None:
-        self._number, self._is_open, self._is_over = number, number > 0, False
+        self._is_open, self._is_over = number > 0, False
         self._counts: Counter[str] = Counter()
         self._marks = deque([0], _NUM_MARKS)
 
@@ -62,9 +57,9 @@ class GlobalRecord:
     def work(self) -> JointWork | None:
         """The work of the last call of this group; None where there was none."""
         with self._changing:
-            if not self._number:
+            if not self.number:
                 return None
-            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self._number)
+            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self.number)
 
     @contextmanager
     def of_call(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from raysgd.torch.objects.criteria import NO_CALL
 from raysgd.torch.parallel.amounts import Counted, Omitted, Window
 from raysgd.torch.parallel.batch import Batch
+from raysgd.torch.parallel.exchanges import StepRows
 from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
@@ -47,6 +48,7 @@ class Leg:
             As with the next two, None is for nothing.
         check: Called before a step counts as done; raises if it cannot.
         refresh: Called before the first batch of each global batch, on all ranks.
+        rows: What the ranks tell each other in each step; None where they tell nothing.
         batch: The one that was handed out last.
         began_at: When this rank asked for it; 0 once its first backward pass follows.
         own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
@@ -76,6 +78,7 @@ class Leg:
         self.defer: Callable[[bool], None] | None = None
         self.check: Callable[[], None] | None = None
         self.refresh: Callable[[], None] | None = None
+        self.rows: StepRows | None = None
         self.batch = Batch()
         self.began_at = self.own_s = 0.0
         self.is_used = False

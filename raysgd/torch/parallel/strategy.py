@@ -26,10 +26,11 @@ from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.exchanges import Exchanges, StepRows
+from raysgd.torch.parallel.exchanges import Exchanges, gather_rows
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg, StepWatcher
 from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.worker.data.rank_rows import Gather, RowExchange
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
@@ -55,7 +56,6 @@ class NoParallel:
         leg: The part of a training call that this group runs; between two calls one that no call is in.
         exchanges: What became of the exchanges of that step.
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
-        rows: What the ranks tell each other in each step; None where they tell nothing.
         record: What was done in the call that all ranks have to do alike; None where nothing is.
         forward_context: The context of forward passes.
     """
@@ -65,7 +65,8 @@ class NoParallel:
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
-        self.rows = StepRows() if tells_rows else None
+        self._tells_rows = tells_rows
+        self._row_exchange: tuple[Gather, RowExchange] | None = None  # of this group, once it was asked for
         self.has_others = has_others
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
@@ -124,7 +125,7 @@ class NoParallel:
         if leg.defer is not None:
             leg.defer(False)
         if self.record is not None:
-            self.record.begin()
+            self.record = GlobalRecord(self.record.number + 1)
         if self._left_out:
             leg.refresh = partial(self._refresh_left_out, in_training=True)
         leg.check = self.exchanges.check if may_run_backward and self.has_others else None
@@ -170,9 +171,23 @@ class NoParallel:
 
     def reform(self) -> None:
         """Connect the models to the new group; they stay the same objects."""
-        self.exchanges.forget()
+        self.exchanges = self.exchanges.of_next_group()
         if self.record is not None:
-            self.record.forget()
+            self.record = GlobalRecord()
+
+    def row_exchange(self, name: str, size: int) -> RowExchange | None:
+        """Return what moves rows between the ranks; None where they tell nothing.
+
+        Args:
+            name: What this rank is known by.
+            size: How many ranks there are.
+        """
+        gather = gather_rows(size) if self._tells_rows else None
+        if gather is None:
+            return None
+        if self._row_exchange is None or self._row_exchange[0] != gather:
+            self._row_exchange = gather, RowExchange(name, gather)
+        return self._row_exchange[1]
 
     @property
     def num_ranks(self) -> int:

@@ -383,8 +383,8 @@ class Gradients:
         if leg.batch.is_boundary:
             self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
-                if self._parallel.rows is not None:
-                    self._parallel.rows.exchange(leg.batch)
+                if leg.rows is not None:
+                    leg.rows.exchange(leg.batch)
                 leg.shards.add_up(parameters, leg.shards.seed_of_step)
             self._parallel.exchanges.count(True)
 

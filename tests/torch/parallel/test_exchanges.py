@@ -75,10 +75,13 @@ def test_a_step_without_an_exchange_does_not_count_in_a_group_that_is_broken() -
         group.exchanges.check()
 
 
-def test_another_group_begins_anew() -> None:
+def test_what_is_lost_of_a_former_group_later_does_not_break_the_next_one() -> None:
     group = Group()
-    group.exchange(LOST)
-    group.exchanges.forget()
+    late: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    group.exchanges.track(late, is_last=True)
+    former, group.exchanges = group.exchanges, group.exchanges.of_next_group()
+    late.set_exception(LOST)
+    assert former.has_broken
     group.exchanges.check()
 
 

@@ -14,10 +14,9 @@ from raysgd.torch.parallel.global_record import GlobalRecord, sums_of
 
 
 def test_ranks_that_do_the_same_come_to_the_same_record_in_each_call() -> None:
-    records = [GlobalRecord(), GlobalRecord()]
     for call, num in enumerate((3, 0, 40), start=1):
+        records = [GlobalRecord(call), GlobalRecord(call)]
         for record in records:
-            record.begin()
             with record.of_call():
                 for _ in range(num):
                     record.note("model 1 exchanged")
@@ -28,8 +27,7 @@ def test_ranks_that_do_the_same_come_to_the_same_record_in_each_call() -> None:
 
 
 def test_a_call_that_fails_is_not_over_and_what_is_done_behind_it_does_not_count() -> None:
-    record = GlobalRecord()
-    record.begin()
+    record = GlobalRecord(1)
     record.note("model 1 exchanged")
     with pytest.raises(OSError, match="gone"), record.of_call():
         raise OSError("gone")
@@ -40,13 +38,8 @@ def test_a_call_that_fails_is_not_over_and_what_is_done_behind_it_does_not_count
 
 def test_in_another_group_there_is_nothing_to_compare_before_a_call_began() -> None:
     record = GlobalRecord()
-    record.begin()
-    record.forget()
     record.note("something")
     assert record.work is None
-    record.begin()
-    assert record.work is not None
-    assert (record.work.num, record.work.number) == (0, 1)
 
 
 def sums(*models: torch.nn.Module, is_exact: bool = False, left_out: Collection[str] | None = ()) -> WeightSums:
