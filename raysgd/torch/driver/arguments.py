@@ -145,8 +145,8 @@ def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
     hvd = import_horovod()
     if precision == "apex":
         raise ValueError(
-            'Apex does not work with `backend="horovod"`, because both rebuild the optimizer: use `use_fp16=True` or '
-            '`precision="bf16"`, or `backend="gloo"` or "nccl".'
+            'Apex does not work with `backend="horovod"`, because both rebuild the optimizer: use '
+            '`precision="fp16"` or "bf16", or `backend="gloo"` or "nccl".'
         )
     if strategy == "fsdp":
         raise ValueError(
