@@ -109,7 +109,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._pass: _OpenPass[ItemT] | None = None
         self._to_resume: tuple[int, int] | None = None
         self._num_open = 0  # steps begun since the last optimizer step
-        self._is_first_of_step = self._is_last_of_step = True  # of the batch drawn last
+        self._is_last_of_step = True  # the batch drawn last
         self.at_boundary: Callable[[], None] | None = None
         self.prepare: Callable[[], None] = lambda: None
         self.has_one_pass = self._has_begun = False
@@ -196,11 +196,12 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
                     break
                 continue
             just_opened = False
-            self._is_first_of_step, self._is_last_of_step = self._place_in_step(item)
-            num_drawn += self._is_first_of_step
-            batch = self._hand_out(place, item, is_last_of_call=num_drawn == num_steps and self._is_last_of_step)
+            is_first_of_step, self._is_last_of_step = self._place_in_step(item)
+            num_drawn += is_first_of_step
+            is_last_of_call = num_drawn == num_steps and self._is_last_of_step
+            batch = self._hand_out(place, item, is_first_of_step, is_last_of_call)
             if batch is not NO_BATCH:
-                self._num_open += self._is_first_of_step
+                self._num_open += is_first_of_step
                 if place.batch.is_padding:
                     yield from self._undoing_padding(batch)
                 else:
@@ -222,13 +223,13 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             self.pass_index, consumed = self._next_pass(), 0
         return self._begin_pass(consumed)
 
-    def _hand_out(self, place: PlaceT, item: ItemT, is_last_of_call: bool) -> Any:
+    def _hand_out(self, place: PlaceT, item: ItemT, is_first_of_step: bool, is_last_of_call: bool) -> Any:
         assert self._pass is not None
         is_last = self._is_last_of_pass(self._pass, item)
         batch = self._begin_step(
             place, item, is_last or is_last_of_call
         )  # a loss may be noticed here: it has not begun then
-        self.num_steps_taken += self._is_first_of_step
+        self.num_steps_taken += is_first_of_step
         if is_last:
             self._pass = None  # the next call begins with a fresh one
         return batch
