@@ -62,11 +62,11 @@ class TornBatch:
 
     def begin(self) -> None:
         """A batch begins."""
-        self._loop.step.opens()
+        self._loop.begin_step()
 
     def step(self, number: int) -> None:
         """The gradients of an optimizer were exchanged; it steps."""
-        self._loop.step.exchanges()
+        self._loop.note_exchange()
         [weight] = self._optimizers[number].param_groups[0]["params"]
         weight.grad = torch.ones(1)
         self._optimizers[number].step()
