@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from raysgd.tf.training_operator import TrainingOperator
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
 
-# They write to files, or somewhere else, what is the same on every rank.
+# They write to files, or somewhere else, what is the same on every rank. One that follows as the first goes on with it.
 _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
 
 
@@ -32,6 +33,7 @@ class CreatorOperator(TrainingOperator):
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
     _has_created = False
+    _begun: Collection[int] = ()  # by identity: the callbacks that this process has used in the running `fit`
 
     def setup(self, config: dict[str, Any]) -> None:
         """Call the creators and register what they return, once."""
@@ -160,6 +162,9 @@ class CreatorOperator(TrainingOperator):
         told = {"verbose": 0 if is_at_end else options["verbose"], "epochs": num_epochs, "steps": length}
         callbacks = callbacks_of_part(model, listed, place.num_steps, **told)
         goes_on = stream.measures and place.num_steps > 0
+        if stream.has_begun:
+            self._begin_writers([each for each in own if id(each) not in self._begun], place.epoch if goes_on else None)
+        self._begun = {*map(id, own)}
         if is_at_end:
             self._end_epoch(own, callbacks, data)
             return
@@ -175,6 +180,22 @@ class CreatorOperator(TrainingOperator):
         stream.has_begun = True
         with one_part(model, own, goes_on, silenced, is_last):
             model.fit(self._part(stream.data()), **{**options, **changed})
+
+    def _begin_writers(self, callbacks: Sequence[Any], epoch: int | None) -> None:
+        """Let callbacks begin that only the first rank has, which this one has become in the middle of a `fit`.
+
+        Args:
+            callbacks: Those that begin.
+            epoch: The epoch that it is in the middle of; None between two.
+        """
+        for callback in callbacks:
+            if "BackupAndRestore" in registration.class_names(callback):
+                continue  # it would go back to what it has saved
+            if hasattr(callback, "append"):  # to a file that the rank before has begun
+                callback.append = True
+            callback.on_train_begin()
+            if epoch is not None:
+                callback.on_epoch_begin(epoch)
 
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
         """Do what Keras does behind the last step of an epoch.
@@ -227,11 +248,16 @@ class CreatorOperator(TrainingOperator):
         """Let all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
         synchronizer, model = self._raysgd.context.synchronizer, self.model
         [rate] = learning_rates.read([model.optimizer])
-        told = np.array([float(bool(model.stop_training)), rate or 0.0])
+        keepers = self._keepers()
+        bests = (math.nan if each.best is None else float(each.best) for each in keepers)
+        told = np.array([float(bool(model.stop_training)), rate or 0.0, *bests])
         synchronizer.group.from_first(told)
         model.stop_training = bool(told[0])
         if rate is not None and rate != told[1]:
             learning_rates.apply([told[1]], [model.optimizer])
+        for callback, best in zip(keepers, told[2:], strict=True):
+            if self.world_rank and not math.isnan(best):
+                callback.best = float(best)
 
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
@@ -293,9 +319,13 @@ class CreatorOperator(TrainingOperator):
         asked = options.get("verbose", self._raysgd.context.settings.verbose)
         return 0 if self.world_rank else 1 if asked == "auto" else int(asked)
 
+    def _keepers(self) -> list[Any]:
+        """Return the callbacks that keep the best model, alike on all ranks: only the first one's save it."""
+        given = _listed((self.config.get(_FIT_CONFIG) or {}).get("callbacks"))
+        return [each for each in given if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")]
+
     def _callbacks(self, options: dict[str, Any]) -> list[Any]:
-        given = options.get("callbacks") or []
-        callbacks = list(given) if isinstance(given, list | tuple) else [given]
+        callbacks = _listed(options.get("callbacks"))
         if self.world_rank == 0:
             return callbacks
         return [callback for callback in callbacks if _ONLY_ON_FIRST.isdisjoint(registration.class_names(callback))]
@@ -314,6 +344,10 @@ def make_operator(
         check_creator(name, creator, "config")
     members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
     return type("CustomCreatorOperator", (CreatorOperator,), members)
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
 
 
 def _last(values: Any) -> Any:

@@ -199,6 +199,26 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     assert_equal_on_all_ranks(trainer)
 
 
+@pytest.mark.keras_in_turns("keras3")
+def test_the_rank_that_follows_the_first_one_goes_on_with_its_files(
+    ray_cluster: None, keras_here: Any, trainers: list[TFTrainer], tmp_path: Path
+) -> None:
+    log, best = tmp_path / "log.csv", tmp_path / "best.keras"
+    keeps = keras_here.callbacks.ModelCheckpoint(str(best), monitor="loss", mode="min", save_best_only=True)
+    callbacks = [keras_here.callbacks.CSVLogger(str(log)), keeps]
+    config = {"fit_config": {"epochs": 6, "callbacks": callbacks}, "batch_size": 4, "num_samples": NUM_SAMPLES}
+    trainer = TFTrainer(make_model, make_shuffled, config=config, num_replicas=2, seed=1)
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 0, at="step:29")  # in the third of six epochs, of 12 steps
+    trainer.train()
+    assert kinds(trainer)[0] == "continued"  # and perhaps a worker stepped in
+    rows = log.read_text("utf-8").splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["epoch", *map(str, range(6))]
+    losses = [float(row.split(",")[1]) for row in rows[1:]]
+    found, *_ = trainer.apply_all_operators(lambda operator: operator._keepers()[0].best)
+    assert found == pytest.approx(min(losses), rel=1e-6)
+
+
 @pytest.mark.soak
 @pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize(
