@@ -188,9 +188,10 @@ class TrainingOperator(BaseOperator):
         Args:
             batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict
                 or a dataclass, which is passed to the model by keyword (its target has one of `batches.TARGET_NAMES`).
-            batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`. A batch is padding where
-                this worker has no samples left and repeats some, with weight 0, because the others have. In the
-                warm-up of a new worker also `warm_up=True`: the step does not count.
+            batch_info: `batch_idx`, `global_step`, `epoch_idx` (index of the pass, from 0), `scheduler_step`,
+                `is_padding` and the entries of `info`. A batch is padding where this worker has no samples left and
+                repeats some, with weight 0, because the others have. In the warm-up of a new worker also
+                `warm_up=True`: the step does not count.
 
         Returns:
             Metrics of the batch: numbers, tensors of one element (these are not read before the epoch ends, so the host

@@ -37,7 +37,10 @@ def srun(arguments: Sequence[str]) -> int:
 
 
 def scontrol(arguments: Sequence[str]) -> int:
-    """Prints the nodes of a list, one in each line."""
+    """Prints the nodes of a list, one in each line, or says that the job was requeued."""
+    if list(arguments) == ["requeue", os.environ["SLURM_JOB_ID"]]:
+        print("requeued job", arguments[1], flush=True)
+        return 0
     if list(arguments) != ["show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]:
         print(f"scontrol: error: unknown {arguments}", file=sys.stderr)
         return 2

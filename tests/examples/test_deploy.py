@@ -89,10 +89,11 @@ def test_the_image_has_what_its_program_imports(tmp_path: Path) -> None:
 
 def test_what_the_job_declares_is_used() -> None:
     job = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
-    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    pod = group["template"]["spec"]
-    mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    cluster = job["spec"]["rayClusterSpec"]
+    [group] = cluster["workerGroupSpecs"]
+    for pod in (cluster["headGroupSpec"]["template"]["spec"], group["template"]["spec"]):
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
     assert job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] or group["minReplicas"] == group["maxReplicas"]
 
 

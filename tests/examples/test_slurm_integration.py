@@ -46,12 +46,22 @@ with TorchTrainer(training_operator_cls=Line, num_workers=2) as trainer:
 print(json.dumps({"losses": losses, "num_nodes": len(set(nodes)), "known": len(ray.nodes())}))
 """
 
+STOPPING_PROGRAM = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(print("stopped at SIGTERM")))
+os.kill(os.getppid(), signal.SIGUSR1)  # as Slurm does before the time limit
+time.sleep(300)
+"""
+
 
 @contextlib.contextmanager
-def job_in(folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def job_in(folder: Path, program: str = PROGRAM, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """The script as a job with two nodes of one CPU; like Slurm, writes to a file and ends all steps after it."""
     place_commands(folder / "home" / "venv" / "bin")
-    (folder / "train.py").write_text(PROGRAM)
+    (folder / "home" / ".ray").mkdir()
+    if "RAY_AUTH_MODE" not in variables:
+        (folder / "home" / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
+    (folder / "train.py").write_text(program)
     with (folder / "out").open("wb") as out:
         job = subprocess.Popen(
             [str(shutil.which("bash")), str(SCRIPT)],
@@ -127,3 +137,10 @@ def test_a_job_whose_head_cannot_start_ends(tmp_path: Path) -> None:
         said = (tmp_path / "out").read_text()
     assert job.returncode == 1, said
     assert "no authentication token was found" in said
+
+
+def test_a_job_near_its_time_limit_stops_its_program_and_is_requeued(tmp_path: Path) -> None:
+    with job_in(tmp_path, STOPPING_PROGRAM) as job:
+        said = (tmp_path / "out").read_text()
+    assert job.returncode == 0, said
+    assert said.index("stopped at SIGTERM") < said.index("requeued job")
