@@ -264,7 +264,7 @@ def test_an_operator_may_average_by_hand(make_local: Callable[..., TorchTrainer]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("apex", "ddp", False), r'Apex does not work with `backend="horovod"`.*use_fp16=True'),
+        (("apex", "ddp", False), r'Apex does not work with `backend="horovod"`.*precision="fp16"'),
         (("fp32", "fsdp", False), r'`strategy="fsdp"` does not work with `backend="horovod"`'),
         (("fp32", "ddp", True), r"built for CPUs.*HOROVOD_GPU_OPERATIONS=NCCL python -m raysgd.horovod.install"),
     ],
