@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +38,8 @@ _RUNGS = {
         "build_scheduler",
     ),
     "label_smoothing_factor": "forward",
-    **dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"), ""),
+    **dict.fromkeys(("num_train_epochs", "gradient_accumulation_steps"), ""),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), ""),
     **dict.fromkeys(("max_grad_norm", "fp16", "bf16", "gradient_checkpointing"), ""),
 }
 """Names of `transformers.TrainingArguments` that say how to train: the rung to which they are left where it is
@@ -119,6 +121,12 @@ class HuggingFaceOperator(SupervisedOperator):
 
         num_steps = options.count(config, "num_training_steps", default=0)
         num_warmup_steps = options.number(config, "num_warmup_steps", default=0, positive=False)
+        if 0 < num_warmup_steps < 1:
+            share, steps = f"{num_warmup_steps:g}", math.ceil(num_warmup_steps * num_steps)
+            raise ValueError(
+                f"`config['num_warmup_steps']={share}`: need a number of steps, not a share of all: write "
+                f"`math.ceil({share} * num_training_steps)`, here {steps}."
+            )
         return get_scheduler(config["scheduler"], optimizer, int(num_warmup_steps), num_steps)
 
     def setup(self, config: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ class TrainerProcess:
             "name": self._settings.name,
             "version": __version__,
             "pid": os.getpid(),
-            "trainer": await asyncio.to_thread(repr, self._trainer),
+            "trainer": "starting" if self._trainer is None else await asyncio.to_thread(repr, self._trainer),
             "running": None if running is None else str(running),
             "programs": list(self._programs.values()),
             "ends_in_s": self._ends_in_s(),

@@ -420,6 +420,14 @@ class Fit:
             if location is not None:
                 self._load(location)
             self._run.epoch = self._epochs_done()
+            if location is not None and self._run.epoch >= self._last_epoch:
+                logger.warning(
+                    "`resume_from`: `%s` has %d of %d epochs, so none is left to train. For more of them pass a larger "
+                    "`epochs`; to train again use another folder",
+                    location,
+                    self._run.epoch,
+                    self._last_epoch,
+                )
         if self._pending == self._run.epoch:
             self._run._last_told = self._run.epoch - 1
 

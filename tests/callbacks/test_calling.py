@@ -204,6 +204,7 @@ class TestWhatIsGiven:
                 'Write `raysgd.callbacks.EarlyStopping("val_loss',
             ),
             ("keras.src.callbacks.early_stopping", "EarlyStopping", 'config={"fit_config": {"callbacks": [...]}}'),
+            ("lightning.pytorch.loggers.tensorboard", "TensorBoardLogger", "raysgd.callbacks.TensorBoardLogger("),
             ("lightning.pytorch.callbacks.timer", "Timer", "Write what it does in a subclass of one of these"),
             ("mine", "EarlyStopping", "need objects of subclasses of"),
         ],

@@ -478,10 +478,14 @@ class TestResuming:
         (tmp_path / "old.pt").rename(tmp_path / "kept.pt")
         assert fit(3) == [1, 2, 3]
 
-    def test_trains_nothing_where_all_is_done(self, make_local: Make, tmp_path: Path) -> None:
+    def test_trains_nothing_where_all_is_done_and_says_so(
+        self, make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         make_local().fit(2, callbacks=[SavesTo(tmp_path / "last.pt")])
         counts = Counts()
+        assert "none is left" not in caplog.text
         history = make_local().fit(2, callbacks=[counts], resume_from=tmp_path / "last.pt")
+        assert "last.pt` has 2 of 2 epochs, so none is left to train" in caplog.text
         assert history["epoch"] == [1, 2]
         assert counts.calls == [("begin", 2, 2), ("end", None)]
 

@@ -199,6 +199,11 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"config\['num_training_steps'\]"):
             local(lab.Task, config={"scheduler": "linear"}, scheduler_step_freq="batch")
 
+    def test_a_warm_up_that_is_a_share_of_the_steps(self, lab: Any) -> None:
+        config = {"scheduler": "linear", "num_training_steps": 25, "num_warmup_steps": 0.1}
+        with pytest.raises(ValueError, match=r"not a share of all: write `math.ceil\(0.1 \* .*\)`, here 3"):
+            local(lab.Task, config=config, scheduler_step_freq="batch")
+
     def test_a_model_with_nothing_to_train(self, lab: Any) -> None:
         class Frozen(lab.Task):
             def build_model(self, config: dict[str, Any]) -> Any:
@@ -214,6 +219,7 @@ class TestRefused:
         ("learning_rate", r'write `"lr"`'),
         ("lr_scheduler_type", r'write `"scheduler"`'),
         ("gradient_accumulation_steps", r"accumulate_grad_batches="),
+        ("per_device_eval_batch_size", "that of the validation, too"),
     ],
 )
 def test_names_of_the_trainer_of_transformers_are_answered_with_ours(lab: Any, name: str, ours: str) -> None:
