@@ -191,8 +191,8 @@ class CreatorOperator(TrainingOperator):
         for callback in callbacks:
             if "BackupAndRestore" in registration.class_names(callback):
                 continue  # it would go back to what it has saved
-            if hasattr(callback, "append"):  # to a file that the rank before has begun
-                callback.append = True
+            if "CSVLogger" in registration.class_names(callback):
+                callback.append = True  # to the file that the rank before has begun
             callback.on_train_begin()
             if epoch is not None:
                 callback.on_epoch_begin(epoch)
@@ -321,11 +321,11 @@ class CreatorOperator(TrainingOperator):
 
     def _keepers(self) -> list[Any]:
         """Return the callbacks that keep the best model, alike on all ranks: only the first one's save it."""
-        given = _listed((self.config.get(_FIT_CONFIG) or {}).get("callbacks"))
+        given = _listed(self.config.get(_FIT_CONFIG) or {})
         return [each for each in given if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")]
 
     def _callbacks(self, options: dict[str, Any]) -> list[Any]:
-        callbacks = _listed(options.get("callbacks"))
+        callbacks = _listed(options)
         if self.world_rank == 0:
             return callbacks
         return [callback for callback in callbacks if _ONLY_ON_FIRST.isdisjoint(registration.class_names(callback))]
@@ -346,8 +346,10 @@ def make_operator(
     return type("CustomCreatorOperator", (CreatorOperator,), members)
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+def _listed(options: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks of a `fit`, of which there may be one."""
+    given = options.get("callbacks") or []
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _last(values: Any) -> Any:

@@ -50,6 +50,10 @@ class _SinceBoundary:
         self.stepped: set[int] = set()
         self.waiting: list[torch.Tensor] | None = None
 
+    def without_step(self, optimizers: Iterable[Any]) -> list[Any]:
+        """Return those of these optimizers that did not step."""
+        return [each for each in optimizers if id(each) not in self.stepped]
+
 
 class StepLoop(Loop):
     """The loop of an operator; optimizers report to it when they begin to step.
@@ -130,9 +134,8 @@ class StepLoop(Loop):
         """Return the parameters with gradients that no optimizer has stepped with yet."""
         if not self._keeps_gradients:
             return []
-        stepped = self._log.stepped
-        is_open = self._log.waiting is not None
-        optimizers = [each for each in self._optimizers if id(each) not in stepped] if is_open else self._not_stepped
+        log = self._log
+        optimizers = self._not_stepped if log.waiting is None else log.without_step(self._optimizers)
         return [each for each in _parameters_of(optimizers) if each.grad is not None]
 
     def note_boundary(self) -> None:
@@ -141,7 +144,7 @@ class StepLoop(Loop):
             self._end_batch(log)
 
     def _end_batch(self, log: _SinceBoundary) -> None:
-        self._not_stepped = [each for each in self._optimizers if id(each) not in log.stepped]
+        self._not_stepped = log.without_step(self._optimizers)
         if self.undo is not None:
             was_exchanged = self.undo.num_exchanges > 0 and not self._has_own_gradients
             self._has_own_gradients = not was_exchanged and bool(self.waiting_parameters())
@@ -188,7 +191,7 @@ class StepLoop(Loop):
         return value
 
     def forget_time(self) -> None:
-        """Begin to count anew what this rank spends without the others."""
+        """Forget the time that this rank spent without the others."""
         self._leg = None
 
     def begin_call(self) -> None:

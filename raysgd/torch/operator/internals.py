@@ -434,12 +434,11 @@ class TorchInternals(Internals):
             metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics
-        batch_in_step = self.place.batch
-        if batch_in_step.is_by_samples:
-            self._check_count(metrics[NUM_SAMPLES])
-        if not batch_in_step.amounts:
-            return metrics
         amounts = self.place.batch.amounts
+        if self.place.batch.is_by_samples:
+            self._check_count(metrics[NUM_SAMPLES])
+        if not amounts:
+            return metrics
         counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
         return metrics if counts_alike else self._weighted(metrics)
 
