@@ -24,6 +24,7 @@ from raysgd._version import __version__
 if TYPE_CHECKING:
     from raysgd.detached.cluster import attach, detached_trainers
     from raysgd.detached.protocol import Detached
+    from raysgd.exceptions import Preempted
     from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CreatorOperator",
     "Detached",
+    "Preempted",
     "PyTorchTrainer",
     "Recovery",
     "TFTrainer",
@@ -53,6 +55,7 @@ lazy_names(
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
         "Detached": "raysgd.detached.protocol",
+        "Preempted": "raysgd.exceptions",
         "Recovery": "raysgd.messages.recovery",
         "attach": "raysgd.detached.cluster",
         "detached_trainers": "raysgd.detached.cluster",

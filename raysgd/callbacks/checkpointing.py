@@ -24,7 +24,7 @@ INDEX_FILE = "checkpoints.json"
 
 
 Saved = SavedCheckpoint[str]
-"""One checkpoint: the number is its epoch, the content its file's name."""
+"""One checkpoint: the number is its epoch and its step in the next one, the content its file's name."""
 
 
 class Checkpointing(Callback):
@@ -151,7 +151,7 @@ class Checkpointing(Callback):
                 "or `CheckpointStrategy` says which ones are kept."
             )
         folder = self._folder_of(run)
-        if folder != self._folder or run.epoch == 0:
+        if folder != self._folder or not (run.epoch or run.step):
             self._saved = []
         self._folder, self._num_failures, self._unsaved = folder, 0, None
         try:
@@ -175,13 +175,13 @@ class Checkpointing(Callback):
             self._save_if_due(run, score)
 
     def _save_if_due(self, run: Run, score: float | None) -> None:
-        self._unsaved = SavedCheckpoint(run.epoch, score, f"epoch_{run.epoch:04d}.ckpt")
+        self._unsaved = SavedCheckpoint((run.epoch, 0), score, _name_of(run.epoch, 0))
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
             self._save(run, self._unsaved)
 
     def _rate(self, run: Run, score: float | None) -> None:
         """Give the file of an epoch the value of the metric, and drop what need not be kept by now."""
-        before, epoch = self._saved, run.epoch
+        before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
         if self._unsaved is not None and self._unsaved.number == epoch:
             self._unsaved = replace(self._unsaved, score=score)
@@ -193,6 +193,15 @@ class Checkpointing(Callback):
                 logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
             for each in dropped:
                 self._delete(each)
+
+    def on_leave(self, run: Run) -> None:
+        """Save the state at which the run is left, unless that is saved."""
+        number = run.epoch, run.step
+        if self._saved and self._saved[-1].number == number:
+            return
+        known = self._unsaved if self._unsaved is not None and self._unsaved.number == number else None
+        self._save(run, known or SavedCheckpoint(number, None, _name_of(*number)))
+        self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Save the last epoch, and load the best one if it is to."""
@@ -225,8 +234,8 @@ class Checkpointing(Callback):
         self._num_failures += 1
         is_over = self.max_failures is not None and self._num_failures >= self.max_failures
         logger.warning(
-            "Checkpointing: could not save epoch %d in %s (%d in a row): %s: %s. The trainer keeps its state%s",
-            new.number,
+            "Checkpointing: could not save %s in %s (%d in a row): %s: %s. The trainer keeps its state%s",
+            _in_words(new),
             self._folder,
             self._num_failures,
             type(error).__name__,
@@ -258,7 +267,8 @@ class Checkpointing(Callback):
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
         """Return what stays and what does not. A file that is not validated yet may become the best one."""
         told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
-        return self._rule.divide(saved, [each.number for each in saved if each.score is None and each.number > told])
+        waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
+        return self._rule.divide(saved, waiting)
 
     def _best(self) -> Saved | None:
         scored = [each for each in self._saved if each.score is not None and not math.isnan(each.score)]
@@ -317,9 +327,33 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
     return None if value is None else checks.check_count(name, value, hint)
 
 
+def _name_of(epoch: int, step: int) -> str:
+    """Return the name of a file after so many epochs and batches of the next one. Names are in the order of time."""
+    return f"epoch_{epoch:04d}_step_{step:06d}.ckpt" if step else f"epoch_{epoch:04d}.ckpt"
+
+
+def _in_words(saved: Saved) -> str:
+    epoch, step = saved.number
+    return f"epoch {epoch}, step {step}" if step else f"epoch {epoch}"
+
+
+def _epoch_ended_by(saved: Saved) -> int:
+    """Return the epoch whose result a file may have; 0 for one from inside an epoch."""
+    epoch, step = saved.number
+    return 0 if step else epoch
+
+
 def _as_state(saved: list[Saved]) -> dict[str, Any]:
-    return {"saved": [{"name": each.content, "epoch": each.number, "score": each.score} for each in saved]}
+    entries = []
+    for each in saved:
+        epoch, step = each.number
+        inside = {"step": step} if step else {}
+        entries.append({"name": each.content, "epoch": epoch, **inside, "score": each.score})
+    return {"saved": entries}
 
 
 def _read(state: Mapping[str, Any]) -> list[Saved]:
-    return [SavedCheckpoint(int(each["epoch"]), each["score"], str(each["name"])) for each in state["saved"]]
+    return [
+        SavedCheckpoint((int(each["epoch"]), int(each.get("step", 0))), each["score"], str(each["name"]))
+        for each in state["saved"]
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,13 +18,15 @@ from raysgd.callbacks.callback import Run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
-from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
-from raysgd.driver.calls import Listener, StepListener, asked
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
+from raysgd.driver.calls import EpochLeft, Listener, StepListener, asked
+from raysgd.driver.leaving import Leaving
 from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.engine.shared.tracebacks import hides_library_frames
 from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, WorkersLostError
 from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
+from raysgd.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
 from raysgd.messages.epochs import VALIDATES
 from raysgd.storage import files
 
@@ -54,6 +57,7 @@ class FitOptions:
     validate: Any = INLINE
     progress: Any = False
     log_every_n_steps: int = 50
+    max_time: Any = None
 
     def __post_init__(self) -> None:
         if not checks.is_integer(self.epochs) or self.epochs < 0:
@@ -123,6 +127,9 @@ class Fit:
         trainer._refuse_inside_fit("fit")
         self._trainer = trainer
         self._options = options
+        self._leaving = Leaving(options.max_time)
+        self._begun: BegunEpoch | None = None
+        self._is_lost = False
         self._kept: FitProgress | None = trainer._fit_progress
         trainer._fit_progress = None
         self._callbacks, self._worker_callbacks = checked(options.callbacks)
@@ -140,10 +147,14 @@ class Fit:
             may_validate=options.validation_freq > 0,
         )
         self._calls = CallbackCalls(self._callbacks, self._run)
+        self._steps: StepListener | None = None
+        self._step_metrics: StepMetrics | None = None
         self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
         if options.log_every_n_steps and trainer._runs_worker_callbacks and self._calls.wants("on_step_metrics"):
-            self._worker_callbacks.append(StepMetrics(options.log_every_n_steps))
-            self._listeners.append(StepListener(trainer._controller, self._calls.step_metrics))
+            self._step_metrics = StepMetrics(options.log_every_n_steps)
+            self._worker_callbacks.append(self._step_metrics)
+            self._steps = StepListener(trainer._controller, self._calls.step_metrics)
+            self._listeners.append(self._steps)
         self._sidecars = Sidecars()
         self._seen = trainer.history.extent
         self._num_events = len(trainer.history.events)
@@ -152,6 +163,7 @@ class Fit:
         self._awaited: TrainedEpoch | None = None
         self._pending: int | None = None
         self._saved: list[str] = []
+        self._newest: str | None = None
 
     def run(self) -> History:
         """Train; return the history of this run."""
@@ -191,14 +203,14 @@ class Fit:
 
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
-        with self._in_workers():
+        with self._leaving.listening(), self._ending_afterwards(), self._in_workers():
             self._resume()
             self._run.validates_beside = self._options.validate == ASYNC and self._can_validate_beside()
             with self._told_of_the_run():
                 self._go_on_with_pending()
                 self._note_progress()
                 try:
-                    while self._run.epoch < self._last_epoch and not self._run.is_stopping:
+                    while self._run.epoch < self._last_epoch and not (self._run.is_stopping or self._leaves()):
                         row = self._epoch()
                         if row is not None:
                             yield row
@@ -206,6 +218,62 @@ class Fit:
                     self._finish_validation()
                     raise
                 self._finish_validation()
+                if self._leaves():
+                    self._leave()
+
+    # ------------------------------------------------------------------------------------------ left before its end
+
+    def _leaves(self) -> bool:
+        """Return whether the run is to be left; called now and then, also while an epoch runs."""
+        if self._leaving.signal is not None:
+            self._trainer._controller.is_ending = True
+        return self._leaving.is_due()
+
+    @contextmanager
+    def _ending_afterwards(self) -> Iterator[None]:
+        """Behind the block, workers that are lost are replaced again."""
+        self._leaving.begin()
+        try:
+            yield
+        finally:
+            self._trainer._controller.is_ending = False
+
+    def _leave(self) -> None:
+        """Let callbacks save the state of the step at which the run is left; then end the program if a signal came.
+
+        Raises:
+            Preempted: One did.
+        """
+        run, leaving = self._run, self._leaving
+        is_of_time = leaving.signal is None
+        if is_of_time and (run.is_stopping or run.epoch >= self._last_epoch):
+            return
+        if not self._is_lost or self._finds_snapshot():
+            run.step = 0 if self._begun is None else self._begun.num_steps
+            self._calls.tell("on_leave")
+        logger.warning(
+            "%s: left the run after %d epochs%s; %s",
+            leaving.reason,
+            run.epoch,
+            f" and {run.step} batches of the next one" if run.step else "",
+            "nothing is saved" if self._newest is None else f"the newest checkpoint is {self._newest}",
+        )
+        if is_of_time:
+            run.stop(leaving.reason)
+            return
+        leaving.call_former_handler()
+        raise leaving.error(self._newest)
+
+    def _finds_snapshot(self) -> bool:
+        """Where workers were lost: return whether the driver holds a state that is newer than the last file."""
+        landed = self._trainer._controller.snapshots.landed
+        if landed is None:
+            return False
+        (num_epochs, global_step), progress = self._trainer._place_in(landed), landed.progress
+        if progress is not None:
+            self._begun = BegunEpoch.of(progress, global_step=global_step)
+            num_epochs -= self._begun.is_exhausted
+        return num_epochs == self._run.epoch and (progress is not None or self._newest is None)
 
     def _can_validate_beside(self) -> bool:
         return self._validates and bool(self._trainer._validates_beside)
@@ -262,8 +330,18 @@ class Fit:
             for listener in self._listeners:
                 listening.enter_context(trainer._listeners.listening(listener))
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
-            trained = trainer._train(asked(None, info=info), dataset=options.dataset, of_fit=True)
+            begun, self._begun = self._begun, None
+            try:
+                trained = trainer._train(
+                    asked(None, info=info), dataset=options.dataset, of_fit=True, begun=begun, leaves=self._to_ask
+                )
+            except (EpochLeft, WorkersLostError) as left:
+                self._note_left(left)
+                return None
             epoch = self._current = self._trained(trained)
+            run.step = 0
+            if begun is not None:
+                epoch.row["seconds"] += begun.seconds
             self._note_progress()
             if self._is_due(run.epoch) and not run.validates_beside:
                 self._validate(epoch)
@@ -282,6 +360,31 @@ class Fit:
             self._tell_of_result(epoch)
         self._note_progress()
         return epoch.row
+
+    @property
+    def _to_ask(self) -> Callable[[], bool] | None:
+        """What a training call asks whether it is to be left; None where it cannot be."""
+        return self._leaves if self._trainer._leaves_epochs and self._leaving.may_come else None
+
+    def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
+        """Note that an epoch was left.
+
+        Raises:
+            WorkersLostError: It was not, but has failed.
+        """
+        if isinstance(left, WorkersLostError) and self._leaving.signal is None:
+            raise left
+        self._is_lost = not isinstance(left, EpochLeft) or not left.states
+        if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
+            if self._steps is not None:
+                self._steps.tell_rest()
+            landed = self._trainer._controller.snapshots.landed
+            self._begun = BegunEpoch.of(
+                left.states,
+                seconds=left.seconds,
+                global_step=0 if landed is None else self._trainer._place_in(landed)[1],
+            )
+        self._run.epoch -= 1
 
     def _trained(self, result: Any) -> TrainedEpoch:
         recorded = self._trainer.history
@@ -383,9 +486,17 @@ class Fit:
     # ------------------------------------------------------------------------------------------- saved and resumed
 
     def _save(self, location: str) -> None:
-        self._trainer.save(location)
-        self._sidecars.write(location, self._sidecar())
+        began = time.perf_counter()
+        if self._is_lost:
+            landed = self._trainer._controller.snapshots.landed
+            assert landed is not None, "it was found"
+            self._trainer._save_snapshot(location, landed)
+        else:
+            self._trainer.save(location)
+        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
+        self._leaving.note_save(time.perf_counter() - began)
         self._saved.append(location)
+        self._newest = location
         self._calls.tell("on_checkpoint", location)
 
     def _save_again(self, has_changed: bool) -> None:
@@ -403,7 +514,13 @@ class Fit:
         current = self._current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
-        return Sidecar(epoch, self._run.history, self._calls.states(), pending, self._run.epochs)
+        begun = None if self._begun is None else self._begun.as_data()
+        return Sidecar(epoch, self._run.history, self._calls.states(), pending, self._run.epochs, begun)
+
+    def _open_steps(self) -> list[Any] | None:
+        """Return after how many batches which steps wait for their mean, as plain data; None where none is taken."""
+        found = () if self._steps is None or self._is_lost else self._steps.open()
+        return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
 
     def _note_progress(self) -> None:
         """Tell a detached trainer how far the run is."""
@@ -419,7 +536,7 @@ class Fit:
             location = self._place_to_resume()
             if location is not None:
                 self._load(location)
-            self._run.epoch = self._epochs_done()
+            self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
             if location is not None and self._run.epoch >= self._last_epoch:
                 logger.warning(
                     "`resume_from`: `%s` has %d of %d epochs, so none is left to train. For more of them pass a larger "
@@ -448,13 +565,22 @@ class Fit:
         if given != AUTO:
             return None if given is None else str(given)
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        return max((str(each) for each in found if each is not None), key=epoch_of, default=None)
+        return max((str(each) for each in found if each is not None), key=place_of, default=None)
 
     def _load(self, location: str) -> None:
         self._trainer.load(location)
+        self._newest = location
         sidecar = self._sidecars.read(location)
-        if sidecar is not None:
-            self._take_over(sidecar)
+        if sidecar is None:
+            return
+        self._take_over(sidecar)
+        if sidecar.open_steps and self._step_metrics is not None:
+            step, *by_rank = sidecar.open_steps
+            self._step_metrics.begun = int(step), summaries_from_data(by_rank)
+            self._trainer._use_worker_callbacks(self._worker_callbacks)
+        if sidecar.begun is not None:
+            begun = self._begun = BegunEpoch.from_data(sidecar.begun)
+            self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 
     def _take_over(self, sidecar: Sidecar) -> None:
         self._run.history.take_over(sidecar.history)

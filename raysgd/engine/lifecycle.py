@@ -105,6 +105,7 @@ class Lifecycle(ABC):
         gives_state_up: Whether the state that only workers have could not be fetched.
         is_fetching: Whether it is being fetched.
         newcomers: Workers that were to take over the state, and may not have it.
+        is_ending: Whether the program is about to end, so that workers that are lost are not replaced any more.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Lifecycle(ABC):
         self._num_short = 0  # workers with which memory ran out, at most
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
-        self.gives_state_up = self.is_fetching = False
+        self.gives_state_up = self.is_fetching = self.is_ending = False
         self.newcomers: set[Any] = set()
 
     @property

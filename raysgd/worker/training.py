@@ -17,6 +17,7 @@ from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
+from raysgd.messages.begun import BegunEpoch
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
@@ -118,6 +119,27 @@ class ReplicaCalls:
             return self._finish(run, loop.results(run), request)
         self._hosted.feed.begin_again(request, share, run.place)
         return self._go_through(run, loop.stream(request, is_begun=True), request)
+
+    def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
+        """Go on with an epoch that a run had left at a step, perhaps in another process; its state is loaded.
+
+        Args:
+            begun: Where it was left, and what those ranks had measured whose metrics this one counts.
+            request: What is asked.
+            share: As for `train_epoch`.
+        """
+        loop = self._hosted.loop
+        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # other data are registered by now
+            return self.train_epoch(request, share)
+        self._ledger.begin_call()
+        loop.begin_call()
+        self._set_timers(request.profile)
+        lost = {f"left {number}": metrics for number, metrics in enumerate(begun.lost)}
+        first = RunState(
+            begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
+        )
+        self._go_on_from(first, [replace(first, metrics=metrics) for metrics in begun.by_rank])
+        return self.resume_epoch(request, share)
 
     def _go_through(self, run: EpochRun, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
         """Run the operator's `train_epoch` over these batches, once."""

@@ -53,7 +53,7 @@ class JsonLines(FileSink):
 
     def _begin(self, first_step: int | None) -> None:
         if first_step is not None and self.path.exists():
-            keep_lines(self.path, first_step)
+            keep_lines(self.path, first_step, self.last_step)
         open_to_append(self.path).close()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
@@ -63,18 +63,26 @@ class JsonLines(FileSink):
             file.write(f"{text}{separator}{self._last}\n".encode())
 
 
-def keep_lines(path: Path, step: int) -> None:
+def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
     """Leave only the reports until a step in a file of lines. What is no report goes too."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report)]
+    kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
     with replacing(str(path)) as file:
         file.write("".join(f"{line}\n" for line in kept).encode())
 
 
-def is_until(step: int, report: Mapping[str, Any]) -> bool:
-    """Return whether a report is of one of the first epochs; or of the first reports, which functions have."""
+def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
+    """Return whether a report is of one of the first epochs; or of the first reports, which functions have.
+
+    Args:
+        step: The last of these.
+        report: The report.
+        last_step: Of reports inside the next epoch: the last one that counts.
+    """
     try:
-        return int(report.get("training_iteration") or report["epoch"]) <= step
+        number = int(report.get("training_iteration") or report["epoch"])
+        is_inside = last_step is not None and number == step + 1 and int(report["step"]) <= last_step
+        return number <= step or is_inside
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -147,7 +155,7 @@ class CsvTable(FileSink):
     def _begin(self, first_step: int | None) -> None:
         self._columns = _columns_in(self.path)
         if first_step is not None and self.path.exists():
-            self._rewrite(partial(is_until, first_step))
+            self._rewrite(partial(is_until, first_step, last_step=self.last_step))
         open_to_append(self.path).close()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:

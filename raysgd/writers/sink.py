@@ -63,7 +63,10 @@ class FileSink(Sink):
 
     Attributes:
         path: The file; before there is a run, what it was given as.
+        last_step: Of rows that have a step: up to which one they stay, too, where a run goes on inside an epoch.
     """
+
+    last_step: int | None = None
 
     def __init__(self, name: str | Path) -> None:
         self._name = self.path = Path(name)

@@ -36,6 +36,8 @@ class Call:
         may_continue: Whether survivors of a failure may continue it at all.
         is_short: Whether it may end so soon that the way to the workers counts.
         is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
+        leaves: Asked now and then while it runs: whether all ranks are to stop at the next step and the call is to be
+            left there. Its values are then what ranks captured there. Only for a call that can be resumed. ADR 140.
     """
 
     function: Callable[..., Any]
@@ -52,6 +54,7 @@ class Call:
     may_continue: bool = True
     is_short: bool = False
     is_repeatable: bool = True
+    leaves: Callable[[], bool] | None = None
 
     @property
     def can_continue(self) -> bool:
