@@ -177,7 +177,7 @@ class StepLoop(Loop):
         self.note_boundary()
 
     @property
-    def completes_metrics(self) -> bool:
+    def has_stock_loop(self) -> bool:
         return is_stock(self._operator, "train_epoch")
 
     @property
