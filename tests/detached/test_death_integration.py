@@ -87,6 +87,13 @@ def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, 
         assert program.run("len(raysgd.detached_trainers())") == 1  # an attached program needs it, also between calls
     wait_until(lambda: not any(map(is_alive, [*pids, host_pid])))
     assert checkpoint_file.read(tmp_path / "new" / "forgotten.pt")["epoch"] == 1
+    with Program(address) as program:  # the next one of this name goes on from there
+        program.run(OPERATOR)
+        program.run(f"trainer = make({str(log)!r}, {place}, num_workers=1)")
+        rows = program.run("history = trainer.fit(2, resume_from='auto'); [row['epoch'] for row in history]")
+        assert rows == [1, 2]
+        program.run("trainer.shutdown()")
+    assert samples(log, "train1") == ALL_ONCE
 
 
 def host_pid(program: Program) -> int:
