@@ -231,6 +231,7 @@ class ReplicaCalls:
     def _at_boundary(self, loop: Loop, run: EpochRun, stream: Any) -> None:
         """Between two steps: take a snapshot if one is due, and stop if that was agreed on."""
         loop.note_boundary()
+        run.meters.count_held()
         if run.meters.has_objects:
             run.meters.note_boundary()
         self._ledger.commit()

@@ -109,7 +109,7 @@ class TorchHosted(hosted.Hosted):
             rng.seed_alike(settings.seed)
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         check_is_set_up(self.operator)
-        self.internals.begin_training()
+        self.internals.begin_training(counts_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
         self._check_data()
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
@@ -281,10 +281,9 @@ class TorchHosted(hosted.Hosted):
         exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
         if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return None
-        counted, counts = self.internals.counted_by_stock_loop, is_stock(self.operator, "train_epoch", "train_batch")
 
         def read() -> dict[str, Part]:
-            return {METRICS: run.meters.tally(*(counted() if counts else (None, 0)))}
+            return {METRICS: run.meters.tally()}
 
         def note(told: Mapping[str, Row]) -> None:
             run.rows.note(run.num_completed, told)
