@@ -126,6 +126,20 @@ class Callback:
     def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned."""
 
+    _pauses: bool = False
+    """Whether it acts inside epochs, while all workers are held at a step."""
+
+    def _pause_at(self, global_step: int) -> int | None:
+        """Return the next step to do so at, as batches in all; None for no certain one. The run is at `global_step`."""
+        return None
+
+    def _pauses_now(self) -> bool:
+        """Return whether to do so at the next step; called now and then while an epoch runs."""
+        return False
+
+    def _on_pause(self, run: Run, global_step: int) -> None:
+        """Called when the workers are held. `run.epoch` and `run.step` say where; `run.save` saves that very state."""
+
     def _check_run(self, run: Run) -> None:
         """Refuse a run that this callback cannot be part of; nothing has begun."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from raysgd import _arguments as checks
 from raysgd._numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
+from raysgd._text.secrets import masked
 from raysgd.callbacks import sidecar
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
@@ -21,6 +23,8 @@ from raysgd.storage import Folder, open_folder
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = "checkpoints.json"
+END = "end"
+"""The entry of the index that says how the run ended; null while it runs, or if its driver was killed."""
 
 
 Saved = SavedCheckpoint[str]
@@ -42,6 +46,9 @@ class Checkpointing(Callback):
         folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run; to resume
             from there, pass the same `folder` to `fit`.
         every_n_epochs: How often to save. The last epoch of a run is always saved.
+        every_n_steps: After how many batches of a worker to save inside epochs, too, counted over all epochs: in files
+            like `epoch_0002_step_000120.ckpt`, after two epochs and 120 batches of the third. For `TorchTrainer`.
+        every_minutes: After how many minutes since the last save to save at the next step, in the same way.
         keep_last: How many of the newest files to keep; None for all.
         keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
         metric: The metric that says which ones are best, such as "val_loss". An epoch without it is never the best.
@@ -65,6 +72,8 @@ class Checkpointing(Callback):
         folder: str | Path | None = None,
         *,
         every_n_epochs: int = 1,
+        every_n_steps: int | None = None,
+        every_minutes: float | None = None,
         keep_last: int | None = 1,
         keep_best: int | None = None,
         metric: str | None = None,
@@ -74,6 +83,12 @@ class Checkpointing(Callback):
     ) -> None:
         self._given = open_folder(folder, argument="folder") if folder is not None else None
         self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 saves every epoch.")
+        self.every_n_steps = _count_or_none("every_n_steps", every_n_steps, "None saves between epochs only.")
+        self.every_minutes = every_minutes
+        if every_minutes is not None:
+            checks.check_seconds("every_minutes", every_minutes, may_be_least=False)
+        self._pauses = every_n_steps is not None or every_minutes is not None
+        self._paused_at, self._saved_at = 0, time.monotonic()
         self.keep_last = _count_or_none("keep_last", keep_last, "None keeps all; `resume_from` needs the newest.")
         self.max_failures = _count_or_none("max_failures", max_failures, "None never ends the run.")
         self._metric = WatchedMetric("Checkpointing", metric, mode) if metric is not None else None
@@ -88,6 +103,7 @@ class Checkpointing(Callback):
         self._saved: list[Saved] = []
         self._num_failures = 0
         self._unsaved: Saved | None = None
+        self._end: str | None = None
 
     def _checked_keep_best(self, keep_best: Any) -> int:
         if keep_best is None:
@@ -150,10 +166,11 @@ class Checkpointing(Callback):
                 "`Checkpointing` is for class-based trainers. A function saves its own checkpoints; `CheckpointConfig` "
                 "or `CheckpointStrategy` says which ones are kept."
             )
+        self._saved_at = time.monotonic()
         folder = self._folder_of(run)
         if folder != self._folder or not (run.epoch or run.step):
             self._saved = []
-        self._folder, self._num_failures, self._unsaved = folder, 0, None
+        self._folder, self._num_failures, self._unsaved, self._end = folder, 0, None, None
         try:
             self._look_around()
         except OSError as error:
@@ -187,12 +204,22 @@ class Checkpointing(Callback):
             self._unsaved = replace(self._unsaved, score=score)
         self._saved, dropped = self._divide(run, rated)
         if self._saved != before:
-            try:
-                self._write_index(self._saved)
-            except OSError as error:  # the next save writes it again
-                logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
+            self._update_index(self._saved)
             for each in dropped:
                 self._delete(each)
+
+    def _pause_at(self, global_step: int) -> int | None:
+        self._paused_at, every = global_step, self.every_n_steps
+        return None if every is None else (global_step // every + 1) * every
+
+    def _pauses_now(self) -> bool:
+        return self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
+
+    def _on_pause(self, run: Run, global_step: int) -> None:
+        every = self.every_n_steps
+        is_due = every is not None and global_step // every > self._paused_at // every
+        if is_due or self._pauses_now():
+            self.on_leave(run)
 
     def on_leave(self, run: Run) -> None:
         """Save the state at which the run is left, unless that is saved."""
@@ -204,9 +231,12 @@ class Checkpointing(Callback):
         self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Save the last epoch, and load the best one if it is to."""
+        """Save the last epoch, note how the run ended, and load the best epoch if that was asked for."""
+        self._end = _end_in_words(run, error)
         if error is None and self._unsaved is not None:
             self._save(run, self._unsaved)
+        else:
+            self._update_index(self._saved or self._indexed())
         best = self.best
         if error is None and self.restore_best_at_end and best is not None:
             run.trainer.load(best)  # type: ignore[union-attr]
@@ -226,7 +256,7 @@ class Checkpointing(Callback):
                 self._delete(new)  # it may have been written, and the file beside it not
             self._fail(new, error)
             return
-        self._unsaved, self._num_failures = None, 0
+        self._unsaved, self._num_failures, self._saved_at = None, 0, time.monotonic()
         for each in dropped:
             self._delete(each)
 
@@ -294,7 +324,14 @@ class Checkpointing(Callback):
 
     def _write_index(self, saved: list[Saved]) -> None:
         assert self._folder is not None
-        self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode())
+        self._folder.write(INDEX_FILE, json.dumps({**_as_state(saved), END: self._end}, indent=1).encode())
+
+    def _update_index(self, saved: list[Saved]) -> None:
+        """Write the index, or warn: the next save writes it again."""
+        try:
+            self._write_index(saved)
+        except OSError as error:
+            logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
 
     def _indexed(self) -> list[Saved]:
         """Return what the folder says is in it; nothing where there is no such file, or it is damaged."""
@@ -341,6 +378,17 @@ def _epoch_ended_by(saved: Saved) -> int:
     """Return the epoch whose result a file may have; 0 for one from inside an epoch."""
     epoch, step = saved.number
     return 0 if step else epoch
+
+
+def _end_in_words(run: Run, error: BaseException | None) -> str:
+    """Return how a run ended, for `raysgd status`: a word, and the reason."""
+    if error is None:
+        reason = run.history.stop_reason
+        return "finished" if reason is None else f"stopped: {reason}"
+    kind, lines = type(error).__name__, str(error).splitlines()
+    if not isinstance(error, Exception):
+        return f"interrupted: {kind}"
+    return f"failed: {kind}: {masked(lines[0])}" if lines else f"failed: {kind}"
 
 
 def _as_state(saved: list[Saved]) -> dict[str, Any]:

@@ -299,7 +299,7 @@ class EpochCalls:
             changes_state=True,
             keeps_alike=True,
             on_wait=self._listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
-            resume=runner.resume_epoch if can_resume else None,
+            resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
             check=check_all,
             parted=difference,
             is_short=True,

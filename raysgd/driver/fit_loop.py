@@ -27,7 +27,7 @@ from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDE
 from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
 from raysgd.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
-from raysgd.messages.epochs import VALIDATES
+from raysgd.messages.epochs import VALIDATES, EpochRequest
 from raysgd.storage import files
 
 AUTO = "auto"
@@ -147,6 +147,7 @@ class Fit:
             may_validate=options.validation_freq > 0,
         )
         self._calls = CallbackCalls(self._callbacks, self._run)
+        self._pausing = [each for each in self._callbacks if each._pauses]
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
         self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
@@ -191,15 +192,31 @@ class Fit:
         self._trainer._check_fit(options.epochs)
         self._trainer._check_dataset(options.dataset, training=True)
         self._trainer._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
-        if options.resume_from == AUTO and not any(overrides(each, "newest_checkpoint") for each in self._callbacks):
+        finds = self._trainer._left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
+        if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
             )
+        if self._pausing:
+            self._check_pauses()
         self._calls.check()
         self._trainer._check_worker_callbacks(self._worker_callbacks)
         if options.folder is not None:
             make_folder("folder", options.folder)
+
+    def _check_pauses(self) -> None:
+        obstacle, trainer = self._trainer._facts.epoch_obstacle, self._trainer
+        if not trainer._leaves_epochs:
+            obstacle = f"`{type(trainer).__name__}` cannot hold its workers inside an epoch"
+        if self._options.dataset is not None:
+            obstacle = "a file does not hold the place in the `dataset` of a call"
+        if obstacle is not None:
+            name = type(self._pausing[0]).__name__
+            raise ValueError(
+                f"`{name}(every_n_steps=...)` and `every_minutes` do not work here: {obstacle}. Leave them out, or "
+                "loop over `trainer.train(num_steps=...)` and `trainer.save(path)`."
+            )
 
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
@@ -321,7 +338,7 @@ class Fit:
 
     def _epoch(self) -> dict[str, Any] | None:
         """Train an epoch; return its row, None if a callback has stopped the run before."""
-        run, trainer, options = self._run, self._trainer, self._options
+        run, trainer = self._run, self._trainer
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:
             return None
@@ -330,18 +347,14 @@ class Fit:
             for listener in self._listeners:
                 listening.enter_context(trainer._listeners.listening(listener))
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
-            begun, self._begun = self._begun, None
-            try:
-                trained = trainer._train(
-                    asked(None, info=info), dataset=options.dataset, of_fit=True, begun=begun, leaves=self._to_ask
-                )
-            except (EpochLeft, WorkersLostError) as left:
-                self._note_left(left)
+            trained = self._train(asked(None, info=info))
+            if trained is None:
+                run.epoch -= 1
                 return None
             epoch = self._current = self._trained(trained)
-            run.step = 0
-            if begun is not None:
-                epoch.row["seconds"] += begun.seconds
+            if self._begun is not None:
+                epoch.row["seconds"] += self._begun.seconds
+            self._begun, run.step = None, 0
             self._note_progress()
             if self._is_due(run.epoch) and not run.validates_beside:
                 self._validate(epoch)
@@ -361,13 +374,50 @@ class Fit:
         self._note_progress()
         return epoch.row
 
-    @property
-    def _to_ask(self) -> Callable[[], bool] | None:
-        """What a training call asks whether it is to be left; None where it cannot be."""
-        return self._leaves if self._trainer._leaves_epochs and self._leaving.may_come else None
+    def _train(self, request: EpochRequest) -> Any:
+        """Train an epoch, or what is left of it; return the result, None where the run is left inside it."""
+        dataset, can_leave = self._options.dataset, self._trainer._leaves_epochs
+        asks = self._asks if can_leave and (self._leaving.may_come or self._pausing) else None
+        while True:
+            try:
+                return self._trainer._train(
+                    replace(request, hold_at=self._next_pause()),
+                    dataset=dataset,
+                    of_fit=True,
+                    begun=self._begun,
+                    leaves=asks,
+                )
+            except (EpochLeft, WorkersLostError) as left:
+                self._note_left(left)
+            if self._is_lost or self._leaves():
+                return None
+            self._pause()
+
+    def _asks(self) -> bool:
+        """Return whether to hold the epoch that runs at the next step."""
+        return self._leaves() or any(each._pauses_now() for each in self._pausing)
+
+    def _next_pause(self) -> int | None:
+        """Return after how many batches of the epoch it is to be held; None for nowhere. It is about to go on."""
+        if not self._pausing:
+            return None
+        step: int = self._trainer._controller.run(Call(replica_calls.global_step, rank=0))[0]
+        begun = 0 if self._begun is None else self._begun.num_steps
+        wanted = [at for each in self._pausing if (at := each._pause_at(step)) is not None]
+        return min(wanted) - step + begun if wanted else None
+
+    def _pause(self) -> None:
+        """Let callbacks act that do so inside epochs, while the workers are held at a step."""
+        run, begun = self._run, self._begun
+        if begun is None:  # before the first step
+            return
+        run.epoch, run.step = run.epoch - 1, begun.num_steps
+        for each in self._pausing:
+            self._calls.call(each, "_on_pause", run, begun.global_step)
+        run.epoch, run.step = run.epoch + 1, 0
 
     def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
-        """Note that an epoch was left.
+        """Note where an epoch was left.
 
         Raises:
             WorkersLostError: It was not, but has failed.
@@ -375,16 +425,13 @@ class Fit:
         if isinstance(left, WorkersLostError) and self._leaving.signal is None:
             raise left
         self._is_lost = not isinstance(left, EpochLeft) or not left.states
+        self._begun = None
         if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
             if self._steps is not None:
                 self._steps.tell_rest()
             landed = self._trainer._controller.snapshots.landed
-            self._begun = BegunEpoch.of(
-                left.states,
-                seconds=left.seconds,
-                global_step=0 if landed is None else self._trainer._place_in(landed)[1],
-            )
-        self._run.epoch -= 1
+            step = 0 if landed is None else self._trainer._place_in(landed)[1]
+            self._begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
 
     def _trained(self, result: Any) -> TrainedEpoch:
         recorded = self._trainer.history
@@ -565,7 +612,10 @@ class Fit:
         if given != AUTO:
             return None if given is None else str(given)
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        return max((str(each) for each in found if each is not None), key=place_of, default=None)
+        places, left = [str(each) for each in found if each is not None], self._trainer._left_file
+        if left is not None and place_of(left)[0] >= 0:
+            places.append(left)  # last: of equals, the one with the states of the callbacks is taken
+        return max(places, key=place_of, default=None)
 
     def _load(self, location: str) -> None:
         self._trainer.load(location)

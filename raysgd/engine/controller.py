@@ -581,7 +581,7 @@ class ElasticController(Lifecycle):
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
-                if report.ok and self._monitor.is_leaving:
+                if report.ok and (self._monitor.is_leaving or all(each.value.is_planned for each in report.values)):
                     return self._left(group, report)
                 kept = WorkerError  # all ranks are at the same place, or recovery has ended them
                 held = None

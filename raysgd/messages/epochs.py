@@ -27,7 +27,8 @@ class EpochRequest:
     show progress. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
 
     `shard_key` names data that takes the place of what is registered. `compares_ranks` asks for sums of the weights.
-    `call` is the number of a training call: only what was begun under it is continued, and answers it.
+    `call` is the number of a training call: only what was begun under it is continued, and answers it. `hold_at` is
+    after how many batches of it all ranks stop, so that it can be left.
     """
 
     num_steps: int | None
@@ -39,6 +40,7 @@ class EpochRequest:
     starts_over: bool = False
     compares_ranks: bool = False
     call: int = 0
+    hold_at: int | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from raysgd.torch.objects.moving import to_device
 from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operator.settings import OperatorContext
-from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.step import schedulers
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
@@ -36,6 +35,7 @@ from raysgd.worker.operator import BaseOperator, ReadOnlyView, made_by_hand, req
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
+    from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 
 Models = TypeVar("Models")
 Optimizers = TypeVar("Optimizers")
@@ -154,22 +154,10 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            place = leg.batch
-            if place.is_waiting:  # `train_batch` left it out
-                leg.skip()
-            metrics = internals.completed(metrics, batch)
-            if place.is_boundary:
-                if not place.is_confirmed:
-                    leg.confirm()
-                if meters.held:
-                    meters.count_held()
-                if by_batch:
-                    schedulers.step_after_batch(by_batch, internals.precision, place)
-            if not place.is_padding:
-                internals.count(meters, metrics)
-            self.global_step += place.is_last_part
-        if meters.held:
-            meters.count_held()
+            internals.end_batch(metrics, batch)
+            if by_batch and leg.batch.is_boundary:
+                schedulers.step_after_batch(by_batch, internals.precision, leg.batch)
+        meters.count_held()
         summary = meters.summary()
         if by_epoch:
             schedulers.step_after_epoch(
@@ -202,8 +190,8 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
-        metrics = {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
-        internals.coming = metrics
+        counts = internals.counts_of(features, target, weight)
+        metrics = internals.report({"train_loss": loss.detach(), **counts})
         with internals.choice.acting_on_usual():
             with self.timers.record("grad"):
                 if weight is None:
@@ -213,7 +201,7 @@ class TrainingOperator(BaseOperator):
             if internals.parallel.leg.batch.is_boundary:
                 with self.timers.record("apply"):
                     self.optimizer_step()
-        return dict(metrics)
+        return metrics
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Split a batch into inputs and target and bring them to the device."""
@@ -553,8 +541,15 @@ class TrainingOperator(BaseOperator):
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-# Its module needs this one.
-lazy_names(__name__, {"CreatorOperator": "raysgd.torch.creator_operator"})
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # which programs for the old library ask for here
+lazy_names(
+    __name__,
+    {
+        "CreatorOperator": "raysgd.torch.creator_operator",  # which needs this module
+        "get_test_metrics_operator": _FOR_TESTS,
+        "get_test_operator": _FOR_TESTS,
+    },
+)
 
 
 __all__ = [

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import raysgd
-from raysgd.callbacks import Callback, Checkpointing, CSVLogger, EarlyStopping, GradientNorms, Run
+from raysgd.callbacks import Callback, Checkpointing, CSVLogger, EarlyStopping, GradientNorms, Run, WorkerCallback
 from raysgd.exceptions import CallbackError
 from raysgd.history.history import History
 from raysgd.torch import TorchTrainer
 from raysgd.worker.data import batch_streams
-from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, equal
+from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, dataset, equal
 
 Make = Callable[..., TorchTrainer]
 CONFIG = {"num_samples": 40, "shuffle": True, "optimizer": "adam"}  # 10 batches an epoch
@@ -331,3 +331,127 @@ def test_the_data_may_have_changed_and_the_epoch_begins_again(
     assert math.isfinite(history[-1]["train_loss"])
     assert torch.isfinite(trainer.get_model()[0].weight).all()
     assert CallbackError.__name__ not in str(history)
+
+
+# ------------------------------------------------------------------------------------------- saves inside epochs
+
+
+class SavesNames(Callback):
+    """Notes what is saved, in the order of time."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_checkpoint(self, run: Run, checkpoint: str) -> None:
+        self.names.append(Path(checkpoint).name)
+
+
+class Epochs(WorkerCallback):
+    """Counts what it is told in the worker."""
+
+    def on_begin(self, operator: Any) -> None:
+        self.num_begun = self.num_steps = 0
+
+    def on_epoch_begin(self, operator: Any) -> None:
+        self.num_begun += 1
+
+    def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
+        self.num_steps += 1
+
+    def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
+        metrics["num_begun"], metrics["num_steps"] = self.num_begun, self.num_steps
+
+
+def test_saves_every_few_steps_change_no_bit_and_no_row(make_local: Make, tmp_path: Path) -> None:
+    def run(folder: Path, **options: Any) -> tuple[TorchTrainer, History, list[str]]:
+        trainer, names = started(make_local), SavesNames()
+        saving = Checkpointing(folder / "files", keep_last=None, **options)
+        logger = CSVLogger(folder / "metrics.csv")
+        return trainer, trainer.fit(3, callbacks=[names, saving, logger, Epochs()], log_every_n_steps=3), names.names
+
+    whole, wanted, _ = run(tmp_path / "whole")
+    trainer, history, names = run(tmp_path / "saved", every_n_steps=4)
+    assert names == [
+        "epoch_0000_step_000004.ckpt",
+        "epoch_0000_step_000008.ckpt",
+        "epoch_0001.ckpt",
+        "epoch_0001_step_000002.ckpt",  # the twelfth of all
+        "epoch_0001_step_000006.ckpt",
+        "epoch_0001_step_000010.ckpt",
+        "epoch_0002.ckpt",
+        "epoch_0002_step_000004.ckpt",
+        "epoch_0002_step_000008.ckpt",
+        "epoch_0003.ckpt",
+    ]
+    assert equal(trainer.state_dict(), whole.state_dict())
+    assert without_times(history) == without_times(wanted)
+    assert history["num_begun"] == [1, 2, 3]
+    assert history["num_steps"] == [10, 20, 30]
+    assert written(tmp_path / "saved") == written(tmp_path / "whole")
+
+
+class Dies(Told):
+    """Ends its program by an error in some batch, so that only files are left."""
+
+    dies_at = -1
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        if self.global_step == type(self).dies_at:
+            raise OSError("the machine is gone")
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.parametrize("dies_at", [6, 9, 10, 15, 29])
+def test_a_run_that_dies_goes_on_from_its_last_file_to_the_last_bit(
+    dies_at: int, make_local: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: Path) -> tuple[TorchTrainer, History]:
+        trainer = started(make_local, Dies)
+        callbacks = [Checkpointing(folder / "files", every_n_steps=4), CSVLogger(folder / "metrics.csv")]
+        return trainer, trainer.fit(3, callbacks=callbacks, resume_from="auto", log_every_n_steps=3)
+
+    whole, wanted = run(tmp_path / "whole")
+    monkeypatch.setattr(Dies, "dies_at", dies_at)
+    with pytest.raises(OSError, match="the machine is gone"):
+        run(tmp_path / "left")
+    monkeypatch.setattr(Dies, "dies_at", -1)
+    trainer, history = run(tmp_path / "left")
+    assert equal(trainer.state_dict(), whole.state_dict())
+    assert without_times(history) == without_times(wanted)
+    assert written(tmp_path / "left") == written(tmp_path / "whole")
+    steps = [(tmp_path / name / "metrics.steps.csv").read_text() for name in ("left", "whole")]
+    assert steps[0] == steps[1]
+
+
+def test_saves_by_the_clock_are_as_far_apart_as_asked(make_local: Make, tmp_path: Path) -> None:
+    trainer, names = started(make_local), SavesNames()
+    trainer.fit(2, callbacks=[names, Checkpointing(tmp_path, every_minutes=1e-9, keep_last=3)])
+    assert sum("_step_" in name for name in names.names) >= 4
+    assert len(list(tmp_path.glob("*.ckpt"))) == 3
+    trainer, names = started(make_local), SavesNames()
+    trainer.fit(2, callbacks=[names, Checkpointing(tmp_path / "rarely", every_minutes=60)])
+    assert names.names == ["epoch_0001.ckpt", "epoch_0002.ckpt"]
+
+
+def test_steps_of_several_batches_are_saved_whole(make_local: Make, tmp_path: Path) -> None:
+    trainer, names = started(make_local, Accumulates, num_samples=56), SavesNames()
+    trainer.fit(1, callbacks=[names, Checkpointing(tmp_path, every_n_steps=5)])
+    assert names.names == ["epoch_0000_step_000008.ckpt", "epoch_0000_step_000012.ckpt", "epoch_0001.ckpt"]
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 2}, {"every_minutes": 1.0}], ids=str)
+def test_what_cannot_be_held_is_refused_before_the_run(
+    options: dict[str, Any], make_local: Make, tmp_path: Path
+) -> None:
+    saving = Checkpointing(tmp_path, **options)
+    with pytest.raises(ValueError, match=r"`OwnEpoch` overrides `train_epoch`.* Leave them out, or loop over"):
+        started(make_local, OwnEpoch).fit(1, callbacks=[saving])
+    with pytest.raises(ValueError, match="does not hold the place in the `dataset` of a call"):
+        started(make_local).fit(1, callbacks=[saving], dataset=dataset(8))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"every_n_steps": 1.5}, {"every_minutes": 0}], ids=str)
+def test_what_is_no_count_and_no_time_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="every_"):
+        Checkpointing("files", **options)

@@ -17,7 +17,7 @@ from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
 from raysgd.history.history import History
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
-from tests.torch.operators_for_tests import OwnEpochOperator
+from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator
 from tests.torch.streamed import StreamOperator
 
 pytestmark = pytest.mark.integration
@@ -109,6 +109,46 @@ def test_what_the_driver_holds_is_written_where_all_workers_die(
         history = fit(trainer, tmp_path)
         assert uses(trainer) == {NUM_EPOCHS}
     assert told_of(history) == told_of(whole)
+
+
+def test_saves_inside_epochs_survive_a_lost_worker_and_change_nothing(whole: History, tmp_path: Path) -> None:
+    with make(2) as trainer:
+        testing.kill_worker(trainer, 1, at="step:9")
+        saving = Checkpointing(tmp_path, every_n_steps=5, keep_last=None)
+        history = trainer.fit(NUM_EPOCHS, callbacks=[saving])
+        assert uses(trainer) == {NUM_EPOCHS}
+        assert any(event.is_failure for event in trainer.history.events)
+    assert told_of(history) == told_of(whole)
+    names = sorted(path.name for path in tmp_path.glob("*_step_*.ckpt"))
+    assert names == [
+        f"epoch_{step // 16:04d}_step_{step % 16:06d}.ckpt" for step in range(5, 16 * NUM_EPOCHS, 5) if step % 16
+    ]
+
+
+class SlowLinear(LinearOperator):
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        time.sleep(0.05)
+
+
+def test_divided_models_are_left_at_a_step_too(ray_cluster: None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "config": {"num_samples": 96, "optimizer": "adam"},  # 12 steps
+        "strategy": "fsdp",
+        "split_batches": False,
+    }
+    with make(2, SlowLinear, **options) as trainer:
+        wanted = fit(trainer, tmp_path / "whole")
+        state = trainer.state_dict()["models"][0]
+    with make(2, SlowLinear, **options) as trainer:
+        assert "_step_" in leave(trainer, tmp_path / "left", Told(2, 4))
+    with make(2, SlowLinear, **options) as trainer:
+        history = fit(trainer, tmp_path / "left")
+        found = trainer.state_dict()["models"][0]
+    assert told_of(history) == told_of(wanted)
+    assert history["train_loss"] == wanted["train_loss"]
+    for name, tensor in state.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=0)
 
 
 class SlowStream(StreamOperator):

@@ -320,10 +320,12 @@ class HeldAtStep:
     Attributes:
         step: Steps of the call completed.
         part: This rank's part of a snapshot taken there (a `Capture`).
+        is_planned: Whether the call itself was to be left there.
     """
 
     step: int
     part: Any
+    is_planned: bool = False
 
 
 @dataclass(frozen=True)
