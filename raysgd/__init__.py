@@ -24,6 +24,9 @@ from raysgd._version import __version__
 if TYPE_CHECKING:
     from raysgd.detached.cluster import attach, detached_trainers
     from raysgd.detached.protocol import Detached
+    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.engine.status import TrainerStatus
+    from raysgd.history.history import CallRecord, History
     from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
@@ -33,12 +36,16 @@ if TYPE_CHECKING:
     from . import air, callbacks, data, exceptions, operators, storage, testing, tf, torch, train, tune, utils  # noqa: F401
 
 __all__ = [
+    "CallRecord",
     "CreatorOperator",
     "Detached",
+    "GroupEvent",
+    "History",
     "PyTorchTrainer",
     "Recovery",
     "TFTrainer",
     "TorchTrainer",
+    "TrainerStatus",
     "TrainingOperator",
     "__version__",
     "attach",
@@ -54,6 +61,10 @@ lazy_names(
         "CreatorOperator": "raysgd.torch.creator_operator",
         "Detached": "raysgd.detached.protocol",
         "Recovery": "raysgd.messages.recovery",
+        "CallRecord": "raysgd.history.history",
+        "History": "raysgd.history.history",
+        "GroupEvent": "raysgd.engine.shared.group_events",
+        "TrainerStatus": "raysgd.engine.status",
         "attach": "raysgd.detached.cluster",
         "detached_trainers": "raysgd.detached.cluster",
     },
