@@ -1,7 +1,6 @@
 """Connections between TensorFlow replicas, over sockets of our own.
 
-Each worker of a group has `TF_CONFIG` as TensorFlow documents it, for code that reads its rank there. A group of one
-worker does not need it.
+In a group of several workers, each has `TF_CONFIG` as TensorFlow documents it, for code that reads its rank there.
 
 ADR 31 explains why TensorFlow's own groups are not used.
 """

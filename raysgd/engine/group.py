@@ -138,7 +138,7 @@ class WorkerGroup:
             return
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
         self._platform.ensure_running()
-        num_slots = self.num_workers + self.num_spares  # the driver's share is held too
+        num_slots = self.num_workers + self.num_spares  # including one for the driver
         self.slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
         slot_of_driver = self.slots.take_slot() if spec.use_local else None
         for _ in range(len(workers), self.num_workers):

@@ -126,11 +126,11 @@ class Lifecycle(ABC):
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
-        self._session: Any = None  # of Ray, in which the workers are; None without workers outside this process
+        self._session: Any = None  # Ray session of the workers; None if all workers run in this process
         self.facts: list[Any] = []
         self._replacements = Replacements()
         self._owes_spares = False
-        self._num_short = 0  # workers with which memory ran out, at most
+        self._num_short = 0  # largest number of workers with which memory ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
         self.gives_state_up = self.is_fetching = False

@@ -219,7 +219,7 @@ class Recovery:
         return words(diagnosis, gone, group.nodes_of(lost, group.infos))
 
     def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
-        """Raise a failure for good."""
+        """Raise a failure because no retry is left."""
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()

@@ -411,7 +411,7 @@ class WorkerProcess:
         return failure
 
     def _fail(self, failure: Failure) -> Any:
-        """End a call without a value."""
+        """End a call with a failure."""
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:

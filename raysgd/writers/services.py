@@ -24,10 +24,11 @@ class ServiceRun(Sink):
         package: The package of the service.
         extra: The extra of this distribution that installs it.
         purpose: What needs it, for the error if it is missing.
-        name: Name of a new run; None for the name of our run.
+        name: Name of a new run; None for the name of the raysgd run.
 
     Attributes:
-        run_id: ID of the service's run. If it is set before `open`, that run is continued, unless our run is a new one.
+        run_id: ID of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
+            new.
 
     Raises:
         ModuleNotFoundError: The package is not installed.
@@ -90,11 +91,11 @@ class MLflowRun(ServiceRun):
 
     Args:
         tracking_uri: Where runs are stored. Default: the value of `mlflow.set_tracking_uri` or of the environment
-            variable MLFLOW_TRACKING_URI, otherwise the folder `mlruns` in the folder of our run.
+            variable MLFLOW_TRACKING_URI, otherwise the folder `mlruns` in the folder of the raysgd run.
         registry_uri: Where models are stored. Default: with the runs, or MLFLOW_REGISTRY_URI if it is set.
         experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
         experiment_name: Without an ID, the name of an experiment, which is created if necessary. Default:
-            MLFLOW_EXPERIMENT_NAME, otherwise the name of our run.
+            MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run.
         tags: Tags of the run.
         joins: True to write to the active run, if there is one.
         name: Name of a new run.

@@ -34,7 +34,7 @@ class MeshBroken(ConnectionError):
 
 
 class NotAligned(ValueError):
-    """Another rank is at another exchange."""
+    """Another rank is at a different exchange."""
 
 
 class Mesh:

@@ -21,8 +21,8 @@ class Call:
         function: Runs on the worker as `function(replica, *args)`.
         args_for: Makes the arguments of each rank. Called for every attempt, because the number of ranks may change.
         changes_state: True if the call changes the replicas, so that a snapshot is due after it.
-        keeps_alike: True if the call takes all replicas from one common state to another. A rank on which only its own
-            call failed then differs from the others.
+        keeps_alike: True if the call takes all replicas from one common state to another. If it fails on one rank only,
+            the state of that rank then differs from the others'.
         captures: True to copy the state after the call in any case.
         rank: The only rank to run on; None for all.
         on_wait: Called in the driver some ten times a second while it waits.

@@ -76,7 +76,7 @@ class Connection(ABC):
         """
 
     def give_up(self, error: BaseException) -> None:
-        """Stop taking part in collectives, so that no rank waits for this one. Called when a call ends in an error.
+        """End the exchanges in which other ranks may wait for this one. Called when a call fails with a broken group.
 
         Args:
             error: The error of the call.

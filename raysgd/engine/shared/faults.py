@@ -24,7 +24,7 @@ _NO_DEBUGGER = (
     "`use_local=True`: it then runs in your program. A training function can be called by itself. With the environment "
     "variable RAY_DEBUG=1, `breakpoint()` waits for Ray's debugger."
 )
-_NO_INPUT = "EOF when reading a line"  # as `input` words it
+_NO_INPUT = "EOF when reading a line"  # the message of `input` without a terminal
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
 _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank

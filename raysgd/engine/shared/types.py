@@ -282,7 +282,7 @@ class Heartbeat:
     """A sign of life of a replica.
 
     Attributes:
-        epoch: Index of the current pass over the data.
+        epoch: The current pass over the data.
         step: Steps completed in the running call; -1 between calls.
         phase: What the replica is doing.
         num_samples: Number of samples that this rank has processed in the running call.
