@@ -242,7 +242,7 @@ class Recovery:
         ) from diagnosis.faults[0].error
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
-        """After an exception in user code, kill the group if its ranks are not at the same place. Return this in words.
+        """After an exception in user code, kill the group if its ranks are not at the same place, and say so.
 
         The group is kept only if every rank is alive, connected, and at the same place as the others.
         """

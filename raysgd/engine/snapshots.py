@@ -38,7 +38,7 @@ class Snapshot:
 
     Attributes:
         shared_state: State that all ranks share; if they divide it, a `DividedValue`.
-        rank_states: State of each rank's own.
+        rank_states: State that only one rank has, by rank.
         progress: Progress of each rank in the call in which the snapshot was taken; None if it was taken between calls.
         reference: Ray's reference to the shared state, if that came through the object store.
     """
@@ -106,8 +106,8 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
     """Return True if a snapshot is due after a call.
 
     Args:
-        every_s: Seconds between snapshots. "auto": as often as copies take at most 2% of the time, but before more than
-            30 s of calls would have to be repeated. None: never.
+        every_s: Seconds between snapshots. "auto": so rarely that copies take at most 2% of the time, but before more
+            than 30 s of calls would have to be repeated. None: never.
         copy_s: How long a copy stops the workers.
         since_s: Seconds from the last copy to the end of the call.
         replay_s: How long it would take to repeat the calls since then, including this one.

@@ -42,7 +42,7 @@ class Loan:
         standby_worker: The worker.
         number: Number of the loan, larger than those of earlier loans.
         platform: Where the worker runs.
-        spec: Has the silence after which a worker is killed, and the destination of its log lines.
+        spec: Says after how long a silence a worker is killed, and where its log lines go.
 
     Attributes:
         is_recalled: True if the group needs the worker.
@@ -119,8 +119,8 @@ class Loan:
 class StartupCheck:
     """Kills workers that freeze while they start or wait, so that nothing waits for them forever.
 
-    It asks the workers for signs of life, whatever else they do. A worker counts from its first answer on, or, if it
-    has never answered, from the time when Ray knows its process. Before that, the process may not exist yet.
+    It asks the workers for signs of life, whatever else they do. Silence counts from a worker's first answer on, or, if
+    it has never answered, from the time when Ray knows its process. Before that, the process may not exist yet.
 
     Args:
         platform: Where the workers run.
@@ -192,7 +192,7 @@ class StandbyWorkers:
     """Gets workers ready while a group runs or starts. Logs their errors and never raises them.
 
     Attributes:
-        replacements: How many may still be replaced. Shared by all attempts to start a group.
+        replacements: How many dead workers may still be replaced. Shared by all attempts to start a group.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
