@@ -22,7 +22,7 @@ class Arrays:
         batch_size: Number of rows in a batch of one worker, or with `split_batches=True` of all workers together. None
             for `BATCH_SIZE` or "batch_size" of the config.
         feature_columns: Columns of a dict or a data frame that the model gets.
-        label_column: Column that it predicts. A batch is then a tuple of features and label.
+        label_column: Column that the model predicts. A batch is then a tuple of features and label.
         shuffle: True for a different order in each pass.
         drop_last: True to leave out a last step that is not full.
         transform: Called with each batch in the worker. Returns what `train_batch` gets.

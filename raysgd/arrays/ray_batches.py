@@ -61,7 +61,7 @@ class RayBatches:
         batch_size: Number of rows in a batch of one worker. None for `BATCH_SIZE` or "batch_size" of the config.
         feature_columns: Columns that the model gets. Needs `label_column`. Without both, a batch is a dict of all
             columns.
-        label_column: Column that it predicts. A batch is then a tuple of features and label.
+        label_column: Column that the model predicts. A batch is then a tuple of features and label.
         transform: Called with each batch in the worker. Returns what `train_batch` gets.
         preserve_order: True to keep the rows in the order of the dataset. Otherwise Ray Data may work faster.
         prefetch_batches: How many batches are made in advance.

@@ -192,7 +192,7 @@ def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> Impo
 
 
 def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return, for each rank, its number among the ranks with its local rank on other nodes, and how many these are."""
+    """Return each rank's cross rank and cross size: its place among the ranks with its local rank, and their number."""
     answer = []
     for node_rank, local_rank in places:
         nodes = sorted(other_node for other_node, other_local in places if other_local == local_rank)

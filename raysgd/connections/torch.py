@@ -188,8 +188,8 @@ class TorchConnection(Connection):
     def _see_gpus_of_node(self, world: World) -> None:
         """Let this process see the GPUs of all workers on its node, and compute on its own.
 
-        NCCL cannot connect workers that see only one GPU each directly, or not at all. This works only if CUDA has not
-        read the variable yet; otherwise everything stays unchanged.
+        Workers that see only one GPU each cannot reach each other's GPU memory, so NCCL takes detours or fails. Has an
+        effect only if CUDA has not read the variable yet.
         """
         import torch
 

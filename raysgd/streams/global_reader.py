@@ -191,7 +191,7 @@ class GlobalReader:
         rank: Rank of the worker in this division.
         begin: Position of the pass.
         watched: The lanes that the worker watches.
-        open_loading: Called when the first batch is needed. Returns what makes the batches.
+        open_loading: Called when the first batch is needed. Returns a `BatchLoader`.
         start_sum: Starts a sum over all workers. Used if lengths are not known.
         pad: True if a worker without rows in a global batch repeats others, as in training.
     """

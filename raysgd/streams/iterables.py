@@ -149,7 +149,7 @@ class HuggingFaceStream(Stream):
 
     @cached_property
     def _formatter(self) -> Any:
-        """What turns tables into rows, as the dataset does; None if it has no tables of plain values."""
+        """Formatter of `datasets` that turns tables into rows; None if the dataset has no tables of plain values."""
         try:
             form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
         except AttributeError:  # in another version of the library

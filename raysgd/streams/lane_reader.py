@@ -390,7 +390,7 @@ class StreamPass:
         return self.lanes.position(lane, place, self._of_shards, self.block)
 
     def open_shards(self, expected: Collection[int]) -> OpenShards:
-        """Return what opens shards for these lanes. Opens none yet."""
+        """Return an `OpenShards` for these lanes. Opens no shard yet."""
         return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
 
     def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
