@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from raysgd._text.log_lines import Once, named
 from raysgd.engine.shared.time_spent import (
@@ -26,6 +27,7 @@ from raysgd.engine.shared.time_spent import (
     VALIDATION_WAIT,
     TimeLedger,
     TimeSpent,
+    seconds_in_calls,
 )
 from raysgd.engine.shared.types import Heartbeat
 
@@ -110,6 +112,23 @@ class Accounts:
             yield
         finally:
             self._waited_s += self._clock() - began
+
+    def kept(self) -> Any:
+        """Return what ranks have told so far, for accounts in another process."""
+        with self._lock:
+            return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
+
+    def take_over(self, kept: Any) -> None:
+        """Continue the accounts of another process, whose clock may be another one."""
+        at, read, self._accounts, self._known, self._waited_s = kept
+        later_s = self._clock() - read - (time.time() - at)
+        for account in self._accounts.values():
+            account.since += later_s
+
+    def in_calls(self) -> dict[int, float]:
+        """Return how many seconds each rank has told of training calls."""
+        with self._lock:
+            return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 
     def note_end(self) -> None:
         """Note that the trainer was shut down."""

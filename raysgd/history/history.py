@@ -338,16 +338,22 @@ class CallRecorder:
     Attributes:
         history: The calls so far.
         trained: The epoch, from 1, in which the last call of `train` began.
+        told_s: Returns how long the ranks have been in training calls since an earlier process of the trainer died.
+            None if none died, and after the first call since then.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
         self.history, self.trained = History(events), 0
+        self.told_s: Callable[[], float] | None = None
         self._lock = threading.Lock()
 
     def record(
         self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int, of_fit: bool = False
     ) -> None:
         """Add a call of a trainer with so many workers."""
+        if kind == "train" and self.told_s is not None:  # the earlier process may have begun it
+            missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
+            began_at, seconds = began_at - missed_s, seconds + missed_s
         metrics = dict(result) if isinstance(result, Mapping) else {}
         with self._lock:
             epoch = metrics.get("epoch") if kind == "train" else None

@@ -112,7 +112,7 @@ class TimeLedger:
     @property
     def training_s(self) -> float:
         """Seconds of all ranks together in training calls, recoveries included."""
-        return _inside(self.total())
+        return seconds_in_calls(self.total())
 
     @property
     def goodput(self) -> float | None:
@@ -125,7 +125,7 @@ class TimeLedger:
     def largest_avoidable(self) -> tuple[str, float] | None:
         """Return the largest avoidable cost of the training calls, in words, and its share of their time."""
         total = self.total()
-        inside = _inside(total)
+        inside = seconds_in_calls(total)
         if not inside:
             return None
         shares = {words: sum(total.get(name, 0.0) for name in names) / inside for words, names in _AVOIDABLE.items()}
@@ -149,10 +149,10 @@ def goodput_of(seconds: Mapping[str, float]) -> float | None:
         >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})
         0.9
     """
-    inside = _inside(seconds)
+    inside = seconds_in_calls(seconds)
     return 1.0 - sum(seconds.get(name, 0.0) for name in _LOST) / inside if inside else None
 
 
-def _inside(seconds: Mapping[str, float]) -> float:
-    """Seconds in training calls, recoveries included."""
+def seconds_in_calls(seconds: Mapping[str, float]) -> float:
+    """Return the seconds in training calls, recoveries included."""
     return sum(spent for name, spent in seconds.items() if name not in OUTSIDE)
