@@ -114,19 +114,19 @@ class Accounts:
             self._waited_s += self._clock() - began
 
     def kept(self) -> Any:
-        """Return what ranks have told so far, for accounts in another process."""
+        """Return the reports of the ranks, for accounts in another process."""
         with self._lock:
             return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
 
     def take_over(self, kept: Any) -> None:
-        """Continue the accounts of another process, whose clock may be another one."""
+        """Continue the accounts of another process. Its clock may differ."""
         at, read, self._accounts, self._known, self._waited_s = kept
         later_s = self._clock() - read - (time.time() - at)
         for account in self._accounts.values():
             account.since += later_s
 
     def in_calls(self) -> dict[int, float]:
-        """Return how many seconds each rank has told of training calls."""
+        """Return the seconds in training calls that each rank has reported."""
         with self._lock:
             return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 
