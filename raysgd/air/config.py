@@ -53,10 +53,10 @@ def _shown(config: Any) -> str:
 
 @dataclass
 class CheckpointConfig:
-    """The rule for which checkpoints of a run stay in its folder.
+    """The rule that decides which checkpoints of a run stay in its folder.
 
     Attributes:
-        num_to_keep: How many; None for all. With 0 none is written: the latest one is only kept in memory.
+        num_to_keep: Number of checkpoints; None for all. With 0, none is written: the latest is only kept in memory.
         checkpoint_score_attribute: The reported metric by which they are ranked; None for their age. A checkpoint
             without this metric ranks last.
         checkpoint_score_order: "max" or "min", for which value is best.
@@ -161,16 +161,16 @@ class SyncConfig:
 
 @dataclass
 class RunConfig:
-    """Where a run writes, what it keeps, and when it stops.
+    """Options of a run: where it writes, what it keeps, and when it stops.
 
     Attributes:
         name: Name of the run's folder; None for the trainer's class and the time.
         storage_path: Folder or URI that contains the run's folder; None for `~/ray_results`.
         storage_filesystem: A `pyarrow.fs.FileSystem` that contains `storage_path`.
         failure_config: The rule for failures.
-        checkpoint_config: Which checkpoints stay.
+        checkpoint_config: The rule for checkpoints.
         sync_config: Accepted for programs of the old library.
-        verbose: How much is printed: from 0 for nothing to 3 for most.
+        verbose: Amount of output, from 0 for nothing to 3 for most.
         stop: When the run stops before the end of your function: a dict of metrics and the values at which it stops, or
             a function that gets the trial's id and the metrics and returns True to stop.
         callbacks: Callbacks of Ray Tune, such as loggers.
@@ -512,7 +512,7 @@ _GIB = 1 << 30
 
 @dataclass
 class DatasetConfig:
-    """How one dataset is treated. None means the value of the trainer's own config, and then the default.
+    """Treatment of one dataset. None means the value of the trainer's own config, and then the default.
 
     Attributes:
         fit: True to fit the preprocessor on it. Default: False; for `train`, True.

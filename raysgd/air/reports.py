@@ -24,7 +24,7 @@ SHOULD_CHECKPOINT = "should_checkpoint"
 
 
 class CheckpointUploadMode(Enum):
-    """How `report` stores a checkpoint.
+    """The way in which `report` stores a checkpoint.
 
     `SYNC` returns when a folder is stored, `ASYNC` at once. In both modes, a dict is copied, and sent while the
     function continues.

@@ -142,7 +142,7 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
     """Choose the folders of a new run. Without a name, create a folder for this run alone.
 
     Args:
-        run_config: A `RunConfig`, of which `storage_path`, `storage_filesystem` and `name` are used.
+        run_config: A `RunConfig`. Only its `storage_path`, `storage_filesystem` and `name` are used.
         trainer_name: Name of the trainer's class.
 
     Raises:

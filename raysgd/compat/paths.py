@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from typing import Literal
 
 Group = Literal["sgd", "train"]
-"""Which names: "sgd" for names that Ray no longer has, "train" for names that mean something else in current Ray. The
-latter are left alone unless the user says that they mean the old library."""
+"""Group of names: "sgd" if Ray no longer has them, "train" if they mean something else in current Ray. The latter are
+left alone unless the user says that they mean the old library."""
 
 _SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
 _CONFIGS = "CheckpointConfig FailureConfig RunConfig ScalingConfig"

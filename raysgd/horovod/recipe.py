@@ -1,4 +1,4 @@
-"""How Horovod is built: its source, patches and options, and the name in the cache. No I/O."""
+"""The recipe for building Horovod: its source, patches and options, and the name in the cache. No I/O."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def build_environment(
     """Return the environment of the build.
 
     Args:
-        target: What to build for.
+        target: System and PyTorch to build for.
         environment: The current environment.
         cmake: The CMake command to use.
         folder_of_python: Put first on the PATH, so that scripts find this environment.

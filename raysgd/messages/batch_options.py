@@ -80,7 +80,7 @@ class BatchOptions:
             obstacles: Tuples of a flag that is True if the obstacle applies, the argument that causes it, and advice.
 
         Raises:
-            ValueError: One applies.
+            ValueError: One of the obstacles applies.
         """
         for applies, what, way_out in obstacles:
             if self.is_global and applies:

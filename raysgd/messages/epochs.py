@@ -54,7 +54,7 @@ class EpochAnswer:
 
     Attributes:
         metrics: Metrics of the call; None if the operator returned something else.
-        returned: What the operator returned instead.
+        returned: Result of the operator in that case.
         num_steps: Number of batches that were drawn.
         epoch_idx: Index of the pass that a training call began with, or of the one before an evaluation.
         heartbeat: Final heartbeat of a training call.

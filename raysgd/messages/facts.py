@@ -11,7 +11,7 @@ from raysgd.arrays.ray_batches import RayBatches
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """What the driver needs to know about a replica.
+    """Facts about a replica that the driver needs.
 
     Attributes:
         num_models: Number of registered models.
@@ -20,7 +20,7 @@ class RunnerFacts:
         train_data: Properties of the train data that must be equal on all ranks; None if it is not divided.
         validation_data: The corresponding properties of the validation data.
         keeps_own_state: True if the operator has its own state, which evaluation may change.
-        epoch_obstacle: Why an epoch can only start over; None if it can continue.
+        epoch_obstacle: Reason why an epoch can only start over; None if it can continue.
         ray_batches: Registered Ray Data, which the driver divides; reported by rank 0 for all ranks.
         has_validation: True if there is validation data, or a user's `validate`, which may not need any.
         keeps_global_batch: True if the global batch does not depend on the number of workers.

@@ -48,7 +48,7 @@ class Batches:
 
     Attributes:
         batches: The batches.
-        form: How to convert arrays and dicts of columns; None for batches that are ready.
+        form: Conversion of arrays and dicts of columns; None for batches that are ready.
     """
 
     batches: Sequence[Any]
@@ -137,7 +137,7 @@ def check_rows(output: Any, num_rows: int, name: str) -> None:
     """Check that an output has one row for each row of its batch.
 
     Raises:
-        ValueError: It does not.
+        ValueError: It has another number of rows.
     """
     if not any(True for _ in trees.leaves(output)):
         raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with a row for each row.")

@@ -65,7 +65,7 @@ def source_of_batches(
     Args:
         batches: The batches, in the order of their rows.
         num_batches: Number of batches; None if unknown.
-        form: How to convert arrays and dicts of columns; None for batches that are ready.
+        form: Conversion of arrays and dicts of columns; None for batches that are ready.
     """
     return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
 
@@ -94,7 +94,7 @@ def num_rows_of(arrays: Any) -> int:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """How to make batches from rows.
+    """Rules for making batches from rows.
 
     Attributes:
         batch_size: Batch size for data without its own.

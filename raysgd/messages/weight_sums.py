@@ -139,7 +139,7 @@ def _difference(sums: Mapping[int, WeightSums]) -> str:
 
 
 def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:
-    """Return for each weight whether two ranks differ.
+    """Return a flag for each weight: True if two ranks differ in it.
 
     Differences are relative to the norm of the weight, because its sum may be near 0 even if its numbers are not.
     """

@@ -32,7 +32,7 @@ class Trap:
     Attributes:
         act: The function to call.
         place: The point: "step", "validate", "snapshot" or "continue"; in the driver a trainer's method, or "setup".
-        num_before: How many times the point is passed before that.
+        num_before: Number of times that the point is passed before that.
         once: True to act only once.
         key: Id of the trap in all processes.
     """

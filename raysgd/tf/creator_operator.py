@@ -198,7 +198,7 @@ class CreatorOperator(TrainingOperator):
                 callback.on_epoch_begin(epoch)
 
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
-        """Do what Keras does after the last step of an epoch.
+        """End an epoch as Keras does after its last step.
 
         Args:
             own: The callbacks of the user.

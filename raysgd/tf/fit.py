@@ -203,7 +203,7 @@ class FitStream:
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Do what is due between two steps, if this exchange is the first one of a step."""
+        """Run the work between two steps, if this exchange is the first one of a step."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 

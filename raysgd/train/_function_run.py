@@ -61,7 +61,7 @@ class FunctionRun:
         hooks: Know the current workers.
         spec: The function.
         checkpoints: Receives and writes the checkpoints.
-        budget: How many restarts the run may use.
+        budget: Number of restarts that the run may use.
         decode: Decodes what a worker sends.
         data: Divides the data; None if there is none.
         max_workers: While the group is smaller, look for more workers when a restart loses nothing: at the start and
@@ -309,7 +309,7 @@ class FunctionRun:
             )
 
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return each worker's arguments: the index of its next checkpoint, and whether a message is needed from it."""
+        """Return each worker's arguments: the index of its next checkpoint, and True if a message is needed from it."""
         starts, queues = self._starts(worlds), self._queues
         queues.follow(self._attempt, self._members)
         index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
@@ -384,7 +384,7 @@ class MessageQueues:
         """Set the workers that messages come from, by rank, and drop the messages of all others.
 
         Args:
-            attempt: How often functions were started. A new start empties all queues.
+            attempt: Number of times that functions were started. A new start empties all queues.
             members: The workers, each with the number of the change with which it stepped in.
         """
         known = dict(zip(self._members, zip(self._queues, self._nums_taken, strict=True), strict=True))

@@ -53,7 +53,7 @@ def make_trainable(
         train_func: The training function, which gets the config of the trial.
         dataset: The data of the function.
         bundles: Resources of one trial: of the trial itself, then of each worker.
-        strategy: How Ray places these.
+        strategy: Ray's placement strategy for the bundles.
         refuses_more_steps: See `FunctionTrial`.
 
     Raises:
@@ -76,7 +76,7 @@ class FunctionTrial:
         train_func: The training function.
         dataset: The data of the function.
         config: The config of the function.
-        info: Where the trainer writes.
+        info: Name, id and folder of the trial.
         refuses_more_steps: True if a step after the end is an error; otherwise it returns the end once more.
     """
 
@@ -99,7 +99,7 @@ class FunctionTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Return rank 0's next report, and whether there is a checkpoint that Tune does not have yet.
+        """Return rank 0's next report, and True if there is a checkpoint that Tune does not have yet.
 
         Raises:
             RuntimeError: The function has ended, and `refuses_more_steps` is set.
@@ -225,7 +225,7 @@ class FitTrial:
 
     Args:
         make_trainer: Creates the trainer, with the config of the trial merged in.
-        storage: Where the workers put checkpoints until Tune has them. All workers can reach it.
+        storage: Place where the workers put checkpoints until Tune has them. All workers can reach it.
         info: Name, id and folder of the trial.
     """
 
@@ -322,7 +322,7 @@ def refuse_run_config(config: Mapping[str, Any]) -> None:
     """Check that the config of a trial contains no `run_config`.
 
     Raises:
-        ValueError: It does.
+        ValueError: It contains one.
     """
     if "run_config" in config:
         raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")

@@ -65,7 +65,7 @@ class BaseTrainer(ABC):
 
     Args:
         scaling_config: Resources of the loop, as `trainer_resources`.
-        run_config: Where the run writes, which checkpoints it keeps, and when it stops.
+        run_config: Options of the run: where it writes, which checkpoints it keeps, and when it stops.
         datasets: Datasets by name, or functions that return one.
         preprocessor: Fit on the datasets and applied to them before the loop begins.
         metadata: A dict that can be stored as JSON, added to each checkpoint.

@@ -152,10 +152,10 @@ class CheckpointTaker(ABC):
 
 @dataclass
 class CheckpointStrategy:
-    """The rule for which checkpoints of a run stay on disk.
+    """The rule that decides which checkpoints of a run stay on disk.
 
     Attributes:
-        num_to_keep: How many; None for all, 0 for none (the latest one is then kept only in memory).
+        num_to_keep: Number of checkpoints; None for all, 0 for none (the latest one is then kept only in memory).
         checkpoint_score_attribute: Key of a checkpoint that it is ranked by.
         checkpoint_score_order: "max" or "min", for which value is best. Of equal ones the newer is better.
 
@@ -241,7 +241,7 @@ class CheckpointManager(CheckpointTaker):
         Args:
             run_dir: Folder of the run, whose checkpoints get a folder in it; None to write none.
             checkpoint: The checkpoint that the run starts from.
-            strategy: Which checkpoints are kept; None for all.
+            strategy: Rule that decides which checkpoints are kept; None for all.
             latest_id: Number of the checkpoint before the first one of this run.
         """
         with failure_logged(logger.error, "could not keep the last checkpoint of the previous run: %r"):

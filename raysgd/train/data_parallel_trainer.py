@@ -43,13 +43,13 @@ class DataParallelTrainer(BaseTrainer):
         train_loop_per_worker: The function. It takes no argument, or one, `train_loop_config`. Its return value on
             rank 0 becomes `Result.return_value`, if it is plain data.
         train_loop_config: The argument of the function.
-        backend_config: How the workers are connected. Default: not at all.
+        backend_config: Connection of the workers. Default: not at all.
         scaling_config: Number and resources of the workers. With `num_workers=(least, most)` the run starts with as
             many as there is room for, continues with the remaining ones after a failure, and grows again after a
             checkpoint.
         dataset_config: Who gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By default "train" is
             divided, and every worker gets all of the other datasets.
-        run_config: Where the run writes, which checkpoints it keeps, and when it stops.
+        run_config: Options of the run: where it writes, which checkpoints it keeps, and when it stops.
         datasets: Datasets by name, or functions that return one; see `raysgd.train.get_dataset_shard`.
         metadata: A dict that can be stored as JSON, added to each checkpoint.
         preprocessor: Fit on the datasets and applied to them before the function starts.
@@ -214,7 +214,7 @@ class TorchTrainer(DataParallelTrainer):
         train_loop_per_worker: The function. It prepares its model and loader for several workers by `prepare_model`
             and `prepare_data_loader` of `raysgd.train.torch`.
         train_loop_config: The argument of the function.
-        torch_config: How the workers are connected. Default: NCCL if each has a GPU, else gloo.
+        torch_config: Connection of the workers. Default: NCCL if each has a GPU, else gloo.
         torch_backend: Another name of `torch_config`, from the guide of the old library.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
@@ -257,7 +257,7 @@ class TensorflowTrainer(DataParallelTrainer):
     Args:
         train_loop_per_worker: The function.
         train_loop_config: The argument of the function.
-        tensorflow_config: How the workers are connected.
+        tensorflow_config: Connection of the workers.
         tensorflow_backend: Another name of `tensorflow_config`, from the guide of the old library.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
@@ -284,7 +284,7 @@ class HorovodTrainer(DataParallelTrainer):
     Args:
         train_loop_per_worker: The function.
         train_loop_config: The argument of the function.
-        horovod_config: How the workers are connected.
+        horovod_config: Connection of the workers.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:

@@ -84,7 +84,7 @@ class ExecutorRules:
         checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
         on_failure: Called before the function restarts after a failure.
         words: Advice for users, added to the engine's messages.
-        num_ahead: How many reports may wait for the driver before a function is blocked.
+        num_ahead: Number of reports that may wait for the driver before a function is blocked.
         is_elastic: True if functions continue in place when other workers are lost.
         num_spares: Number of spare workers that wait, ready, to replace lost ones.
     """
@@ -106,7 +106,7 @@ class RunPlan:
         function: The user's function, with its config bound.
         dataset: The data to divide over the workers; None for none.
         checkpoint: Content of the checkpoint that the run starts from.
-        checkpoint_strategy: Which checkpoints are kept.
+        checkpoint_strategy: Rule that decides which checkpoints are kept.
     """
 
     function: Callable[[], Any]
@@ -143,7 +143,7 @@ class BackendExecutor:
     """Keeps workers alive and runs functions on them, one at a time.
 
     Args:
-        backend_config: How the workers are connected.
+        backend_config: Connection of the workers.
         num_workers: Number of workers, or its minimum and maximum.
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
@@ -227,7 +227,7 @@ class BackendExecutor:
 
         Args:
             initialization_hook: Called in each worker process before anything else.
-            train_cls: A class of which every worker creates an object, also one that replaces a lost worker. Use it
+            train_cls: Class of an object that every worker creates, even one that replaces a lost worker. Use it
                 through `worker_group.workers`.
             train_cls_args: Arguments of the class.
             train_cls_kwargs: Keyword arguments of the class.
@@ -323,10 +323,10 @@ class BackendExecutor:
 
         Args:
             train_func: The function; it takes no argument, or the config.
-            run_dir: Where its checkpoints go; None to write none.
+            run_dir: Folder for its checkpoints; None to write none.
             dataset: Data to divide over the workers, with `split(n, equal=True)`; or a dict of such.
             checkpoint: The first value of `load_checkpoint`: a dict, or the path of a saved one.
-            checkpoint_strategy: Which checkpoints are kept.
+            checkpoint_strategy: Rule that decides which checkpoints are kept.
             latest_checkpoint_id: Number of the checkpoint before the first one of this run.
             config: Argument of the function, passed unchanged; None for an empty dict.
 
@@ -570,7 +570,7 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
         max_retries: Number of the failure that is raised; below 0 to raise none.
 
     Raises:
-        ValueError: They cannot, with these arguments.
+        ValueError: They cannot continue with these arguments.
     """
     least, most = num_workers
     if least == most:

@@ -60,14 +60,14 @@ class Trainer:
     """Runs training functions on workers that stay alive from `start` to `shutdown`.
 
     Args:
-        backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config.
+        backend: Connection of the workers: "torch", "tensorflow", "horovod", or a config.
         num_workers: Number of workers; or a pair, the minimum and maximum number. The trainer then starts with as many
             as there is room for, continues with the remaining ones after a failure, and grows again after a
             checkpoint.
         use_gpu: True to give each worker a GPU.
         resources_per_worker: Resources of each worker, to override one "CPU" and the "GPU"; other names are custom
             resources.
-        logdir: Where runs put their folders: a path, relative to `~/ray_results` if it is not absolute, or a URI such
+        logdir: Parent of the folders of runs: a path, relative to `~/ray_results` if it is not absolute, or a URI such
             as `s3://bucket/results`. Default: a new folder in `~/ray_results`.
         max_retries: Number of the failure that ends a run: 3 raises the third failure, so it allows two restarts. -1
             allows any number.
@@ -226,7 +226,7 @@ class Trainer:
             dataset: Data to divide over the workers, with `split(n, equal=True)`; or a dict of such. See
                 `get_dataset_shard`.
             checkpoint: The first value of `load_checkpoint`: a dict, or the path of a saved one.
-            checkpoint_strategy: Which checkpoints stay on disk; may be a `CheckpointConfig`. Default: all.
+            checkpoint_strategy: Rule for the checkpoints that stay on disk; may be a `CheckpointConfig`. Default: all.
 
         Returns:
             The return values of the function, by rank.

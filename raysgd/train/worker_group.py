@@ -84,7 +84,7 @@ class RemoteMethod:
         """End the worker's process at once, whatever it is doing, as `ray.kill` does: `handle.kill()`.
 
         Raises:
-            TypeError: It is another method than `kill`.
+            TypeError: The method is not `kill`.
         """
         if self.name != "kill":
             raise TypeError(f"`{self.name}` is in another process: call `handle.{self.name}.remote(...)`.")
@@ -124,7 +124,7 @@ class WorkerGroup:
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
         additional_resources_per_worker: Other resources for each.
-        actor_cls: A class of which every worker creates an object, which you use through its handle.
+        actor_cls: Class of an object that every worker creates, and that you use through its handle.
         actor_cls_args: Arguments of the class.
         actor_cls_kwargs: Keyword arguments of the class.
         placement_group: Source of their resources: your own placement group, with room for all; "default" for the one

@@ -77,14 +77,14 @@ class Population:
 
     Args:
         trainer_factory: Returns a new `TorchTrainer` or `TFTrainer`, given a config; called once for each member.
-        space: What configs are drawn from: for each name a list of choices, a function without parameters that draws a
+        space: Source of configs: for each name a list of choices, a function without parameters that draws a
             value, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a dict of these, or a fixed value.
         size: Number of members. All their workers must fit into the cluster at the same time.
         metric: Name of the result by which members are compared.
         mode: "min" or "max"; "auto" decides by the name of the metric, as in `EarlyStopping`.
         step: Returns the result of an interval, given a trainer. Default: `train`, then `validate`.
         quantile: Fraction of the members that copy, and of those that are copied; at most a half.
-        exploration: How configs are changed.
+        exploration: Rules for changing a config.
         seed: Seed of all random choices here.
 
     Raises:
@@ -285,7 +285,7 @@ def _shutdown_all(trainers: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class Exploration:
-    """How configs are changed.
+    """Rules for changing a config.
 
     Attributes:
         resample_probability: Probability that an entry is drawn again from its space instead.

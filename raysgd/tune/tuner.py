@@ -190,7 +190,7 @@ class ResultGrid:
         Args:
             metric: The metric; by default that of the `TuneConfig`.
             mode: "min" or "max"; by default that of the `TuneConfig`.
-            scope: Which report of a trial counts: "last", "all" for its best one, "avg" for the mean of all.
+            scope: Report of a trial that counts: "last", "all" for its best one, "avg" for the mean of all.
             filter_nan_and_inf: True to ignore values that are NaN or infinite.
 
         Raises:

@@ -85,7 +85,7 @@ class Arguments:
 
     Attributes:
         each: The arguments.
-        has_last_comma: Whether a comma follows the last one.
+        has_last_comma: True if a comma follows the last one.
         start: The end of the line of the opening parenthesis; None if an argument follows on the line.
         end: The whitespace before the closing parenthesis.
     """

@@ -35,7 +35,7 @@ class Finding:
 
     Attributes:
         line: Line in the original program; the first is 1.
-        text: What it is, and what to do.
+        text: Description of it, and advice.
         is_error: True if the program cannot run because of it.
     """
 

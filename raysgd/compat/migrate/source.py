@@ -36,7 +36,7 @@ class MigratedProgram:
     Attributes:
         before: The old text.
         text: The new text; the old one if nothing was changed or it could not be read.
-        findings: What a person has to look at.
+        findings: Places that a person has to look at.
         path: The file of the program.
     """
 

@@ -95,7 +95,7 @@ class TFDividedSource:
 
     Args:
         passes: The dataset, the same on all ranks.
-        sharding: What its batches are.
+        sharding: "global" or "worker": a batch is for all workers together, or for one.
         world: The rank and the number of ranks.
         pads: True if a rank without samples still takes part in a step, as it must in training.
         num_global: Number of one worker's batches in a step; None for the number of workers.
@@ -168,14 +168,14 @@ class TFDividedSource:
 
 
 class OwnSource:
-    """A dataset of which each rank has its own part.
+    """A dataset that is not divided: each rank has its own part.
 
     Ranks that step together may have different numbers of batches. A rank that runs out repeats its last batch with
     weight 0 until all have run out.
 
     Args:
         dataset: This rank's batches, a `tf.data.Dataset` or any iterable.
-        votes: How ranks that step together agree; None for ranks that do not.
+        votes: Lets ranks that step together agree; None for ranks that do not step together.
     """
 
     is_divided = False
@@ -246,7 +246,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     """Yields the batches of a source. It looks one batch ahead, so that it knows the last step of a pass in time.
 
     Args:
-        source: Where the batches come from.
+        source: Source of the batches.
         step: Gets the weight of each step before its batch is yielded.
         next_pass: Called whenever a new pass begins; returns its index.
         take_part: Takes part in a step of other ranks for which this one has no samples. It gets a batch of the right

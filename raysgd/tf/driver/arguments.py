@@ -86,7 +86,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
     """Check that the data of a call can be divided by samples if a global batch is constant.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It cannot be divided.
     """
     if settings.batch_options.split_batches and kind_of(dataset) == "ray":
         raise ValueError(

@@ -240,7 +240,7 @@ def refuse_stateful(models: Iterable[Any]) -> None:
     """Check that no recurrent layer carries a state from batch to batch.
 
     Raises:
-        IncompatibleModelError: One does.
+        IncompatibleModelError: A recurrent layer does.
     """
     for layer in (layer for model in models for layer in registration.layers_in(model)):
         if hasattr(layer, "cell") and layer.stateful:
@@ -276,7 +276,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
     """Check that a loss used in the user's own `forward` is a mean over samples.
 
     Raises:
-        IncompatibleModelError: It is not, so it could not be scaled.
+        IncompatibleModelError: The loss is something else, so it could not be scaled.
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward

@@ -1,4 +1,4 @@
-"""The state of a replica with Keras: its contents, whether another state fits, and how it is loaded.
+"""The state of a replica with Keras: its contents, checks that another state fits, and loading it.
 
 It includes random states: equal on all ranks until the replicas are built, and different on each rank afterwards.
 """

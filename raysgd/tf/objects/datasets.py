@@ -158,7 +158,7 @@ def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
     Args:
         name: Its name in errors.
         dataset: The dataset.
-        advice: What to do if it cannot be sent.
+        advice: Advice for the case that it cannot be sent.
 
     Raises:
         ValueError: Parts of it exist only in this process, or it is too large for a message.

@@ -115,7 +115,7 @@ def require_compiled(model: Any, where: str) -> None:
     """Check that a model is compiled.
 
     Raises:
-        IncompatibleModelError: It is not.
+        IncompatibleModelError: The model is not compiled.
     """
     if getattr(model, "optimizer", None) is None:
         raise IncompatibleModelError(
@@ -184,7 +184,7 @@ def refuse_unreduced_loss(model: Any) -> None:
     """Check that a compiled loss is reduced to one number: unreduced losses cannot be combined across ranks.
 
     Raises:
-        IncompatibleModelError: It is not, so Keras's own step would add it up.
+        IncompatibleModelError: The loss is unreduced, so Keras's own step would add it up.
     """
     import tensorflow as tf
 

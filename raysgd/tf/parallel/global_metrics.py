@@ -160,7 +160,7 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
     """Check that the variables of metrics have an aggregation, so that those of several workers can be merged.
 
     Raises:
-        IncompatibleModelError: One has none.
+        IncompatibleModelError: A variable has none.
     """
     for metric in metrics:
         for variable in metric.variables:

@@ -284,7 +284,7 @@ def refuse_xla(model: Any) -> None:
     """Refuse a model compiled with `jit_compile=True`: XLA cannot call Python. "auto" is allowed.
 
     Raises:
-        IncompatibleModelError: It was.
+        IncompatibleModelError: The model was compiled in this way.
     """
     asked = getattr(model, "_compile_config", None)
     config = getattr(asked, "config", None) or {}

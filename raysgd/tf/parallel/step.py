@@ -159,7 +159,7 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
         result: Its result; None if there was no usual step.
 
     Raises:
-        IncompatibleModelError: There was none.
+        IncompatibleModelError: There was no usual step.
     """
     import tensorflow as tf
 

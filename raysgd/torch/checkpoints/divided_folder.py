@@ -282,7 +282,7 @@ def _check_index(index: Any, files: Any) -> None:
     """Raise if the index describes more data than the files hold.
 
     Raises:
-        ValueError, TypeError: It does, or it is no index.
+        ValueError, TypeError: It describes more, or is no index.
     """
     require(type(index) is dict and type(files) is list and len(files) > 0, "it has no list of tensors or files")
     num_there = sum(num_bytes for num_bytes, _ in files)

@@ -101,7 +101,7 @@ def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 class DividedState:
-    """A state in parts, each of which is read when it is needed.
+    """A state in parts; each part is read when it is needed.
 
     Args:
         rest: Everything but the tensors.

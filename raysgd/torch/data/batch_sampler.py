@@ -64,8 +64,8 @@ class PassPlan:
         consumed: Number of samples already used, by a group of any size.
         division: Division of a global batch.
         drop_last: True to leave out a last step that is not full.
-        pad: Decides what a rank does that has no sample while others have some. True: it repeats samples of that step
-            with weight 0 (training). False: it has no batch (evaluation).
+        pad: Decides what a rank without samples does while others have some. True: it repeats samples of that step with
+            weight 0 (training). False: it has no batch (evaluation).
         bounds: Positions where the global batches of the whole pass begin, and where the last one ends; None if all
             have one size.
 

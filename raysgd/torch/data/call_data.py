@@ -125,7 +125,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
 
     Args:
         share: Data that this worker was given.
-        collate_fn: Makes batches of samples, if the data do not bring their own function.
+        collate_fn: Makes batches of samples, if the data has no function of its own.
         make_batch: Makes batches of arrays.
 
     Raises:
@@ -197,7 +197,7 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     """Return the source of the batches, and the container that the results are returned in.
 
     Raises:
-        TypeError: The data are of an unknown kind.
+        TypeError: The data is of an unknown kind.
         ValueError: The order of the rows cannot be kept.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
@@ -282,7 +282,7 @@ class PredictionLoader:
     """The batches of one worker, for one prediction after the other.
 
     Args:
-        collate_fn: Returns the function that makes batches of samples, if the data bring none.
+        collate_fn: Returns the function that makes batches of samples, if the data has none.
         make_batch: Makes batches of arrays.
     """
 

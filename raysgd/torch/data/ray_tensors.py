@@ -38,5 +38,5 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
-    """Return the columns side by side; a column of single numbers becomes one wide."""
+    """Return the columns side by side; a column of single numbers is one wide."""
     return torch.cat([column.unsqueeze(1) if column.ndim == 1 else column for column in columns], dim=1)

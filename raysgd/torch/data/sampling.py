@@ -102,7 +102,7 @@ def shard_loader(
             False gives them no batch, so that evaluation uses every sample once.
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
             the user's loader does not.
-        rule: How global batches of a fixed size are divided.
+        rule: Division of global batches of a fixed size.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.

@@ -25,14 +25,14 @@ IGNORED = -100
 """The label that PyTorch's losses ignore by default."""
 
 Reading = Literal["classes", "logits", "probabilities", "values"]
-"""What the outputs are to a criterion."""
+"""Meaning of the outputs to a criterion."""
 
 
 class LossCall(NamedTuple):
     """A call of a PyTorch loss.
 
     Attributes:
-        reading: What the output is to the loss.
+        reading: Meaning of the output to the loss.
         output: The output of the model.
         target: The target.
         result: The result of the loss.

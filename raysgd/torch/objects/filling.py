@@ -51,7 +51,7 @@ def refuse_states(optimizers: Iterable[Any]) -> None:
     """Check that optimizers have no state for parameters without values before their first step.
 
     Raises:
-        InvalidRegistrationError: One has.
+        InvalidRegistrationError: One of them has.
     """
     for optimizer in optimizers:
         entries = getattr(optimizer, "state", {}).values()
@@ -72,7 +72,7 @@ def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for a tensor, filled so that one can see whether anything was written there."""
+    """Return memory for a tensor, filled so that a later write can be detected."""
     room = torch.empty_like(tensor, device=device, requires_grad=False)
     if room.is_floating_point() or room.is_complex():
         room.fill_(float("nan"))

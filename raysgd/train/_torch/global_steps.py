@@ -3,7 +3,7 @@
 If an exchange of gradients fails because a worker was lost, user code sees no exception. The batch counts as failed,
 its optimizer does not step, and the loader yields the same samples again.
 
-ADR 121 says why, and what decides whether a step counts.
+ADR 121 says why, and what makes a step count.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class GlobalSteps:
         """Check, at the first exchange, that the models and loaders are prepared.
 
         Raises:
-            ValueError: One is not.
+            ValueError: A model or a loader is not prepared.
         """
         if self._is_checked:
             return
@@ -153,7 +153,7 @@ class GlobalSteps:
         """Refuse an optimizer that trains a prepared model, but is neither prepared nor part of a prepared optimizer.
 
         Raises:
-            ValueError: It is such an optimizer.
+            ValueError: The optimizer is neither.
         """
         parts = (part for each in self._optimizers for part in (each, *vars(each).values()))
         if any(part is optimizer for part in parts):

@@ -31,7 +31,7 @@ _SCALED = "_goes_through_scaler"
 
 
 class Accelerator:
-    """What the helpers of one run share.
+    """State that the helpers of one run share.
 
     Attributes:
         seed: Seed of random numbers; None if it was not set.

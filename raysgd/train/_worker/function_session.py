@@ -158,7 +158,7 @@ class Session:
 
         Args:
             name: The question.
-            data: What this rank adds to the question.
+            data: This rank's part of the question.
 
         Raises:
             RuntimeError: The function is to step into a running group, where this question was asked earlier.

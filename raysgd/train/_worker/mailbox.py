@@ -29,7 +29,7 @@ class Mailbox:
 
     Args:
         function: The function.
-        num_ahead: How many messages may wait before the function is blocked.
+        num_ahead: Number of messages that may wait before the function is blocked.
         name: Name of the thread.
 
     Attributes:

@@ -4,7 +4,7 @@ Two threads meet here. One runs the function, which takes steps together with th
 other, which leaves a broken group and joins the next one. Neither waits longer for the other than a broken exchange
 takes to fail.
 
-ADR 121 says why a function can continue in place, and what decides whether a step counts.
+ADR 121 says why a function can continue in place, and what makes a step count.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class FunctionSpec:
         is_muted: True if the function does not wait until its reports are read.
         explain: Turns an exception of the function into the one to raise.
         make_session: Creates the session of the function, from the arguments of `Session`; None for a `Session`.
-        num_ahead: How many reports may wait for the driver before the function is blocked.
+        num_ahead: Number of reports that may wait for the driver before the function is blocked.
         is_elastic: True if the function continues in place when other workers are lost.
         steps_in: True if it starts in a worker that is to step into a running group.
         has_parts: True if its data was divided at the start, so that a lost worker's part is lost.

@@ -54,7 +54,7 @@ class DividedData:
 def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[Any]:
     """Return the parts of a dataset, near their workers if `split` supports that, or one stream for each worker.
 
-    Which part of a stream a worker reads follows from its rank.
+    A worker's rank decides which part of a stream it reads.
     """
     if isinstance(dataset, Stream):
         return [StreamPart(dataset, num_workers)] * num_workers

@@ -73,7 +73,7 @@ class _SinkCallback(TrainingCallback):
     """Writes the reports of one or several workers to a sink.
 
     Args:
-        sink: Where reports go.
+        sink: Destination of the reports.
         logdir: The folder. Default: that of the run.
         workers: A rank, several ranks, or None for all.
         hidden: Metrics that are not written.
@@ -168,9 +168,9 @@ class MLflowLoggerCallback(_SinkCallback):
     """Logs to an MLflow run.
 
     Args:
-        tracking_uri: Where runs are stored. Default: as set by `mlflow.set_tracking_uri` or the environment variable
+        tracking_uri: Store of the runs. Default: as set by `mlflow.set_tracking_uri` or the environment variable
             MLFLOW_TRACKING_URI, else the folder `mlruns` in that of the run.
-        registry_uri: Where models are stored. Default: MLFLOW_REGISTRY_URI, else with the runs.
+        registry_uri: Store of the models. Default: MLFLOW_REGISTRY_URI, else with the runs.
         experiment_id: An existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
         experiment_name: Otherwise the name of an experiment, created if needed. Default: MLFLOW_EXPERIMENT_NAME.
         tags: Tags of the run.

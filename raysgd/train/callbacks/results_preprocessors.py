@@ -103,7 +103,7 @@ class _Aggregate(ResultsPreprocessor):
 
     @abc.abstractmethod
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
-        """Compute the number from the workers' values, of which at least one is not NaN."""
+        """Compute the number from the workers' values; at least one of them is not NaN."""
 
 
 class AverageResultsPreprocessor(_Aggregate):

@@ -23,7 +23,7 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
 
 
 class DataConfig:
-    """Which datasets are divided over the workers, and how Ray Data reads them.
+    """Says which datasets are divided over the workers, and how Ray Data reads them.
 
     Derive from it and override `configure` to divide them in another way.
 

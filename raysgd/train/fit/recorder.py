@@ -271,7 +271,7 @@ class KeptCheckpoints:
 
     Args:
         folder: The folders of the run.
-        config: Which checkpoints are kept.
+        config: Rule that decides which checkpoints are kept.
         chores: The thread that deletes checkpoints.
 
     Attributes:

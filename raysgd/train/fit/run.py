@@ -75,7 +75,7 @@ class FitJob:
         run_config: The user's `RunConfig`.
         facts: Facts about the run that the function can query.
         begin_from: The checkpoint that the function starts from.
-        num_ahead: How many reports may wait for the driver before the function is blocked.
+        num_ahead: Number of reports that may wait for the driver before the function is blocked.
         aborts: Functions that end the run from another thread, once it runs.
     """
 
@@ -156,10 +156,10 @@ class FitRun:
         job: The `fit` that this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that
             step, the start of each attempt, and before that the reason why the last attempt failed.
         function: The user's function, with its config bound.
-        backend: How the workers are connected.
+        backend: Connection of the workers.
         scaling: Number and resources of the workers.
         datasets: The prepared datasets.
-        dataset_config: How they are divided.
+        dataset_config: Division of the datasets over the workers.
         preprocessor: Preprocessor for checkpoints that have none.
     """
 
