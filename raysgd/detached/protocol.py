@@ -66,7 +66,8 @@ class Detached:
         name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in a file name.
         keep_alive_s: How long the trainer waits while no program is attached and no call is running. Then it is saved
             to `folder`, if there is one, and ends. None: forever.
-        folder: Folder in which `<name>.pt` is saved before the trainer ends by itself: a path on its node, or a URI.
+        folder: Folder in which `<name>.pt` is saved before the trainer ends by itself or by `raysgd stop`: a path on
+            its node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this name and folder finds it.
         replace: True to first end a trainer that already has this name, without saving it.
         resources: Custom resources of Ray that its node must have, such as `{"stays": 0.01}`. By default the trainer
             runs on the node of the program, if possible. It takes no CPU.
