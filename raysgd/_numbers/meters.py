@@ -15,7 +15,6 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 BATCH_WEIGHT = "batch_weight"
@@ -96,12 +95,17 @@ class ObjectMeter:
         """The object, if it was seen since it was captured last."""
         return self._live
 
-    def add(self, value: Any, weight: int | float) -> None:
+    def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
+        """Return what `add` counts; see `NumberMeter.read`."""
         if not is_metric_object(type(value)):
             raise TypeError(
                 f"metric `{self._name}` was a metric object in an earlier batch and is a "
                 f"`{type(value).__name__}` now: report the object in every batch, or use two names."
             )
+        return value, weight
+
+    def add(self, value: Any, weight: int | float) -> None:
+        """See a metric object, which counts by itself."""
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
@@ -156,7 +160,13 @@ class NumberMeter:
         self.total = 0.0
         self.count: int | float = 0
 
-    def add(self, value: Any, weight: Any) -> None:
+    def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
+        """Return what `add` counts of a batch: numbers, and copies of tensors on a device, which are not read yet.
+
+        Raises:
+            TypeError: They are of a kind that cannot be averaged.
+            ValueError: They are more or less than one number, or the weight is none.
+        """
         kind = type(value)
         if kind in _PLAIN_NUMBERS:
             number = value
@@ -164,16 +174,28 @@ class NumberMeter:
             if value.numel() != 1:
                 raise ValueError(_not_one_element(self._name, tuple(value.shape)))
             if not getattr(value, "is_cpu", False):
-                self._defer(value, weight)
-                return
+                # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
+                # each batch's loss to the same memory.
+                waits = type(weight) is not int and is_tensor(type(weight))
+                return value.detach().clone(), weight.detach().clone() if waits else self._checked(weight)
             number = value.item()
         else:
             number = _as_float(self._name, value)
-        self.last = number
-        if type(weight) is not int:
-            weight = self._checked(weight)
+        return number, weight if type(weight) is int else self._checked(weight)
+
+    def add(self, value: Any, weight: Any) -> None:
+        """Count what `read` returned."""
+        if type(value) not in _PLAIN_NUMBERS:
+            waits = is_tensor(type(weight))
+            self.pending += [value, weight] if waits else [value]
+            self._weights.append(None if waits else weight)
+            self.last = _UNREAD
+            if len(self.pending) >= MAX_PENDING:
+                self.fold(self._to_floats(self.pending))
+            return
+        self.last = value
         if weight:  # a padding batch may well hold NaN, and 0 * NaN is NaN
-            self.total += number * weight
+            self.total += value * weight
             self.count += weight
 
     def add_total(self, total: float, count: float, last: Any) -> None:
@@ -182,6 +204,12 @@ class NumberMeter:
         self.count += count
         if self.last is _UNREAD and not self.pending:
             self.last = last
+
+    def copy(self) -> NumberMeter:
+        """Return another one that has counted the same. No tensor may wait to be read."""
+        other = NumberMeter(self._name, self._to_floats)
+        other.total, other.count, other.last = self.total, self.count, self.last
+        return other
 
     def fold(self, floats: list[float]) -> None:
         """Replace the pending tensors by their values."""
@@ -202,19 +230,7 @@ class NumberMeter:
         return self.total / self.count if self.count else float("nan")
 
     def _checked(self, weight: Any) -> int | float:
-        return as_weight(weight_of(self._name), weight)
-
-    def _defer(self, tensor: Any, weight: Any) -> None:
-        # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
-        # each batch's loss to the same memory.
-        self.pending.append(tensor.detach().clone())
-        waits = type(weight) is not int and is_tensor(type(weight))
-        if waits:
-            self.pending.append(weight.detach().clone())
-        self._weights.append(None if waits else weight if type(weight) is int else self._checked(weight))
-        self.last = _UNREAD
-        if len(self.pending) >= MAX_PENDING:
-            self.fold(self._to_floats(self.pending))
+        return weight if type(weight) is int else as_weight(self.weight_name, weight)
 
 
 def is_tensor(kind: type) -> bool:
@@ -327,16 +343,8 @@ class AverageMeter:
             self.avg = self.sum / self.count
 
 
-def _add_to(sums: dict[Any, tuple[float, float, float]], metrics: Mapping[str, Any], n: int | float) -> None:
-    """Add to sums what `update` would count; what that would refuse is left out."""
-    weight_of_batch = metrics.get(BATCH_WEIGHT, n)
-    for name, value in metrics.items():
-        if is_weight(name) or is_metric_object(type(value)):
-            continue
-        with suppress(TypeError, ValueError, RuntimeError):
-            weight, number = float(metrics.get(weight_of(name), weight_of_batch)), float(value)
-            total, count, _ = sums.get(name, (0.0, 0.0, 0.0))
-            sums[name] = (total + number * weight if weight else total), count + weight, number
+_Entry = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
+"""A metric of a batch: its name, the meter that read it, and what that has to count: the value and its weight."""
 
 
 class AverageMeterCollection:
@@ -362,7 +370,7 @@ class AverageMeterCollection:
 
     Attributes:
         n: Sum of the weights of all updates.
-        held: What was held back.
+        held: What waits, by batch.
         num_batches: How many batches have gone by.
         has_objects: Whether some of what was measured are metric objects.
     """
@@ -380,7 +388,7 @@ class AverageMeterCollection:
         self._meters: dict[str, NumberMeter | ObjectMeter] = {}
         self.num_batches = 0
         self.has_objects = False
-        self.held: list[tuple[dict[str, Any], int | float]] = []
+        self.held: list[tuple[list[_Entry], int | float]] = []
         self.n: int | float = 0
 
     def update(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
@@ -397,35 +405,40 @@ class AverageMeterCollection:
             TypeError: If a value is of a kind that cannot be averaged.
             ValueError: If a tensor or array has more or less than one element, or `batch_weight` is no weight.
         """
+        waiting, self.held = self.held, []
+        self.hold(metrics, n)
+        self.count_held()
+        self.held = waiting
+
+    def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
+        """Let the metrics of a batch wait until it is known whether the batch counts.
+
+        The same arguments and exceptions as for `update`: what waits cannot be refused any more. Metric objects have
+        counted the batch already, by themselves.
+        """
         num_samples = n if type(n) is int else float(n)
         if not 0 <= num_samples < math.inf:
             raise ValueError(f"`{NUM_SAMPLES}={n!r}`: need the number of samples of a batch, 0 or more.")
         weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
-        meters = self._meters
+        meters, entries = self._meters, list[_Entry]()
         for name, value in metrics.items():
             meter = meters.get(name)
-            if meter is not None:
-                meter.add(value, metrics.get(meter.weight_name, weight))
-            elif not is_weight(name):
+            if meter is None:
+                if is_weight(name):
+                    continue
                 meter = self._new_meter(name, value)
-                meter.add(value, metrics.get(meter.weight_name, weight))
-                meters[name] = meter
-        self.num_batches += 1
-        self.n += num_samples
-
-    def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
-        """Keep the metrics of a batch back until it is known whether the batch counts.
-
-        The same arguments as for `update`. Metric objects have counted the batch already, by themselves.
-        """
-        kept = {name: value.detach().clone() if is_tensor(type(value)) else value for name, value in metrics.items()}
-        self.held.append((kept, n))
+            entries.append((name, meter, *meter.read(value, metrics.get(meter.weight_name, weight))))
+        self.held.append((entries, num_samples))
 
     def count_held(self) -> None:
-        """Count what was held back; raises what `update` raises."""
+        """Count what waits."""
         held, self.held = self.held, []
-        for metrics, n in held:
-            self.update(metrics, n)
+        meters = self._meters
+        for entries, num_samples in held:
+            for name, meter, value, weight in entries:
+                (meters.get(name) or meters.setdefault(name, meter)).add(value, weight)
+            self.num_batches += 1
+            self.n += num_samples
 
     def note_boundary(self) -> None:
         """Say that what metric objects have seen by now counts, whatever becomes of the batches that follow."""
@@ -435,7 +448,7 @@ class AverageMeterCollection:
         self._forget_rest = None if remember is None else remember(metrics)
 
     def drop_held(self) -> None:
-        """Forget what was held back, and what metric objects have seen since the last boundary: it does not count."""
+        """Forget what waits, and what metric objects have seen since the last boundary: it does not count."""
         self.held.clear()
         if self._forget_rest is not None:
             self._forget_rest()
@@ -466,25 +479,25 @@ class AverageMeterCollection:
                     values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
-    def tally(self, coming: Mapping[str, Any] | None = None, n: int | float = 0) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the running sums, those of batches that are held back included, and without metric objects.
-
-        Args:
-            coming: The metrics of a batch that will be counted once its step is done; None without one.
-            n: As for `update`.
+    def tally(self) -> tuple[tuple[Any, ...], list[float]]:
+        """Return the sums that there will be once what waits is counted, without metric objects.
 
         Returns:
             The names, and one row: the samples, then of each mean the sum, the weight, and the last value.
         """
         self._read_pending()
-        num_samples, sums = float(self.n), dict[Any, tuple[float, float, float]]()
-        for name, meter in self._meters.items():
-            if isinstance(meter, NumberMeter):
-                sums[name] = meter.total, float(meter.count), float(meter.last)
-        for metrics, n_of_batch in (*self.held, *([] if coming is None else [(coming, n)])):
-            num_samples += float(n_of_batch)
-            _add_to(sums, metrics, n_of_batch)
-        return tuple(sums), [num_samples, *itertools.chain(*sums.values())]
+        after = AverageMeterCollection(self._to_floats)
+        after.n, meters = self.n, dict[Any, NumberMeter]()
+        meters.update((name, each.copy()) for name, each in self._meters.items() if isinstance(each, NumberMeter))
+        for entries, num_samples in self.held:
+            after.n += num_samples
+            for name, meter, value, weight in entries:
+                if isinstance(meter, NumberMeter):
+                    meters.setdefault(name, meter.copy()).add(value, weight)
+        after._meters.update(meters)
+        after._read_pending()
+        sums = ((each.total, float(each.count), float(each.last)) for each in meters.values())
+        return tuple(meters), [float(after.n), *itertools.chain(*sums)]
 
     def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
         """Return what a collection that counted so much would return as its summary."""

@@ -134,6 +134,7 @@ class TrainerPort:
         save: Writes the state.
         load: Loads a state.
         note_progress: Keeps how far the run is, in a detached trainer; None in others.
+        left_file: Where a detached trainer was saved that ended without its program; None for others.
         kept: How far the run is already, in the next process of a detached trainer; else None.
     """
 
@@ -151,6 +152,7 @@ class TrainerPort:
     save: Callable[[str], Any]
     load: Callable[[str], Any]
     note_progress: NoteProgress | None
+    left_file: str | None
     kept: FitProgress | None
 
 
@@ -207,7 +209,8 @@ class Fit:
             self._run.epochs = self._kept[0].epochs
         elif options.resume_from is None:
             self._run.epochs = self._epochs_done() + options.epochs
-        if options.resume_from == AUTO and not any(overrides(each, "newest_checkpoint") for each in self._callbacks):
+        finds = self._trainer.left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
+        if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
@@ -484,7 +487,10 @@ class Fit:
         if given != AUTO:
             return None if given is None else str(given)
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        return max((str(each) for each in found if each is not None), key=epoch_of, default=None)
+        places, left = [str(each) for each in found if each is not None], self._trainer.left_file
+        if left is not None and epoch_of(left) >= 0:
+            places.append(left)  # last: of equals, the one with the states of the callbacks is taken
+        return max(places, key=epoch_of, default=None)
 
     def _load(self, location: str) -> None:
         self._trainer.load(location)

@@ -201,14 +201,8 @@ class LightningOperator(TrainingOperator):
                 self._skip_rest(iterator)
                 break
             metrics = self.train_batch(batch, {**self._raysgd.info_of_batch(batch_idx), **info})
-            place = leg.batch
-            if place.is_boundary:
-                leg.confirm()
-                meters.count_held()
-            if not place.is_padding:
-                self._raysgd.count(meters, metrics)
-            self.global_step += place.is_last_part
-            if place.is_boundary:
+            self._raysgd.end_batch(metrics, batch)
+            if leg.batch.is_boundary:
                 self._progress.end_batch(self.global_step)
         meters.count_held()
         self._progress.end_batch(self.global_step)

@@ -154,22 +154,10 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            place = leg.batch
-            if place.is_waiting:  # `train_batch` left it out
-                leg.skip()
-            metrics = internals.completed(metrics, batch)
-            if place.is_boundary:
-                if not place.is_confirmed:
-                    leg.confirm()
-                if meters.held:
-                    meters.count_held()
-                if by_batch:
-                    schedulers.step_after_batch(by_batch, internals.precision, place)
-            if not place.is_padding:
-                internals.count(meters, metrics)
-            self.global_step += place.is_last_part
-        if meters.held:
-            meters.count_held()
+            internals.end_batch(metrics, batch)
+            if by_batch and leg.batch.is_boundary:
+                schedulers.step_after_batch(by_batch, internals.precision, leg.batch)
+        meters.count_held()
         summary = meters.summary()
         if by_epoch:
             schedulers.step_after_epoch(
@@ -202,8 +190,8 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
-        metrics = {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
-        internals.coming = metrics
+        counts = internals.counts_of(features, target, weight)
+        metrics = internals.report({"train_loss": loss.detach(), **counts})
         with internals.choice.acting_on_usual():
             with self.timers.record("grad"):
                 if weight is None:
@@ -213,7 +201,7 @@ class TrainingOperator(BaseOperator):
             if internals.parallel.leg.batch.is_boundary:
                 with self.timers.record("apply"):
                     self.optimizer_step()
-        return dict(metrics)
+        return metrics
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Split a batch into inputs and target and bring them to the device."""

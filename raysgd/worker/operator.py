@@ -78,7 +78,8 @@ class Internals:
         latest_metrics: What the last batch reported.
         logged: What was passed to `log` since then.
         logged_outside: What was passed to it before a batch began.
-        meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
+        meters_to_fill: Where the next `train_epoch` counts: the meters of the call.
+        meters: Where the last one counts, or has counted.
         lost: What ranks had measured in this call that are gone, on the rank that counts it.
         once: What was said already.
         callbacks: What runs around each step in this worker.
@@ -94,6 +95,7 @@ class Internals:
         self.logged: dict[str, Any] = {}
         self.logged_outside: dict[str, Any] = {}
         self.meters_to_fill: AverageMeterCollection | None = None
+        self.meters = AverageMeterCollection()
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
@@ -127,9 +129,9 @@ class Internals:
         return AverageMeterCollection()
 
     def take_meters(self) -> AverageMeterCollection:
-        """Those of the epoch that continues, or new ones."""
-        meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
-        return meters
+        """Return those of the call, once; then new ones."""
+        self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
+        return self.meters
 
     def begin_batch(self) -> None:
         """Called before a batch is trained on or evaluated: what was logged by then belongs to the call."""

@@ -136,7 +136,7 @@ class ReplicaCalls:
         internals.meters_to_fill = run.meters
         internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
-        is_stock = loop.completes_metrics
+        is_stock = loop.has_stock_loop
         given = {"info": info, "num_steps": request.num_steps, "epoch_idx": run.epoch_idx}
         try:
             with ExitStack() as stack:
@@ -231,6 +231,7 @@ class ReplicaCalls:
     def _at_boundary(self, loop: Loop, run: EpochRun, stream: Any) -> None:
         """Between two steps: take a snapshot if one is due, and stop if that was agreed on."""
         loop.note_boundary()
+        run.meters.count_held()
         if run.meters.has_objects:
             run.meters.note_boundary()
         self._ledger.commit()

@@ -180,9 +180,9 @@ def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -
     if not isinstance(metrics, Mapping):
         return metrics
     values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
-    meters.hold(values, values.pop(NUM_SAMPLES, 1))
     of_step = {name: value for name, value in metrics.items() if name != BATCH_WEIGHT}
     with suppress(TypeError, ValueError):
+        meters.hold(values, values.pop(NUM_SAMPLES, 1))
         if is_last:
             meters.count_held()
             summary = meters.summary()

@@ -486,30 +486,32 @@ def test_a_tally_is_what_a_summary_of_the_same_batches_would_be() -> None:
     assert found.totals == expected.totals
 
 
-def test_a_tally_has_batches_that_are_held_back_and_one_that_is_to_come_and_changes_nothing() -> None:
+def test_a_tally_has_what_waits_as_it_will_be_counted_and_changes_nothing() -> None:
     meters = summed(({"loss": 0.5}, 32))
     meters.hold({"loss": FakeTensor(0.1), "batch_weight": 5}, 16)
-    coming = {"loss": FakeTensor(0.2), "batch_weight_of_loss": 3.0, "other": 2.0}
-    tally = meters.tally(coming, 8)
-    before = meters.summary()
-    assert before == {"batch_count": 1, "num_samples": 32, "loss": 0.5, "last_loss": 0.5}
+    meters.hold({"loss": FakeTensor(0.2), "batch_weight_of_loss": 3.0, "other": 2.0}, 8)
+    tally = meters.tally()
+    assert meters.summary() == {"batch_count": 1, "num_samples": 32, "loss": 0.5, "last_loss": 0.5}
+    assert meters.tally() == tally
     meters.count_held()
-    meters.update(coming, 8)
-    after = meters.summary()
-    found = meters.summary_of(*tally)
+    after, found = meters.summary(), meters.summary_of(*tally)
     assert found.totals == after.totals
     assert (found["num_samples"], found["last_loss"]) == (56, 0.2)
 
 
 def test_a_batch_without_weight_is_left_out_of_a_tally_whatever_it_says() -> None:
     meters = summed(({"loss": 1.0}, 4))
-    assert meters.summary_of(*meters.tally({"loss": math.nan}, 0)).totals == {"loss": (4.0, 4.0)}
+    meters.hold({"loss": math.nan}, 0)
+    assert meters.summary_of(*meters.tally()).totals == {"loss": (4.0, 4.0)}
 
 
 @pytest.mark.parametrize("value", ["text", None, numpy.ones(2)])
-def test_what_is_no_metric_is_left_to_the_batch_to_refuse(value: Any) -> None:
+def test_what_is_no_metric_is_refused_before_it_waits(value: Any) -> None:
     meters = summed(({"loss": 1.0}, 4))
-    assert meters.tally({"other": value, "loss": 3.0}, 4) == (("loss",), [8.0, 16.0, 8.0, 3.0])
+    with pytest.raises((TypeError, ValueError), match="`other`"):
+        meters.hold({"loss": 3.0, "other": value}, 4)
+    meters.count_held()
+    assert meters.tally() == (("loss",), [4.0, 4.0, 4.0, 1.0])
 
 
 def test_sums_of_others_leave_the_last_value_as_it_is_seen_here() -> None:

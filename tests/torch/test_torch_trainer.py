@@ -1113,4 +1113,4 @@ def test_a_step_of_the_stock_loop_takes_few_calls(make_local: MakeTrainer) -> No
     trainer.train()
     called = trainer.get_local_operator().samples.called  # type: ignore[attr-defined]
     assert {"train_batch", "optimizer_step", "note_boundary"} <= {*called}
-    assert len(called) <= 57, "three more in a worker, where the compiler is not imported yet"
+    assert len(called) <= 59, "three more in a worker, where the compiler is not imported yet"

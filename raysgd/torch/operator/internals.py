@@ -245,7 +245,6 @@ class TorchInternals(Internals):
         chosen: The hyperparameters of the optimizers as `setup` chose them.
         follows_rate: Whether one of them took its learning rate from the config when that changed last.
         evaluated: The calls of the criterion in a batch of the validation whose means are over labels.
-        coming: What the stock `train_batch` will report of the batch that it is in; None before it knows.
     """
 
     context: OperatorContext
@@ -262,7 +261,8 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        self.coming: Mapping[str, Any] | None = None
+        self._reported: dict[str, Any] | None = None  # by the stock `train_batch`, of the batch that it is in
+        self._counts_ahead = False
         self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
@@ -308,8 +308,13 @@ class TorchInternals(Internals):
     def _keep(self, registered: RegisteredObjects) -> None:
         self.registered, self.choice.registered = registered, registered.optimizers
 
-    def begin_training(self) -> None:
-        """Called when `setup` is done: what it has frozen after `register` is not averaged."""
+    def begin_training(self, counts_ahead: bool = False) -> None:
+        """Called when `setup` is done: what it has frozen after `register` is not averaged.
+
+        Args:
+            counts_ahead: Whether only code of the library comes between `train_batch` and the meters.
+        """
+        self._counts_ahead = counts_ahead
         self.trained = TrainedParts(self.registered)
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
@@ -410,16 +415,41 @@ class TorchInternals(Internals):
             set_apart(self)
         if self.place is not None and self.place.batch.amounts:
             self.place.batch.amounts = []
-        self.coming, self.evaluated = None, []
+        self.evaluated = []
 
-    def counted_by_stock_loop(self) -> tuple[Mapping[str, Any] | None, Any]:
-        """Return what the stock loop will count of this batch, and its samples; nothing where that is unknown."""
-        if self.coming is None or self.place is None or self.place.batch.is_padding:
-            return None, 0
-        metrics: Mapping[str, Any] = {**self.logged, **self.coming}
-        if self.place.batch.amounts:
-            metrics = self._weighted(metrics)
-        return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics[NUM_SAMPLES]
+    def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return what the stock `train_batch` is to return, ahead of its backward pass.
+
+        In the stock loop it waits in the meters from here on: in the backward pass the ranks tell each other what they
+        have measured.
+        """
+        if not self._counts_ahead or self.place is None:
+            return metrics
+        self._reported = metrics = self.completed(metrics, None)
+        if not self.place.batch.is_padding:
+            values = dict(metrics)
+            self.latest_metrics = metrics
+            self.meters.hold(values, values.pop(NUM_SAMPLES))
+        return metrics
+
+    def end_batch(self, metrics: Any, batch: Any) -> None:
+        """Let the metrics that `train_batch` returned wait until the step counts, unless they do."""
+        leg, reported, self._reported = self.parallel.leg, self._reported, None
+        if leg.batch.is_waiting:  # `train_batch` left it out
+            leg.skip()
+        waits = reported is not None and metrics is reported and not self.logged
+        if not waits:
+            metrics = self.completed(metrics, batch)
+        elif leg.batch.is_by_samples:
+            self._check_count(metrics[NUM_SAMPLES])
+        if not leg.batch.is_padding:
+            if not waits:
+                if reported is not None:
+                    self.meters.held.pop()
+                self.meters.hold(*self.parted(metrics, "train_batch"))
+            if BATCH_WEIGHT in metrics:
+                self.gradients.compare_weight(metrics, type(self._operator).__name__)
+        self._operator.global_step += leg.batch.is_last_part
 
     def note_amount(self, comparison: LossCall) -> None:
         """Note what a mean in an evaluation is over."""
@@ -482,14 +512,6 @@ class TorchInternals(Internals):
                 "numbers under separate names, each with its weight."
             )
         return None
-
-    def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
-        """Count the metrics of a training batch, once its step is done."""
-        values, num_samples = self.parted(metrics, "train_batch")
-        if BATCH_WEIGHT in values:
-            self.gradients.compare_weight(values, type(self._operator).__name__)
-        count = meters.update if self.parallel.leg.batch.is_boundary else meters.hold
-        count(values, num_samples)
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """Return what the library adds to the `batch_info` of a training batch."""

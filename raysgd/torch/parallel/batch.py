@@ -17,7 +17,6 @@ class Batch:
         index: How many global batches of its step are complete with it.
         is_last_part: Whether the global batch ends with this one.
         is_boundary: Whether the optimizer steps on it. Without accumulation it always does.
-        is_confirmed: Whether nothing has to be checked before its step counts as done.
 
     Attributes:
         weight, num_samples, total, number, index, is_last_part, is_boundary: The same, for good.
@@ -34,7 +33,6 @@ class Batch:
         is_exchanged: Whether gradients were exchanged in it.
         was_asked_to_step: Whether the optimizer of a window was asked to step on it, whether it did or not.
         left_out: The optimizers, by identity, in whose gradients nothing counts, so that they are not to step.
-        is_confirmed: Whether nothing is to be checked any more before the step counts as done.
     """
 
     __slots__ = (
@@ -45,7 +43,6 @@ class Batch:
         "index",
         "is_boundary",
         "is_by_samples",
-        "is_confirmed",
         "is_exchanged",
         "is_last_part",
         "is_padding",
@@ -69,12 +66,10 @@ class Batch:
         index: int = 0,
         is_last_part: bool = True,
         is_boundary: bool = True,
-        is_confirmed: bool = True,
     ) -> None:
         self.weight, self.num_samples, self.total = weight, num_samples, total
         self.number, self.index = number, index
         self.is_last_part, self.is_boundary, self.is_padding = is_last_part, is_boundary, num_samples == 0
-        self.is_confirmed = is_confirmed
         self.is_waiting = self.had_backward = self.is_by_samples = self.is_exchanged = self.was_asked_to_step = False
         self.computed: set[int] = set()
         self.left_out: set[int] = set()
@@ -85,7 +80,7 @@ class Batch:
     def end(self) -> Batch:
         """Return what follows where no other batch does: it is none of the data, and this log goes on."""
         after = Batch(number=self.number, index=self.index, is_last_part=self.is_last_part)
-        after.is_confirmed, after.had_backward, after.computed = self.is_confirmed, self.had_backward, self.computed
+        after.had_backward, after.computed = self.had_backward, self.computed
         after.is_exchanged, after.left_out = self.is_exchanged, self.left_out
         after.was_asked_to_step = self.was_asked_to_step
         return after
@@ -95,7 +90,7 @@ class Batch:
         """This rank's samples, also if no one divided them; None when unknown."""
         return self.total if self.num_samples is None else self.num_samples
 
-    def note_exchange(self) -> bool:
-        """Note an exchange of gradients; return whether it is the first one of this batch, the last of a step."""
+    def claim_rows(self) -> bool:
+        """Return whether ranks tell each other what they measured now: once, with the last gradients of a step."""
         is_first, self.is_exchanged = not self.is_exchanged, True
         return is_first and self.is_boundary

@@ -134,7 +134,6 @@ class Leg:
             index=index,
             is_last_part=is_last_part,
             is_boundary=is_boundary,
-            is_confirmed=self.check is None and self.shards is None,
         )
         if self.window > 1 or self.is_global:
             self._num_waiting += 1
@@ -164,6 +163,7 @@ class Leg:
 
     def end_stream(self) -> None:
         """Say that no batch follows; what user code does from here on is by itself, if it has used all of them."""
+        self.began_at = 0.0
         if not self._num_waiting:
             self.batch = self.batch.end()
 
@@ -175,13 +175,10 @@ class Leg:
 
     def confirm(self) -> None:
         """See to it that the step may count as done; whatever `check` raises says that it may not."""
-        batch = self.batch
-        if not batch.is_confirmed:
-            if self.shards is not None:
-                self.shards.check()
-            if self.check is not None:
-                self.check()
-            batch.is_confirmed = True
+        if self.shards is not None:
+            self.shards.check()
+        if self.check is not None:
+            self.check()
 
     def use(self, by_samples: bool = True) -> None:
         """Say that a backward pass follows."""

@@ -298,7 +298,9 @@ def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
 
 
 def told(name: str, run: EpochRun) -> tuple[str, Row]:
-    layout, numbers = run.meters.tally({"loss": 3.0}, 2)
+    run.meters.hold({"loss": 3.0}, 2)
+    layout, numbers = run.meters.tally()
+    run.meters.drop_held()
     return name, Row(((METRICS, layout, len(numbers)),), np.array(numbers))
 
 
