@@ -26,6 +26,7 @@ from raysgd.torch.objects import hyperparameters, metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
+from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step.gradients import Gradients, OwnSteps
@@ -323,6 +324,8 @@ class TorchInternals(Internals):
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
         if self._operator.remakes_frozen:
             self._leave_out_frozen()
+        if self.world.rank == 0:
+            warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
 
     def _leave_out_frozen(self) -> None:
         """Leave frozen parameters out of states from now on, if all ranks have made the same.
