@@ -49,9 +49,9 @@ QUICK := not (integration or program or long or soak or gpu)
 FIRST := (promise or not (integration or program or long)) and not (soak or gpu)
 REST := (integration or program or long) and not (promise or soak or gpu)
 
-# Tests of the project itself and of what the tests are made of, which `make lint` runs.
-HOUSE := tests/house tests/helpers
-TESTS := tests $(HOUSE:%=--ignore=%)
+# Checks of the repository itself and of what the tests are made of, which `make lint` runs.
+CHECKS := tests/repository tests/helpers
+TESTS := tests $(CHECKS:%=--ignore=%)
 
 # Three at once on two cores, because many tests wait for processes to start, to end or to be missed. What other
 # libraries warn of is left to `make quick`: here it would stand between you and what failed.
@@ -92,11 +92,11 @@ test-newest: $(NEWEST_STAMP) ## run the tests of `make quick`, and the examples 
 soak: $(ALL_STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
 
-lint: $(STAMP) ## check style, format, spelling, and the rules of the house
+lint: $(STAMP) ## check style, format, spelling, and the rules of the repository
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/codespell
-	$(PY) -m pytest $(HOUSE) -q
+	$(PY) -m pytest $(CHECKS) -q
 
 typecheck: $(STAMP) ## check types, and that editors see those of users' programs
 	$(PY) -m mypy
@@ -110,7 +110,7 @@ bench: $(STAMP) $(TORCHFT_STAMP) ## run the benchmarks against the libraries the
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
 
 claims: $(STAMP) ## show what of the README and the comparison holds here, as far as it takes less than a minute for each sentence
-	$(PY) -m tests.house.claims
+	$(PY) -m tests.repository.claims
 
 docs: $(ALL_STAMP) $(DOCS_STAMP) ## run the Python of all pages, then build the site
 	$(PY) -m pytest tests/docs -q --numprocesses 2

@@ -111,9 +111,9 @@ def imported_by(module: str) -> frozenset[str]:
 
 
 def known_to(module: str) -> set[str]:
-    """The private names of raysgd that a module may mean: of its room, and of what it imports."""
-    room = module.split(".")[:2]
-    seen = [each for each in modules() if each.split(".")[:2] == room or each in imported_by(module)]
+    """The private names of raysgd that a module may mean: of its package, and of what it imports."""
+    package = module.split(".")[:2]
+    seen = [each for each in modules() if each.split(".")[:2] == package or each in imported_by(module)]
     parts = (part for each in (module, *imported_by(module)) if is_ours(each) for part in each.split("."))
     return {*parts, *(name for each in seen for name in defined_in(each))}
 

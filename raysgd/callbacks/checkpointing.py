@@ -12,6 +12,7 @@ from typing import Any
 
 from raysgd import _arguments as checks
 from raysgd._numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
+from raysgd._text.secrets import masked
 from raysgd.callbacks import sidecar
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
@@ -21,6 +22,8 @@ from raysgd.storage import Folder, open_folder
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = "checkpoints.json"
+END = "end"
+"""The entry of the index that says how the run ended; null while it runs, or if its driver was killed."""
 
 
 Saved = SavedCheckpoint[str]
@@ -88,6 +91,7 @@ class Checkpointing(Callback):
         self._saved: list[Saved] = []
         self._num_failures = 0
         self._unsaved: Saved | None = None
+        self._end: str | None = None
 
     def _checked_keep_best(self, keep_best: Any) -> int:
         if keep_best is None:
@@ -153,7 +157,7 @@ class Checkpointing(Callback):
         folder = self._folder_of(run)
         if folder != self._folder or run.epoch == 0:
             self._saved = []
-        self._folder, self._num_failures, self._unsaved = folder, 0, None
+        self._folder, self._num_failures, self._unsaved, self._end = folder, 0, None, None
         try:
             self._look_around()
         except OSError as error:
@@ -187,17 +191,17 @@ class Checkpointing(Callback):
             self._unsaved = replace(self._unsaved, score=score)
         self._saved, dropped = self._divide(run, rated)
         if self._saved != before:
-            try:
-                self._write_index(self._saved)
-            except OSError as error:  # the next save writes it again
-                logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
+            self._update_index(self._saved)
             for each in dropped:
                 self._delete(each)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Save the last epoch, and load the best one if it is to."""
+        """Save the last epoch, note how the run ended, and load the best epoch if that was asked for."""
+        self._end = _end_in_words(run, error)
         if error is None and self._unsaved is not None:
             self._save(run, self._unsaved)
+        else:
+            self._update_index(self._saved or self._indexed())
         best = self.best
         if error is None and self.restore_best_at_end and best is not None:
             run.trainer.load(best)  # type: ignore[union-attr]
@@ -284,7 +288,14 @@ class Checkpointing(Callback):
 
     def _write_index(self, saved: list[Saved]) -> None:
         assert self._folder is not None
-        self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode())
+        self._folder.write(INDEX_FILE, json.dumps({**_as_state(saved), END: self._end}, indent=1).encode())
+
+    def _update_index(self, saved: list[Saved]) -> None:
+        """Write the index, or warn: the next save writes it again."""
+        try:
+            self._write_index(saved)
+        except OSError as error:
+            logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
 
     def _indexed(self) -> list[Saved]:
         """Return what the folder says is in it; nothing where there is no such file, or it is damaged."""
@@ -315,6 +326,17 @@ class Checkpointing(Callback):
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:
     return None if value is None else checks.check_count(name, value, hint)
+
+
+def _end_in_words(run: Run, error: BaseException | None) -> str:
+    """Return how a run ended, for `raysgd status`: a word, and the reason."""
+    if error is None:
+        reason = run.history.stop_reason
+        return "finished" if reason is None else f"stopped: {reason}"
+    kind, lines = type(error).__name__, str(error).splitlines()
+    if not isinstance(error, Exception):
+        return f"interrupted: {kind}"
+    return f"failed: {kind}: {masked(lines[0])}" if lines else f"failed: {kind}"
 
 
 def _as_state(saved: list[Saved]) -> dict[str, Any]:

@@ -25,8 +25,9 @@ def _in_cluster(command: Command) -> Command:
         try:
             init_ray(address=address, log_to_driver=False, logging_level=logging.ERROR)
             command(**arguments)
-        except (ConnectionError, LookupError, RuntimeError, ValueError) as error:
-            raise click.ClickException(str(error.args[0] if error.args else error)) from error
+        except (OSError, LookupError, RuntimeError, ValueError) as error:
+            of_system = isinstance(error, OSError) and error.errno is not None
+            raise click.ClickException(str(error if of_system or not error.args else error.args[0])) from error
 
     return connected
 
@@ -60,11 +61,11 @@ def attach(name: str) -> None:
 
 @click.command()
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Kill a trainer that is not answering, without waiting.")
+@click.option("--force", is_flag=True, help="Kill a trainer that is not answering, without waiting or saving.")
 @_in_cluster
 def stop(name: str, force: bool) -> None:
-    """End detached trainer NAME at once, without saving, and free its resources."""
+    """End detached trainer NAME and its call, and free its resources. One that is idle is saved in its folder."""
     from raysgd.detached import cluster
 
-    cluster.stop(name, force=force)
-    click.echo(f"Detached trainer {name} has ended.")
+    words = cluster.stop(name, force=force)
+    click.echo(f"Detached trainer {name} has ended{words and f', {words}'}.")

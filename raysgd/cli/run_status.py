@@ -17,6 +17,7 @@ from raysgd._text.cards import named_lines
 from raysgd.air.reports import FILLED_IN
 from raysgd.air.result import read_reports
 from raysgd.callbacks.callback import RESULTS_FOLDER
+from raysgd.callbacks.checkpointing import END, INDEX_FILE
 from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, epoch_of
 from raysgd.history import readable
 from raysgd.history.history import History
@@ -89,8 +90,8 @@ def _found(folder: Folder, now: float) -> str | None:
 def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str]] = (), error: str = "") -> str:
     """Return a status in rows: what wrote the folder, how the run is, what there is to say, the end of its error.
 
-    The state begins with a word: "finished", "stopped", "failed", "running", or "silent" if nothing was written for a
-    while.
+    The state begins with a word: "finished", "stopped", "interrupted", "failed", "running", or "silent" if nothing was
+    written for a while.
     """
     rows = [("run", str(folder)), ("kind", kind), ("state", state), *facts]
     lines = named_lines([(name, printable(value)) for name, value in rows], indent=13)
@@ -143,13 +144,12 @@ def _function_run(folder: Folder, num_runs: int, now: float) -> str:
 
 def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     """The folder of `trainer.fit`: what callbacks wrote there, and what stands beside the newest checkpoint."""
-    found = {
-        name.removesuffix(ENDING): (place / name.removesuffix(ENDING)).uri
-        for place in (folder, folder / "checkpoints")
-        for name in place.names()
-        if name.endswith(ENDING)
-    }
-    if not found and "metrics.jsonl" not in names:
+    found, index = dict[str, str](), None
+    for place in (folder, folder / "checkpoints"):
+        beside = [name.removesuffix(ENDING) for name in place.names() if name.endswith(ENDING)]
+        found.update({name: (place / name).uri for name in beside})
+        index = index or report_in(_text(place, INDEX_FILE))
+    if not found and index is None and "metrics.jsonl" not in names:
         return None
     newest = _newest(list(found.values()))
     history = History() if newest is None else newest.history
@@ -162,7 +162,10 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
         ("checkpoints", _listed(sorted(found))),
         *[("event", f"{event.kind}: {event.cause}") for event in history.events],
     ]
-    if history.stop_reason is not None:
+    end = None if index is None else index.get(END)
+    if isinstance(end, str):
+        state = end
+    elif index is None and history.stop_reason is not None:
         state = f"stopped: {history.stop_reason}"
     elif newest is not None and newest.epochs is not None and newest.epoch >= newest.epochs:
         state = "finished"

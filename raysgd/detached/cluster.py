@@ -12,7 +12,7 @@ from raysgd._text import log_lines
 from raysgd._version import __version__
 from raysgd.detached.handle import ANSWER_S, DetachedTrainer, actor_name, find, is_answering, kill
 from raysgd.detached.process import TrainerProcess
-from raysgd.detached.protocol import Detached, packed_arguments
+from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.engine.keeper import NAMESPACE
 from raysgd.engine.placement import init_ray
 from raysgd.engine.shared.tracebacks import hides_library_frames
@@ -188,17 +188,36 @@ def _status(name: str, reference: Any) -> DetachedStatus:
     return DetachedStatus(name, found["trainer"], found["running"], tuple(found["programs"]), found["ends_in_s"])
 
 
-def stop(name: str, *, force: bool = False) -> None:
-    """End a detached trainer and its process, whatever it does.
+def stop(name: str, *, force: bool = False) -> str:
+    """End a detached trainer and its process, whatever it does. One that is idle is saved in its folder before.
 
     Args:
         name: Its name.
-        force: Kill its process at once, and do not wait for its answer and the end of its workers.
+        force: Kill its process at once. Nothing is saved, and its answer and the end of its workers are not waited for.
+
+    Returns:
+        What became of its state, in words; nothing where it has no folder.
 
     Raises:
         UnknownTrainerError: There is no such trainer.
+        OSError: It could not be saved, and has not ended.
     """
-    _stop(name, _existing(name), force)
+    actor = _existing(name)
+    words = "" if force else _saved(actor)
+    _stop(name, actor, force)
+    return words
+
+
+def _saved(actor: Any) -> str:
+    """Let a trainer save itself, as long as that takes; return what became of it, in words."""
+    import ray
+
+    asked = actor.save_left.remote()
+    while is_answering(actor):
+        with suppress(ray.exceptions.GetTimeoutError):
+            place, running = unpacked_answer(ray.get(asked, timeout=ANSWER_S)).result()
+            return f"saved as {place}" if place else f"not saved, because it was running {running}" if running else ""
+    return "not saved, because its process is not answering"
 
 
 def _existing(name: str) -> Any:

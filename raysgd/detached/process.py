@@ -174,14 +174,34 @@ class TrainerProcess:
         import ray
 
         try:
-            if self._settings.folder is not None and hasattr(self._trainer, "save"):
-                self._trainer.save(f"{str(self._settings.folder).rstrip('/')}/{self._settings.name}.pt")
+            self._save_left("the detached trainer was not needed any more")
         except Exception:  # no program is there to see it; the rest must be given back
             logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
         with suppress(Exception):
             self._end_trainer()
         self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
+
+    def _save_left(self, reason: str) -> str | None:
+        """Save the trainer in its folder; return where. None if it has no folder, or no file."""
+        place: str | None = getattr(self._trainer, "_left_file", None)
+        if place is not None:
+            self._trainer._save_left(reason)
+        return place
+
+    async def save_left(self) -> bytes:
+        """Save the trainer, which is then ended from outside, if it has a folder.
+
+        Returns:
+            Packed: where it was saved, and the call that is running, for which it was not saved. None for neither.
+        """
+        return await asyncio.to_thread(packed_answer, self._save_unless_busy)
+
+    def _save_unless_busy(self) -> tuple[str | None, str | None]:
+        running = self._log.running()
+        if self._settings.folder is not None and running is not None:
+            return None, str(running)
+        return self._save_left("`raysgd stop` has ended the detached trainer"), None
 
     # -------------------------------------------------------------------------------------------------------- calls
 
@@ -314,17 +334,27 @@ class TrainerProcess:
     async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
         """Return token and method of a call whose program is gone, none of those `given` before; this one has it now.
 
-        Ray tells of the death of a program some 2 s later. So that is waited for where there are calls of others.
+        Ray tells of the death of a program some 2 s later. So that is waited for where there are calls of others. What
+        makes the trainer is no call of the user: it is waited for, and given out only if it has failed.
         """
+        call = await self._left_call(program, given)
+        if call is not None and call.asked is not None and call.asked.kind == "start":
+            await asyncio.shield(asyncio.wrap_future(call.answer))
+            if self._trainer is not None:
+                await self.confirm(call.token)
+                call = await self._left_call(program, given)
+        if call is None:
+            return None
+        self._write(lambda: {f"{_TAKEN}{call.token}": program.encode()})
+        return call.token, call.method
+
+    async def _left_call(self, program: str, given: Collection[str]) -> LoggedCall | None:
         deadline = time.monotonic() + _DEATH_S
         while (call := self._log.take_over(program, given)) is None and self._log.has_others(program):
             if time.monotonic() >= deadline:
                 return None
             await asyncio.sleep(_LOOK_S)
-        if call is None:
-            return None
-        self._write(lambda: {f"{_TAKEN}{call.token}": program.encode()})
-        return call.token, call.method
+        return call
 
     async def has_ended(self, token: str) -> bool:
         """Return whether a call has an answer."""
@@ -371,6 +401,8 @@ class TrainerProcess:
     def _make(self, asked: CallRequest) -> None:
         (trainer_cls, *args), kwargs = unpacked_arguments(asked.arguments)
         self._trainer = trainer_cls(*args, **kwargs)
+        if self._settings.folder is not None and hasattr(trainer_cls, "_left_file"):
+            self._trainer._left_file = f"{str(self._settings.folder).rstrip('/')}/{self._settings.name}.pt"
         if self._is_lasting:
             self._kept_trainer = self._trainer._kept_by(self._keeper, self._note_fit)
 

@@ -66,7 +66,8 @@ class Detached:
         name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in the name of a file.
         keep_alive_s: How long the trainer waits with neither a program attached nor a call running. Then it is saved to
             `folder`, if there is one, and ends. None: for ever.
-        folder: Where `<name>.pt` is saved before the trainer ends by itself: a path on its node, or a URI.
+        folder: Where `<name>.pt` is saved before the trainer ends by itself or by `raysgd stop`: a path on its node, or
+            a URI. `fit(..., resume_from="auto")` of the next trainer with this name and folder finds it.
         replace: Whether a trainer that has this name already is ended first. It is not saved.
         resources: Ray's custom resources that its node has to have, such as `{"stays": 0.01}`. By default the
             trainer is on the node of the program, if there is one. It takes no CPU.

@@ -179,7 +179,8 @@ class Fit:
         self._trainer._check_fit(options.epochs)
         self._trainer._check_dataset(options.dataset, training=True)
         self._trainer._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
-        if options.resume_from == AUTO and not any(overrides(each, "newest_checkpoint") for each in self._callbacks):
+        finds = self._trainer._left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
+        if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
@@ -448,7 +449,10 @@ class Fit:
         if given != AUTO:
             return None if given is None else str(given)
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        return max((str(each) for each in found if each is not None), key=epoch_of, default=None)
+        places, left = [str(each) for each in found if each is not None], self._trainer._left_file
+        if left is not None and epoch_of(left) >= 0:
+            places.append(left)  # last: of equals, the one with the states of the callbacks is taken
+        return max(places, key=epoch_of, default=None)
 
     def _load(self, location: str) -> None:
         self._trainer.load(location)

@@ -17,6 +17,7 @@ from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.engine.transfers import SharedValue
 from raysgd.exceptions import WorkersLostError
+from raysgd.history.accounts import Accounts
 from raysgd.history.history import BEGINNING
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter, Write
@@ -150,7 +151,8 @@ class KeptTrainer:
 
         trainer, history, snapshots = self._trainer, self._trainer.history, self._trainer._controller.snapshots
         places = trainer._calls.sharing.places_to_keep()
-        state = self._keeper.num_calls, list(history.events), snapshots.last_file, places
+        accounts = trainer._calls.accounts.kept()
+        state = self._keeper.num_calls, list(history.events), snapshots.last_file, places, accounts
         found: dict[str, Any] = {"state": state}
         if history.extent.records > self._seen.records:
             found[f"{_RECORDS}{self._seen.records}"] = history.part(self._seen, history.extent).records
@@ -163,7 +165,9 @@ class KeptTrainer:
     def take_over(self, kept: Mapping[str, bytes]) -> None:
         """Let the trainer know what was kept."""
         trainer = self._trainer
-        self._keeper.num_calls, events, last_file, places = pickle.loads(kept["state"])
+        self._keeper.num_calls, events, last_file, places, accounts = pickle.loads(kept["state"])
+        trainer._calls.accounts.take_over(accounts)
+        trainer._recorder.told_s = partial(_told_since, trainer._calls.accounts, trainer._calls.accounts.in_calls())
         trainer._controller.snapshots.last_file = last_file
         trainer.history.events[:] = events
         for name in [name for name in kept if name.startswith(_RECORDS)]:
@@ -190,3 +194,8 @@ class KeptTrainer:
             self._keeper.num_calls = found.call
             if is_interrupted:
                 self._trainer._controller.end_left_call()
+
+
+def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
+    """Return how long the rank with most of it was in training calls since then."""
+    return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

@@ -29,6 +29,7 @@ from raysgd._text.secrets import masked
 from raysgd.arrays.containers import Container
 from raysgd.arrays.data_kinds import CallData
 from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.sidecar import Sidecar, Sidecars
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, ProgressListeners, Validation, asked
 from raysgd.driver.controlling import make_controller
@@ -97,6 +98,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Keeps how far `fit` is, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
+    _left_file: str | None = None
+    """Where a detached trainer is saved before it ends without its program."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
     """Returns the iterator over the epochs of the last `fit`, as long as there is one."""
     _shows_progress = False
@@ -235,6 +238,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Let a detached trainer know what changes, so that its next process can continue."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
+
+    def _save_left(self, reason: str) -> None:
+        """Save a detached trainer that ends for this reason, and beside the file what `resume_from="auto"` reads."""
+        assert self._left_file is not None, "it has a folder"
+        self.save(self._left_file)
+        [epoch] = self._controller.run(Call(replica_calls.epochs_done, rank=0))
+        self.history.stop_reason = reason
+        Sidecars().write(self._left_file, Sidecar(epoch, self.history))
 
     @overload
     def train(
@@ -530,8 +541,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             dataset: Trained on instead of the registered data, as in `train`.
             validation_dataset: Validated on instead of the registered data, as in `validate`.
             resume_from: A file that `run.save` or `save` wrote, or its URI: loaded first. "auto" is the newest
-                checkpoint that the callbacks find, as `Checkpointing` does, and starts from the beginning if there is
-                none.
+                checkpoint that the callbacks find, as `Checkpointing` does, or the file in the `folder` of
+                `raysgd.Detached` if that has more epochs. It starts from the beginning if there is none.
             folder: Where callbacks put their files, on a disk. Default: a new folder in `~/ray_results`.
             validate: "async" begins the next epoch while one of the `spare_workers` of the trainer validates the last
                 one. Its row and what callbacks do about it are complete at the end of the next epoch.

@@ -27,7 +27,6 @@ from raysgd.torch.objects.moving import to_device
 from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operator.settings import OperatorContext
-from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.step import schedulers
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
@@ -36,6 +35,7 @@ from raysgd.worker.operator import BaseOperator, ReadOnlyView, made_by_hand, req
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
+    from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 
 Models = TypeVar("Models")
 Optimizers = TypeVar("Optimizers")
@@ -545,8 +545,15 @@ class TrainingOperator(BaseOperator):
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-# Its module needs this one.
-lazy_names(__name__, {"CreatorOperator": "raysgd.torch.creator_operator"})
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # which programs for the old library ask for here
+lazy_names(
+    __name__,
+    {
+        "CreatorOperator": "raysgd.torch.creator_operator",  # which needs this module
+        "get_test_metrics_operator": _FOR_TESTS,
+        "get_test_operator": _FOR_TESTS,
+    },
+)
 
 
 __all__ = [

@@ -136,7 +136,7 @@ class ReplicaCalls:
         internals.meters_to_fill = run.meters
         internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
-        is_stock = loop.completes_metrics
+        is_stock = loop.has_stock_loop
         given = {"info": info, "num_steps": request.num_steps, "epoch_idx": run.epoch_idx}
         try:
             with ExitStack() as stack:

@@ -159,6 +159,37 @@ class TestResuming:
         assert checkpoints_in(tmp_path) == [2, 3, 4]
 
 
+class TestResumingBesideADetachedTrainer:
+    """What the trainer's process saves in the folder of `raysgd.Detached`, by hand."""
+
+    def leave(self, trainer: TorchTrainer, file: Path) -> None:
+        trainer._left_file = str(file)
+        trainer._save_left("it was not needed any more")
+
+    @pytest.mark.parametrize(("num_saved", "num_left"), [(1, 2), (2, 1), (2, 2)])
+    def test_the_file_with_more_epochs_is_taken(
+        self, make_local: Make, tmp_path: Path, num_saved: int, num_left: int
+    ) -> None:
+        make_local().fit(num_saved, callbacks=[Checkpointing(tmp_path / "saved")])
+        left = make_local()
+        left.fit(num_left)
+        self.leave(left, tmp_path / "left.pt")
+        trainer = make_local()
+        trainer._left_file = str(tmp_path / "left.pt")
+        loaded = list[str]()
+        load = trainer.load
+        trainer.load = lambda path: (loaded.append(Path(path).name), load(path))  # type: ignore[method-assign]
+        history = trainer.fit(3, callbacks=[Checkpointing(tmp_path / "saved")], resume_from="auto")
+        assert loaded == ["left.pt" if num_left > num_saved else "epoch_0002.ckpt"]
+        assert [row["epoch"] for row in history] == [1, 2, 3]
+        assert history.stop_reason is None
+
+    def test_no_callback_has_to_find_checkpoints(self, make_local: Make, tmp_path: Path) -> None:
+        trainer = make_local()
+        trainer._left_file = str(tmp_path / "left.pt")
+        assert len(trainer.fit(1, resume_from="auto")) == 1
+
+
 class TestWhatCannotBeWritten:
     def test_a_full_disk_for_an_epoch_costs_that_checkpoint(
         self, make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from raysgd import TorchTrainer
+from raysgd.callbacks import Callback, Checkpointing, Run
 from raysgd.cli.run_status import read_status
-from raysgd.exceptions import StorageError
+from raysgd.exceptions import CallbackError, StorageError
+from tests.torch.operators_for_tests import LinearOperator
 
 NOW = 1_000_000.0
 
@@ -201,6 +205,65 @@ class TestARunOfAClassBasedTrainer:
     def test_a_damaged_file_is_no_traceback(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "epoch_0001.ckpt.run.json").write_text(content)
         assert "epochs:      0" in status_of(tmp_path)
+
+
+class InSecondEpoch(Callback):
+    """Does something at the beginning of the second epoch."""
+
+    def __init__(self, act: Callable[[Run], None]) -> None:
+        self._act = act
+
+    def on_epoch_begin(self, run: Run) -> None:
+        if run.epoch == 1:
+            self._act(run)
+
+
+class TestTheEndOfARunOfAClassBasedTrainer:
+    @pytest.fixture
+    def trainer(self) -> Iterator[TorchTrainer]:
+        with TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer:
+            yield trainer
+
+    def fail(self, run: Run) -> None:
+        raise ValueError("no disk at s3://key:hidden@bucket\nand more")
+
+    def interrupt(self, run: Run) -> None:
+        raise KeyboardInterrupt
+
+    def test_an_error_is_shown_with_its_first_line(self, trainer: TorchTrainer, tmp_path: Path) -> None:
+        with pytest.raises(CallbackError):
+            trainer.fit(3, callbacks=[InSecondEpoch(self.fail), Checkpointing()], folder=tmp_path)
+        text = " ".join(status_of(tmp_path).split())
+        assert "state: failed: CallbackError: The callback `InSecondEpoch` failed in `on_epoch_begin`: Value" in text
+        assert "and more" not in text
+        assert "hidden" not in text
+        assert "epochs: 1" in text
+
+    def test_a_run_that_failed_before_its_first_checkpoint_is_a_run(
+        self, trainer: TorchTrainer, tmp_path: Path
+    ) -> None:
+        with pytest.raises(CallbackError):
+            trainer.fit(3, callbacks=[InSecondEpoch(self.fail), Checkpointing(tmp_path, every_n_epochs=2)])
+        assert "failed: CallbackError" in status_of(tmp_path)
+
+    def test_an_interrupt_is_no_failure(self, trainer: TorchTrainer, tmp_path: Path) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(3, callbacks=[InSecondEpoch(self.interrupt), Checkpointing(tmp_path)])
+        assert "state:       interrupted: KeyboardInterrupt" in status_of(tmp_path)
+
+    def test_a_loop_that_was_left_has_stopped(self, trainer: TorchTrainer, tmp_path: Path) -> None:
+        for _ in trainer.epochs(3, callbacks=[Checkpointing(tmp_path)]):
+            break
+        assert "state:       stopped: the program has left the loop over the epochs" in status_of(tmp_path)
+
+    def test_a_run_that_resumes_runs_again(self, trainer: TorchTrainer, tmp_path: Path) -> None:
+        with pytest.raises(CallbackError):
+            trainer.fit(2, callbacks=[InSecondEpoch(self.fail), Checkpointing(tmp_path)])
+        shown = list[str]()
+        looks = InSecondEpoch(lambda run: shown.append(status_of(tmp_path)))
+        trainer.fit(2, callbacks=[looks, Checkpointing(tmp_path)], resume_from="auto")
+        assert "state:       running" in shown[0]
+        assert "state:       finished" in status_of(tmp_path)
 
 
 class TestWhatIsNoRun:

@@ -87,6 +87,13 @@ def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, 
         assert program.run("len(raysgd.detached_trainers())") == 1  # an attached program needs it, also between calls
     wait_until(lambda: not any(map(is_alive, [*pids, host_pid])))
     assert checkpoint_file.read(tmp_path / "new" / "forgotten.pt")["epoch"] == 1
+    with Program(address) as program:  # the next one of this name goes on from there
+        program.run(OPERATOR)
+        program.run(f"trainer = make({str(log)!r}, {place})")
+        rows = program.run("history = trainer.fit(2, resume_from='auto'); [row['epoch'] for row in history]")
+        assert rows == [1, 2]
+        program.run("trainer.shutdown()")
+    assert samples(log, "train1") == ALL_ONCE
 
 
 def host_pid(program: Program) -> int:
@@ -214,7 +221,8 @@ def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker
         )
         pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); pids(trainer)")
         other.run("import os, raysgd; trainer = raysgd.attach('run')")
-        program.begin("[row['epoch'] for row in trainer.fit(3, callbacks=[Told()])]")
+        fit = "history = trainer.fit(3, callbacks=[Told(), raysgd.callbacks.GoodputMonitor()])"
+        program.begin(f"{fit}; [row['epoch'] for row in history]")
         await_samples(log, "train1", 8)
         pid = host_pid(other)
         os.kill(pids[0], signal.SIGKILL)
@@ -222,6 +230,9 @@ def test_fit_goes_on_when_the_process_of_its_trainer_dies_together_with_a_worker
         found = program.found()
         assert found["value"] == [1, 2, 3], found["text"]
         assert "told of epochs 1 2 3" in found["printed"]
+        times = program.run("[(row['time_useful_s'], row['seconds']) for row in history]")
+        assert all(0 < useful_s <= seconds for useful_s, seconds in times), times
+        assert sum(useful_s for useful_s, _ in times) <= program.run("trainer.ledger().total()['useful'] / 2 + 1e-6")
         assert pids[1] in program.run("sorted(trainer.apply_all_workers(os.getpid))")
         program.run(
             "class Fatal(raysgd.callbacks.Callback):\n    def on_result(self, *_):\n        os.kill(os.getpid(), 9)"

@@ -14,6 +14,7 @@ import pytest
 
 import raysgd
 from raysgd import TorchTrainer
+from raysgd.torch.checkpoints import checkpoint_file
 from tests.detached.programs import OPERATOR, Program
 from tests.helpers.processes import is_alive
 
@@ -273,6 +274,73 @@ def test_the_command_line_lists_follows_and_stops(program: Program, log: Path) -
         time.sleep(0.05)
     assert "TrainerLostError" in program.fail("second.train()")["error"]
     assert program.run("[each.name for each in raysgd.detached_trainers()]") == ["run"]
+
+
+def test_a_trainer_with_a_folder_is_saved_before_the_command_line_stops_it(
+    program: Program, log: Path, tmp_path: Path
+) -> None:
+    place = f"raysgd.Detached('second', folder={str(tmp_path)!r})"
+    program.run(f"second = make({str(log)!r}, {place}, num_workers=1); second.train()")
+    file = tmp_path / "second.pt"
+    assert program.run("shell('stop', 'second').stdout") == f"Detached trainer second has ended, saved as {file}.\n"
+    assert checkpoint_file.read(file)["epoch"] == 1
+    assert "stopped: `raysgd stop` has ended" in program.run(f"shell('status', {str(tmp_path)!r}).stdout")
+
+
+def test_a_trainer_that_is_in_a_call_is_stopped_without_being_saved(
+    program: Program, log: Path, tmp_path: Path
+) -> None:
+    place = f"raysgd.Detached('second', folder={str(tmp_path)!r})"
+    program.run(f"second = make({str(log)!r}, {place}, num_workers=1, config={{'step_s': 1.0}})")
+    program.run("call = second.train(blocking=False)")
+    assert "second has ended, not saved, because it was running `train` of" in program.run(
+        "shell('stop', 'second').stdout"
+    )
+    assert not (tmp_path / "second.pt").exists()
+
+
+def test_a_trainer_that_cannot_be_saved_is_not_stopped(program: Program, log: Path, tmp_path: Path) -> None:
+    place = f"raysgd.Detached('second', folder={str(tmp_path / 'away')!r})"
+    program.run(f"second = make({str(log)!r}, {place}, num_workers=1); second.train()")
+    (tmp_path / "away").rmdir()
+    (tmp_path / "away").touch()
+    assert "Error: " in program.run("shell('stop', 'second').stderr")
+    assert program.run("second.train()['epoch']") == 2
+    assert program.run("shell('stop', 'second', '--force').stdout") == "Detached trainer second has ended.\n"
+
+
+SLOW = """
+def slow(path, fails):
+    def hook():
+        while os.path.exists(path):
+            time.sleep(0.01)
+        if fails:
+            raise ValueError("no data")
+    return hook
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_made_the_trainer_is_no_call_that_is_pending_unless_it_has_failed(
+    fails: bool, program: Program, address: str, log: Path, tmp_path: Path
+) -> None:
+    waits = tmp_path / "waits"
+    waits.touch()
+    with Program(address) as maker:
+        maker.run(f"{OPERATOR}{SLOW}")
+        hook = f"slow({str(waits)!r}, {fails})"
+        maker.begin(f"make({str(log)!r}, 'second', num_workers=1, initialization_hook={hook})")
+        while "running `start`" not in program.run("str([*map(str, raysgd.detached_trainers())])"):
+            time.sleep(0.05)
+    program.begin("second = raysgd.attach('second'); call = second.pending(); call and call.method")
+    time.sleep(0.5)
+    waits.unlink()
+    assert program.found()["value"] == ("start" if fails else None)
+    if fails:
+        assert "no data" in program.fail("call.result()")["text"]
+    else:
+        assert program.run("second.train()['epoch'], second.pending()") == [1, None]
+    program.run("second.shutdown()")
 
 
 def test_calls_with_the_same_data_go_on_where_the_last_one_stopped(program: Program, log: Path) -> None:

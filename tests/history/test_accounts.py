@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import pytest
 
@@ -176,3 +177,22 @@ def test_short_trainings_are_not_warned(accounts: Accounts, caplog: pytest.LogCa
     accounts.note_times({0: says("a", useful=1.0, data=30.0)})
     accounts.warn()
     assert not caplog.records
+
+
+def test_another_process_continues_the_accounts_by_its_own_clock(accounts: Accounts, clock: Clock) -> None:
+    clock.now = 10
+    accounts.note_times({0: says("a", useful=4.0)})
+    later = Clock()
+    later.now = 500.0
+    others = Accounts(later)
+    others.take_over(pickle.loads(pickle.dumps(accounts.kept())))
+    assert of(others, 0) == of(accounts, 0)
+    before = others.in_calls()
+    others.begin_call()
+    later.now += 20
+    others.note_times({0: says("a", useful=9.0, data=1.0)})
+    assert of(others, 0) == {"start_up": 6, "useful": 9, "data": 1}
+    assert (before, others.in_calls()) == ({0: 4.0}, {0: 10.0})
+    later.now += 2
+    others.note_times({0: says("b", is_successor=True, useful=1.0)})
+    assert 0 < of(others, 0)["recovery_replace"] < 30

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd._numbers.metric_names import name_in_test, validation_name
 from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.history.history import CallRecord, History, Kind, plain
+from raysgd.history.history import CallRecord, CallRecorder, History, Kind, plain
 
 HOSTILE = "<script>$x^{$"
 
@@ -253,3 +253,12 @@ def test_the_text_fits_the_terminal(columns: int, names: int, monkeypatch: pytes
     assert (len(shown), "val_loss" in shown) == (names, True)
     assert lines[2].startswith("also measured: ")
     assert "".join(lines).count("very") == 10
+
+
+def test_a_call_that_a_former_process_began_has_the_time_that_its_ranks_tell_and_the_next_its_own() -> None:
+    recorder = CallRecorder([])
+    recorder.told_s = lambda: 9.0
+    recorder.record("validation", {}, began_at=99.0, seconds=1.0, num_workers=2)
+    for began_at in (100.0, 110.0):
+        recorder.record("train", {}, began_at=began_at, seconds=2.0, num_workers=2)
+    assert [(each.began_at, each.seconds) for each in recorder.history.records] == [(99, 1), (93, 9), (110, 2)]

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.integration]
 ROOT = Path(__file__).resolve().parents[2]
 TESTS_OF_THE_SOURCES = (
     "tests/test_packaging.py",
-    "tests/house/test_layers.py",
+    "tests/repository/test_layers.py",
     "tests/docs/test_site.py",
     "tests/test_exceptions.py",
 )

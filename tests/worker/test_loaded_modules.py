@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_layers import DRIVER
+from tests.repository.test_layers import DRIVER
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """

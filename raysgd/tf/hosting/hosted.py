@@ -352,7 +352,7 @@ class OperatorLoop(Loop):
 
     @property
     def own_s(self) -> float | None:
-        return self._synchronizer.exchanges.own_s or None
+        return self._synchronizer.exchanges.own_so_far() or None
 
     def begin_call(self) -> None:
         self._synchronizer.exchanges.forget_call()

@@ -63,6 +63,11 @@ class ExchangeRecord:
         finally:
             self._left_at = None
 
+    def own_so_far(self) -> float:
+        """Return `own_s` with the time since the last exchange, as while user code hangs."""
+        own_s, left_at = self.own_s, self._left_at
+        return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
+
     @property
     def num_samples(self) -> int:
         """Samples of this rank in the steps of the training call."""
@@ -73,7 +78,7 @@ class ExchangeRecord:
         """Inside is an exchange, to which this rank comes with so many samples."""
         is_measured = self._left_at is not None
         if self._left_at is not None:
-            self.own_s += time.perf_counter() - self._left_at
+            self.own_s, self._left_at = self.own_so_far(), None
         with nullcontext() if self.ledger is None else self.ledger.exchanging(self.group):
             yield
         self.num_completed += 1

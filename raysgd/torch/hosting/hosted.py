@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +43,7 @@ from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
-from raysgd.worker.data.epoch_run import METRICS, EpochRun
-from raysgd.worker.data.rank_rows import Part, Row
+from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.ledger import Ledger
 from raysgd.worker.operator import check_is_set_up, take_place
 
@@ -281,14 +280,7 @@ class TorchHosted(hosted.Hosted):
         exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
         if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return None
-
-        def read() -> dict[str, Part]:
-            return {METRICS: run.meters.tally()}
-
-        def note(told: Mapping[str, Row]) -> None:
-            run.rows.note(run.num_completed, told)
-
-        return StepRows(exchange, read, note)
+        return StepRows(exchange, run)
 
     def _end_evaluation(self) -> None:
         """Give models their modes back, and drop what a prediction draws from."""

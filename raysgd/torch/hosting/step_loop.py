@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -177,12 +178,16 @@ class StepLoop(Loop):
         self.note_boundary()
 
     @property
-    def completes_metrics(self) -> bool:
+    def has_stock_loop(self) -> bool:
         return is_stock(self._operator, "train_epoch")
 
     @property
     def own_s(self) -> float | None:
-        return None if self._leg is None else self._leg.own_s or None
+        leg = self._leg
+        if leg is None:
+            return None
+        own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
+        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None  # also while user code hangs
 
     def plain(self, value: Any) -> Any:
         """Tensors as numbers where they have one element, and on the CPU in any case."""

@@ -90,7 +90,7 @@ class Batch:
         """This rank's samples, also if no one divided them; None when unknown."""
         return self.total if self.num_samples is None else self.num_samples
 
-    def note_exchange(self) -> bool:
-        """Note an exchange of gradients; return whether it is the first one of this batch, the last of a step."""
+    def claim_rows(self) -> bool:
+        """Return whether ranks tell each other what they measured now: once, with the last gradients of a step."""
         is_first, self.is_exchanged = not self.is_exchanged, True
         return is_first and self.is_boundary

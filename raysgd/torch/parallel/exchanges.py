@@ -14,7 +14,7 @@ With its last gradients a step exchanges the rows of the ranks, once, whatever e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -28,24 +28,24 @@ from raysgd.connections.group import Array, Group
 from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.torch import exchanges_at_once, is_connection_error, is_group_broken
 from raysgd.torch.parallel.batch import Batch
-from raysgd.worker.data.rank_rows import Gather, Part, Row, RowExchange
+from raysgd.worker.data.epoch_run import METRICS, EpochRun
+from raysgd.worker.data.rank_rows import Gather, RowExchange
 from raysgd.worker.ledger import Ledger
-
-ReadParts = Callable[[], Mapping[str, Part]]
-NoteRows = Callable[[Mapping[str, Row]], None]
 
 
 class StepRows:
-    """Exchanges the rows of a replica with those of the others, in one leg.
+    """Tells all ranks of a leg what each of them has measured, before the optimizer steps.
+
+    What they tell is what counts once the step is done: the metrics of a batch wait in the meters from before its
+    backward pass.
 
     Args:
-        exchange: Moves them.
-        read: Returns what this rank tells.
-        note: Called with what all ranks have told, before the step is taken.
+        exchange: Moves the rows.
+        run: The call: has the meters of this rank, and keeps what all ranks have told.
     """
 
-    def __init__(self, exchange: RowExchange, read: ReadParts, note: NoteRows) -> None:
-        self._exchange, self._read, self._note = exchange, read, note
+    def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
+        self._exchange, self._run = exchange, run
 
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange rows, unless that was done in this step, or the step goes on with other batches.
@@ -60,9 +60,10 @@ class StepRows:
         Raises:
             MeshBroken: A connection to another rank ended.
         """
-        if not batch.note_exchange():
+        if not batch.claim_rows():
             return False
-        self._note(self._exchange.exchange(self._read(), gather))
+        run = self._run
+        run.rows.note(run.num_completed, self._exchange.exchange({METRICS: run.meters.tally()}, gather))
         return True
 
     def exchange_beside_gloo(self, batch: Batch) -> None:

@@ -163,6 +163,7 @@ class Leg:
 
     def end_stream(self) -> None:
         """Say that no batch follows; what user code does from here on is by itself, if it has used all of them."""
+        self.began_at = 0.0
         if not self._num_waiting:
             self.batch = self.batch.end()
 

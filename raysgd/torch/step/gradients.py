@@ -48,7 +48,7 @@ class OwnSteps:
         self._options, self.clips = options, options.clips
         self._bounds = bounds
         self._parallel = parallel
-        self._is_clipped = False
+        self._steps_itself = False
         self._optimizers: Sequence[Any] = ()
         self._sees_all = True
         self.check_labels: Callable[[], None] | None = None
@@ -79,11 +79,11 @@ class OwnSteps:
         if self.clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
-        self._is_clipped = True
+        self._steps_itself = True
         try:
             self._precision.step(optimizer)
         finally:
-            self._is_clipped = False
+            self._steps_itself = False
 
     def _clip(self, optimizer: Any) -> None:
         if self._callbacks.wants_gradients:
@@ -102,7 +102,7 @@ class OwnSteps:
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            if not self._is_clipped or self._callbacks.wants_steps or self._precision.is_mixed:
+            if not self._steps_itself or self._callbacks.wants_steps or self._precision.is_mixed:
                 self._check_gradients(optimizer)
             return None
 
@@ -135,22 +135,22 @@ class OwnSteps:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # such a step changes nothing: some programs take one ahead of a scheduler
         leg = self._parallel.leg
-        if not self._is_clipped and leg.window > 1 and leg.adds_to(optimizer):
+        if not self._steps_itself and leg.window > 1 and leg.adds_to(optimizer):
             raise ValueError(
                 f"`{leg.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
                 "wait for more batches: call `self.optimizer_step()` for every batch instead."
             )
         self._about_to_step.add(id(optimizer))
-        if not self._is_clipped and self.check_labels is not None:
+        if not self._steps_itself and self.check_labels is not None:
             self.check_labels()
         self._precision.check_use()
-        if not self._is_clipped and (self.clips or self._callbacks.wants_gradients):
+        if not self._steps_itself and (self.clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)
             self._clip(optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Runs after each step of an optimizer, from any caller."""
-        if not self._is_clipped:  # else the library says so, also of a step that was left out
+        if not self._steps_itself:  # else the library says so, also of a step that was left out
             self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from raysgd._numbers.metric_names import validation_name
 from raysgd._numbers.results import as_number
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.batch import Batch
+
+logger = logging.getLogger(__name__)
 
 MeanOf = Callable[[str, Mapping[str, Any]], float | None]
 """Name and metrics of one worker -> the mean over all workers; None where there is none."""
@@ -42,7 +45,22 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
             'operator, as in `scheduler_metric = "train_loss"`. In a loop of your own pass "manual" and call '
             '`trainer.update_scheduler(result["val_loss"])`.'
         )
+    for each in (*by_batch, *by_epoch):
+        if isinstance(each, CosineAnnealingLR) and each.last_epoch >= each.T_max:
+            _warn_of_end(operator, each.T_max)
     return by_batch, by_epoch
+
+
+def _warn_of_end(operator: Any, length: int) -> None:
+    """Say once that a cosine is over, and the training is not: a run that resumes may have more epochs than before."""
+    if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
+        logger.warning(
+            "`CosineAnnealingLR(T_max=%d)` has taken its %d steps: from here on the learning rate climbs back to its "
+            "start. Pass the steps of the whole run as `T_max`. A run that resumes keeps the `T_max` of its file; to "
+            'train longer, begin a new one in another folder after `trainer.load(path, parts=["models"])`',
+            length,
+            length,
+        )
 
 
 def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: Batch) -> None:

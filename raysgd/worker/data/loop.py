@@ -42,8 +42,8 @@ class Loop:
         return self.is_whole
 
     @property
-    def completes_metrics(self) -> bool:
-        """True if a loop of the library sees to what is missing in the metrics of its batches."""
+    def has_stock_loop(self) -> bool:
+        """True if the epoch runs in the loop of the library, which completes the metrics of its batches itself."""
         return False
 
     def is_lost(self, error: BaseException) -> bool:

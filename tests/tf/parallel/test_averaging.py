@@ -91,6 +91,22 @@ def test_samples_count_once_however_many_exchanges_a_step_has(record: ExchangeRe
     assert (record.num_completed, record.num_samples, record.own_s) == (2, 0, 0.0)
 
 
+def test_the_time_of_user_code_that_hangs_counts_while_it_does(
+    record: ExchangeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    with record.measuring():
+        now[0] = 12.0
+        with record.exchanging(8):
+            now[0] = 20.0  # waiting for others
+            assert record.own_so_far() == 2.0
+        now[0] = 80.0
+        assert record.own_so_far() == 62.0
+    now[0] = 100.0
+    assert record.own_so_far() == 2.0
+
+
 def test_outside_a_training_call_exchanges_are_only_counted(record: ExchangeRecord) -> None:
     with record.exchanging(8):
         pass

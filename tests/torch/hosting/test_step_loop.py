@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysgd.engine.shared.types import World
+from raysgd.engine.status import find_straggler
 from raysgd.operators import GANOperator
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting import step_loop
@@ -199,3 +200,30 @@ def test_the_time_of_a_call_begins_at_zero() -> None:
     assert loop.own_s == 2.0
     loop.begin_call()
     assert loop.own_s is None
+
+
+def in_user_code(own_s: float, since: float) -> StepLoop:
+    """A rank that has spent so long by itself in the steps before, and has been in this one since then."""
+    parallel = Joined()
+    loop = loop_of(Plain(), parallel=parallel)
+    parallel.leg = loop._leg = Leg()
+    parallel.leg.own_s, parallel.leg.began_at = own_s, since
+    return loop
+
+
+def test_where_all_ranks_hang_in_user_code_they_wait_for_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 160.0)
+    first, second, third = in_user_code(1.5, 100.0), in_user_code(1.0, 100.1), in_user_code(1.0, 100.2)
+    assert find_straggler([first.own_s, second.own_s, third.own_s]) is None
+
+
+def test_a_rank_that_alone_hangs_in_user_code_is_the_one_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 160.0)
+    waiting = [in_user_code(1.5, 0.0), in_user_code(1.0, 0.0)]  # in an exchange, after their own part of the step
+    assert find_straggler([*(loop.own_s for loop in waiting), in_user_code(1.0, 100.0).own_s]) == 2
+
+
+def test_the_time_of_a_call_that_broke_off_in_user_code_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = in_user_code(1.0, 100.0)
+    loop._parallel.end_leg()
+    assert loop.own_s == 1.0

@@ -96,9 +96,9 @@ def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_wi
     found = []
     for index in range(4):
         leg.begin_batch(1.0, 4, 8, is_last=index == 3)
-        found.append([leg.batch.note_exchange() for _ in range(3)])
+        found.append([leg.batch.claim_rows() for _ in range(3)])
         leg.use()
     assert found == [[False] * 3, [True, False, False]] * 2
     leg = joint(1)
     leg.begin_batch(1.0, 4, 8)
-    assert leg.batch.note_exchange()
+    assert leg.batch.claim_rows()

@@ -1,4 +1,4 @@
-"""Claims of two pages and what shows them: `python -m tests.house.claims` runs what takes less than a minute.
+"""Claims of two pages and what shows them: `python -m tests.repository.claims` runs what takes less than a minute.
 
 `claims.toml` beside this file has a row for each sentence of the README, and of the page that compares libraries, that
 states a fact or a figure. A claim holds if its command ends well. It is "not here" if this machine lacks what the

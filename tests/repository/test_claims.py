@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.claims import ROOT, Claim, claims
+from tests.repository.claims import ROOT, Claim, claims
 
 PAGES = ("README.md", "docs/compare.md")
 ROWS = claims()
@@ -80,7 +80,7 @@ def test_the_figures_of_a_claim_are_those_that_were_measured() -> None:
 
 
 def test_the_seconds_after_a_loss_are_those_of_the_chart() -> None:
-    """Which `tests/house/test_tables.py` compares with the table."""
+    """Which `tests/repository/test_tables.py` compares with the table."""
     [row] = [each for each in ROWS if "recovery.svg" in each.text]
     drawn = re.findall(r">([\d.]+) s</text>", (ROOT / "docs" / "images" / "recovery.svg").read_text(encoding="utf-8"))
     assert len(drawn) > 5
@@ -95,7 +95,7 @@ def test_other_pages_say_what_a_claim_says(page: str, text: str) -> None:
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
-    assert shown_in("pytest tests/house/test_claims.py::test_a_command_that_does_not_exist_is_found")
-    assert not shown_in("pytest tests/house/test_claims.py::test_there_is_none")
+    assert shown_in("pytest tests/repository/test_claims.py::test_a_command_that_does_not_exist_is_found")
+    assert not shown_in("pytest tests/repository/test_claims.py::test_there_is_none")
     assert not shown_in("python examples/no_such_example.py")
     assert Path(__file__).name == "test_claims.py"
