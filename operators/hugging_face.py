@@ -33,6 +33,9 @@ IGNORED = -100
 SHIFT_LABELS = "shift_labels"
 """Where some collators put labels that are moved by one place already."""
 
+POSITIONS = "position_ids"
+"""Where packed batches say at which place of its text a token is."""
+
 ADAPTER = "adapter_model.safetensors"
 """The file of an adapter of PEFT."""
 
@@ -164,8 +167,8 @@ class HuggingFaceOperator(SupervisedOperator):
         self._shifts_labels = _shifts_labels(model)
         arguments = inspect.signature(type(model).forward).parameters
         self._label_names = [name for name in arguments if "label" in name]
-        recomputes = self._raysgd.context.settings.step_options.activation_checkpointing
-        self._drops_cache = recomputes and "use_cache" in arguments  # a block would fill it a second time
+        self._keeps_cache = "use_cache" in arguments
+        self._recomputes = self._raysgd.context.settings.step_options.activation_checkpointing
         self._model_config: Any = getattr(model, "config", None)
         if model is not self._original_models[0] and self.world_rank == 0 and not _says_who_makes_it(type(self)):
             frozen = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
@@ -234,7 +237,8 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: The loss is a sum of means over several kinds of labels.
         """
         name = type(self._original_models[0]).__name__
-        if self._drops_cache:
+        # A block that is computed again would fill a cache a second time; with one, packed texts would see each other.
+        if self._keeps_cache and (self._recomputes or POSITIONS in features[0]):
             features = ({**features[0], "use_cache": False}, *features[1:])
         labels = [each for each in self._label_names if features[0].get(each) is not None]
         if len(labels) > 1:
