@@ -258,9 +258,10 @@ class HuggingFaceOperator(SupervisedOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch: `val_loss`, and `val_accuracy` where the labels are classes."""
-        output, target, _, metrics = self._raysgd.evaluate(batch)
+        output, target, metrics = self.evaluate_batch(batch)
         share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
-        return metrics if share is None else {**metrics, "val_accuracy": share}
+        shares = {} if share is None else {"val_accuracy": share}
+        return {**metrics, **shares, **self.measure_batch(output, target)}
 
     @staticmethod
     def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:

@@ -151,11 +151,11 @@ class MeasuredOperator(SupervisedOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch: `val_loss`, and the metrics over all batches so far."""
-        output, target, _, metrics = self._raysgd.evaluate(batch)
+        output, target, metrics = self.evaluate_batch(batch)
         measured = self.measured(output, target)
         for metric in self.metrics.values():
             metric.update(*measured)
-        return {**metrics, **self.metrics}
+        return {**metrics, **self.metrics, **self.measure_batch(output, target)}
 
 
 def _optimizer_class(named: Any) -> Callable[..., torch.optim.Optimizer]:

@@ -76,13 +76,14 @@ class ProgressListeners:
         self.listeners: list[Listener] = []
 
     @contextmanager
-    def listening(self, listener: Listener) -> Iterator[None]:
+    def listening(self, *listeners: Listener) -> Iterator[None]:
         """Listen until the end of the block."""
-        self.listeners.append(listener)
+        self.listeners += listeners
         try:
             yield
         finally:
-            self.listeners.remove(listener)
+            for listener in listeners:
+                self.listeners.remove(listener)
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
@@ -160,6 +161,8 @@ class EpochCalls:
         used: Options that no one needs to be advised to use.
 
     Attributes:
+        controller: The same.
+        listeners: The same.
         sharing: The same, of the present config.
         samples_per_s: Of the last training call; None before the first.
         accounts: Where the time went.
@@ -177,8 +180,8 @@ class EpochCalls:
         used: Collection[str] = (),
     ) -> None:
         self._runner_cls = runner_cls
-        self._controller = controller
-        self._listeners = listeners
+        self.controller = controller
+        self.listeners = listeners
         self.sharing = sharing
         self._use_local = use_local
         self._gauges = Gauges(name)
@@ -209,12 +212,12 @@ class EpochCalls:
             sharing: Divides data over it; None for that of the trainer.
             facts: What a replica says of itself; None for those of now.
         """
-        sharing, facts = sharing or self.sharing, facts or self._controller.facts[0]
+        sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
         starts_over = asked.starts_over or self._validation_starts_over
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
         requests: Requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
-        if self._use_local and self._listeners.listeners:  # rank 0, in the driver, draws for them
-            requests[0] = (replace(request, redraw=self._listeners.on_wait),)
+        if self._use_local and self.listeners.listeners:  # rank 0, in the driver, draws for them
+            requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
         batches = facts.ray_batches.get(name)
@@ -237,7 +240,7 @@ class EpochCalls:
             can_resume: Whether it can continue with the batches that are left, in another group.
             check: Called with the answers before they count; raises where the replicas are not equal any more.
         """
-        runner, comparisons, controller = self._runner_cls, self._comparisons, self._controller
+        runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
         number = cache(lambda: controller.num_calls)  # while it is run for the first time
 
         def requests(worlds: Sequence[World]) -> Requests:
@@ -253,7 +256,7 @@ class EpochCalls:
             requests,
             changes_state=True,
             keeps_alike=True,
-            on_wait=self._listeners.on_wait,
+            on_wait=self.listeners.on_wait,
             resume=runner.resume_epoch if can_resume else None,
             check=check_all,
             parted=difference,
@@ -271,17 +274,17 @@ class EpochCalls:
             comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
             self.sharing.note_place("train", dataset, answers[0].place)
-        if self._listeners.listeners:
-            self._listeners.tell_end("train", asked, answers[0])
+        if self.listeners.listeners:
+            self.listeners.tell_end("train", asked, answers[0])
         return answers
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
         """Run a training call, and note how many samples a second it trained."""
-        events = self._controller.history.events
+        events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
         try:
-            answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
+            answers: list[EpochAnswer] = self.controller.run(call, max_retries=max_retries)
             self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
             self.accounts.note_times(self._heartbeats)
         finally:
@@ -306,16 +309,16 @@ class EpochCalls:
         call = Call(
             self._runner_cls.validate,
             partial(self.requests, "validation", asked, dataset),
-            changes_state=self._controller.facts[0].keeps_own_state,
-            on_wait=self._listeners.on_wait,
+            changes_state=self.controller.facts[0].keeps_own_state,
+            on_wait=self.listeners.on_wait,
             is_short=True,
             is_repeatable=dataset is None,
         )
         with OnFailure(self._start_over):
-            answers: list[EpochAnswer] = self._controller.run(call)
+            answers: list[EpochAnswer] = self.controller.run(call)
         self._validation_starts_over = False
-        if self._listeners.listeners:
-            self._listeners.tell_end("validation", asked, answers[0])
+        if self.listeners.listeners:
+            self.listeners.tell_end("validation", asked, answers[0])
         return answers
 
     def _start_over(self) -> None:
@@ -336,7 +339,7 @@ class EpochCalls:
             sharing: Divides data with these.
             newest: The state.
         """
-        controller = self._controller
+        controller = self.controller
         loan, facts = controller.lend_spare(), controller.facts[0]
         if loan is None and not controller.has_spares:
             logger.warning("there is no spare to validate: the workers that train do, which wait for it")
@@ -354,10 +357,10 @@ class EpochCalls:
 
     def report(self) -> None:
         """Give Ray's metrics the numbers of now."""
-        self._gauges.report(len(self._controller.history.events), self._glance)
+        self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
-        found = self._controller.glance(self._heartbeats, self.samples_per_s)
+        found = self.controller.glance(self._heartbeats, self.samples_per_s)
         return self.with_ledger(found)
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:

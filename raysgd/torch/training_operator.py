@@ -310,7 +310,25 @@ class TrainingOperator(BaseOperator):
         metrics = {"val_loss": counted["val_loss"], "val_accuracy": share, **counted}
         if right is not None and num_labels is None:  # nothing is classified
             del metrics["val_accuracy"]
-        return {**metrics, **weights_of(metrics, val_accuracy=num_labels)}
+        return {**metrics, **weights_of(metrics, val_accuracy=num_labels), **self.measure_batch(output, target)}
+
+    def measure_batch(self, output: Any, target: Any) -> dict[str, Any]:
+        """Return more metrics of a validation batch. Override it; `validate_batch` calls it and reports them.
+
+        Args:
+            output: What the model predicts: its output, or the `logits` in that.
+            target: The target, as `prepare_batch` returns it.
+        """
+        return {}
+
+    def evaluate_batch(self, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Compute a validation batch, for a `validate_batch` of your own. The model is called once.
+
+        Returns:
+            What `measure_batch` is given, and a dict with `val_loss` and what that is averaged by.
+        """
+        output, target, _, metrics = self._raysgd.evaluate(batch)
+        return output, target, metrics
 
     @overload
     def register(
