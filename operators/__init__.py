@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from raysgd.operators.classification import ClassificationOperator
     from raysgd.operators.gan import GANOperator
     from raysgd.operators.hugging_face import HuggingFaceOperator
+    from raysgd.operators.packing import collate_packs, pack
     from raysgd.operators.regression import RegressionOperator
     from raysgd.operators.segmentation import SegmentationOperator
 
@@ -34,6 +35,8 @@ __all__ = [
     "SegmentationOperator",
     "HuggingFaceOperator",
     "GANOperator",
+    "collate_packs",
+    "pack",
 ]
 
 lazy_names(
@@ -44,5 +47,7 @@ lazy_names(
         "HuggingFaceOperator": "raysgd.operators.hugging_face",
         "RegressionOperator": "raysgd.operators.regression",
         "SegmentationOperator": "raysgd.operators.segmentation",
+        "collate_packs": "raysgd.operators.packing",
+        "pack": "raysgd.operators.packing",
     },
 )

@@ -100,8 +100,8 @@ TABLE = (
     PrivateNames(
         "torch:Tensor",
         ("_version",),
-        "torch.objects.filling",
-        f"{_RAISES} when a model on the meta device is registered",
+        "torch.objects.filling, torch.objects.remade",
+        f"{_RAISES} when a model on the meta device is registered, and with `remakes_frozen`",
     ),
     PrivateNames(
         "torch.nn.modules.activation:MultiheadAttention",

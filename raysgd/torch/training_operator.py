@@ -87,11 +87,15 @@ class TrainingOperator(BaseOperator):
             changes stays: check `batch_info.get("warm_up")`, or set this to False.
         compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
             or a tuple of the models to compare, set in `setup`.
+        remakes_frozen: Whether `setup` makes all frozen parameters again, alike on every worker and in every run, such
+            as a pretrained base that an adapter is trained on. Then snapshots, checkpoints and what a new worker gets
+            hold only what is trained, and digests of the rest, which are compared. See `docs/huggingface.md`.
         scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
             `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """
 
     scheduler_metric: str | None = None
+    remakes_frozen: bool = False
     _needs_copies: bool | None = False  # before each batch, to undo it; None: if the first one of a call shows that
     train_loader: Any
     validation_loader: Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,20 @@ _EXTRA_STATE = "_extra_state"
 """Suffix of keys with results of `get_extra_state`, which their owners may keep a reference to."""
 
 
-def load_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a model's state dict. `load_state_dict` copies the tensors; the rest is copied here."""
+def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bool = True) -> None:
+    """Load a model's state dict. `load_state_dict` copies the tensors; the rest is copied here.
+
+    Args:
+        model: The model.
+        saved: Its state, which was checked.
+        is_whole: Whether it leaves nothing out.
+    """
     copies = {
         id(value): value
         for name, value in saved.items()
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
     }
-    model.load_state_dict(copy.deepcopy(saved, copies))
+    model.load_state_dict(copy.deepcopy(saved, copies), strict=is_whole)
 
 
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
@@ -108,8 +114,13 @@ def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any
     return renamed
 
 
-def check_model(model: torch.nn.Module, saved: Any) -> None:
+def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = ()) -> None:
     """Check that a state matches this model.
+
+    Args:
+        model: The model.
+        saved: What may be its state.
+        left_out: Plain names that need not be there.
 
     Raises:
         ValueError: It has other entries or shapes.
@@ -117,6 +128,8 @@ def check_model(model: torch.nn.Module, saved: Any) -> None:
     require(isinstance(saved, Mapping), f"the state of a model is a `{type(saved).__name__}`, not a dict")
     own = model.state_dict()
     missing, extra = sorted(own.keys() - saved.keys()), sorted(map(str, saved.keys() - own.keys()))
+    if left_out:
+        missing = [name for name in missing if plain(name) not in left_out]
     shapes = [
         f"{name}: {_shown(saved[name])} instead of {_shown(tensor)}"
         for name, tensor in own.items()

@@ -7,7 +7,7 @@ into an object, and raise for a wrong one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
+_SHORT = (torch.bfloat16, torch.float16)
 _STATE_KEYS_OF_OLD = "amp"  # the key of Apex's state in old checkpoints
 
 
@@ -241,6 +242,34 @@ class Apex(Precision):
         if state:
             self.namespace.load_state_dict(state)
             self._scales = self._read_scales()
+
+
+def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
+    """Warn of optimizers of PyTorch that train weights in 16 bits, where small updates are rounded away.
+
+    Others may know a way, such as a copy in fp32.
+
+    Args:
+        optimizers: Those that are registered.
+        owner: The name of the operator.
+    """
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("torch.optim."):
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            short = [each for each in parameters if each.requires_grad and each.dtype in _SHORT]
+            if short:
+                bits = torch.finfo(short[0].dtype)
+                logger.warning(
+                    "`%s` trains %d parameters in %s with `%s`, which rounds each update to that format: one that is "
+                    "smaller than 1/%d of its weight changes nothing. Train in fp32: load the model with "
+                    "`from_pretrained(..., dtype=torch.float32)`, or call `model.float()` before you make the "
+                    'optimizer. `TorchTrainer(precision="bf16")` then computes in bf16',
+                    owner,
+                    len(short),
+                    bits.dtype,
+                    type(optimizer).__name__,
+                    round(2 / bits.eps),
+                )
 
 
 def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from raysgd.torch.objects import hyperparameters, metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
+from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step.gradients import Gradients, OwnSteps
@@ -239,6 +240,7 @@ class TorchInternals(Internals):
         parallel: How the replicas are kept equal.
         choice: Which optimizers a call is for.
         trained: What is frozen and in the groups of optimizers; None before `setup` is done.
+        remade: The frozen parameters that no state holds; None unless the operator says `remakes_frozen`.
         loss_calls: Tells how the criterion is called.
         own_steps: Bounds for gradients.
         gradients: Computes and applies them.
@@ -268,6 +270,7 @@ class TorchInternals(Internals):
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
         self.own_steps.check_labels = self.gradients.check_labels
         self.trained: Any = None
+        self.remade: Any = None
 
     @property
     def use_gpu(self) -> bool:
@@ -301,6 +304,8 @@ class TorchInternals(Internals):
 
     def register(self, **given: Any) -> tuple[Any, ...]:
         """Make the record of what `register` was given; return what that returns."""
+        if self._operator.remakes_frozen:
+            self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
         self.own_steps.watch(self.registered.optimizers)
         return self.registered.returned
@@ -317,12 +322,36 @@ class TorchInternals(Internals):
         self._counts_ahead = counts_ahead
         self.trained = TrainedParts(self.registered)
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
+        if self._operator.remakes_frozen:
+            self._leave_out_frozen()
+        if self.world.rank == 0:
+            warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
+
+    def _leave_out_frozen(self) -> None:
+        """Leave frozen parameters out of states from now on, if all ranks have made the same.
+
+        Raises:
+            ValueError: They have not, or the models are divided.
+        """
+        from raysgd.torch.objects.remade import RemadeParameters
+
+        name = type(self._operator).__name__
+        if self.parallel.is_sharded:
+            raise ValueError(
+                f'`{name}.remakes_frozen = True` cannot work with `strategy="fsdp"`, where each worker has a part of '
+                'what is frozen and reads the parts of checkpoints itself. Remove it, or use "ddp".'
+            )
+        self.remade = RemadeParameters(self.registered.trained, type(self._operator))
+        if self.world.is_distributed:
+            self.remade.check_ranks(self.sum_over_workers)
 
     def rewrap(self) -> None:
         """Train what is unfrozen by now."""
         self.parallel.rewrap(self.registered.wrapped)
         if self.trained is not None:  # else `setup` is not done
             self.trained.note()
+        if self.remade is not None:
+            self.remade.follow_trained()
 
     def follow_trained(self, noted: Noted | None) -> None:
         """Train what a snapshot says, on all ranks that take it over."""

@@ -58,6 +58,7 @@ class NoParallel:
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
         record: What was done in the call that all ranks have to do alike; None where nothing is.
         forward_context: The context of forward passes.
+        shares_frozen: Whether all ranks take frozen parameters from the first one; else each has made the same.
     """
 
     synchronizes = False
@@ -72,6 +73,7 @@ class NoParallel:
         self.record = GlobalRecord() if self.synchronizes else None
         self.exchanged: set[int] = set()
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.shares_frozen = True
         self._left_out: list[torch.nn.Module] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
@@ -84,7 +86,7 @@ class NoParallel:
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make a model equal on all ranks that has nothing to train, and so no gradients to average."""
-        take_from_first((*model.parameters(), *model.buffers()))
+        take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,24 +37,30 @@ class _Watched:
     Args:
         models: The trained modules.
         watches_frozen: Whether it is to be seen which frozen parameters change.
+        unchanging: The identities of those that need not be looked at.
 
     Attributes:
         parameters, buffers: Those of the models.
         frozen, digests: Parameters that are frozen, and what they were before.
         moving: Those of them that changed in the first batch, by identity.
+        copied: Those that were copied before the last batch.
         num_usual: Exchanges of the first batch.
         is_first: Whether that is not over.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], watches_frozen: bool) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], watches_frozen: bool, unchanging: Collection[int] = ()
+    ) -> None:
         require_names(torch.nn.Module(), "_buffers")
         require_names(torch, "_foreach_copy_")
         self.parameters = [each for model in models for each in model.parameters()]
         modules = [module for model in models for module in model.modules()]
         self.buffers = [(module._buffers, name) for module in modules for name in module._buffers]
-        self.frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
+        frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
+        self.frozen = [each for each in frozen if id(each) not in unchanging] if unchanging else frozen
         self.digests = digests_of(self.frozen)
         self.moving: dict[int, torch.nn.Parameter] = {}
+        self.copied: Sequence[torch.nn.Parameter] = ()
         self.num_usual = math.inf
         self.is_first = True
 
@@ -138,6 +144,7 @@ class Undo:
         copies: When everything is copied. True: before each batch. False: never, as in stock code; buffers are. None:
             before the first batch of a call, and from then on before each one if that batch shows that it is needed.
         ledger: Where the time of copies is booked.
+        unchanging: The identities of parameters that no batch changes: they are not copied. It may lose some.
 
     Attributes:
         copies_all: Whether everything is copied before each batch by now.
@@ -152,7 +159,9 @@ class Undo:
         *,
         copies: bool | None,
         ledger: Ledger | None = None,
+        unchanging: Collection[int] = (),
     ) -> None:
+        self._unchanging = unchanging
         self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
         self.copies_all, self._watches = copies is True, copies is None
         self._ledger = ledger or Ledger()
@@ -182,7 +191,8 @@ class Undo:
     def open_call(self, is_used: bool = True) -> None:
         """Begin a call, or go on with one after a failure; without `is_used`, none of its batches could be repeated."""
         self.forget()
-        self._watched = _Watched(self._models, not self.copies_all) if is_used and not self._is_off else None
+        is_watching = is_used and not self._is_off
+        self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
@@ -226,6 +236,9 @@ class Undo:
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
         parameters = watched.parameters if copies_all else [*watched.moving.values()]
+        if self._unchanging:
+            parameters = [each for each in parameters if id(each) not in self._unchanging]
+        watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(_is_writable, tensors)])
         batch.is_copied, batch.is_whole = True, copies_all
 
@@ -239,7 +252,7 @@ class Undo:
             return
         is_more = not watched.is_first and batch.num_exchanges > watched.num_usual
         has_more = batch.has_stepped or is_more
-        self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.parameters))
+        self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
     def note_step(self) -> None:
         """Called before an optimizer steps."""
@@ -267,7 +280,7 @@ class Undo:
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
             return  # it has shown nothing
-        if self._watches and not batch.has_stepped and self._copies.differ(watched.parameters):  # not known when
+        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):  # not known when
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
@@ -383,14 +396,17 @@ def _num_collectives() -> float:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int) -> str | None:
+def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
     """Return what copies of everything take, in words, if that is more than half of the free memory.
 
     Args:
         models: The trained modules, with optimizers that hold as much as Adam.
         num_sharing: How many workers share the memory of the node.
+        unchanging: The identities of those that are not copied.
     """
     tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+    if unchanging:
+        tensors = [each for each in tensors if id(each) not in unchanging]
     num_bytes = sum(each.nbytes * (3 if each.requires_grad else 1) for each in tensors)
     free = _free_bytes(next((each.device for each in tensors), torch.device("cpu")), num_sharing)
     if free is None or num_bytes <= free // 2:
