@@ -86,6 +86,52 @@ def test_the_packages_behind_its_name_load_no_framework() -> None:
     assert {"torch", "tensorflow", "keras", "ray"} & set(loaded.stdout.split()) == set()
 
 
+PLAIN_PROGRAM = """
+import sys
+import raysgd, raysgd.torch, raysgd.util
+import torch
+from raysgd import TorchTrainer, TrainingOperator
+
+
+class Line(TrainingOperator):
+    def setup(self, config):
+        model = torch.nn.Linear(2, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
+        )
+        self.register_data(train_loader=[(torch.ones(4, 2), torch.ones(4, 1))] * 2)
+
+
+with TorchTrainer(training_operator_cls=Line, use_local=True) as trainer:
+    trainer.fit(1)
+print(*(name for name in sys.modules if name.startswith("raysgd.")))
+"""
+OF_OLD_PROGRAMS = {
+    "raysgd.compat.aliases",
+    "raysgd.compat.paths",
+    "raysgd.data",
+    "raysgd.tf",
+    "raysgd.torch.creator_operator",
+    "raysgd.torch.examples",
+    "raysgd.torch.func_trainable",
+    "raysgd.torch.operators_for_tests",
+    "raysgd.torch.resnet",
+    "raysgd.torch.torch_dataset",
+    "raysgd.train",
+    "raysgd.tune",
+    "raysgd.util.data",
+    "raysgd.util.iter",
+    "raysgd.v2",
+}
+
+
+def test_a_plain_program_loads_nothing_that_only_programs_of_the_old_library_import() -> None:
+    result = run_fresh(PLAIN_PROGRAM)
+    loaded = set(result.stdout.split())
+    assert "raysgd.torch.torch_trainer" in loaded, result.stderr
+    assert loaded & OF_OLD_PROGRAMS == set()
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module `raysgd` has no attribute `TorchTrianer`"):
         _ = raysgd.TorchTrianer

@@ -390,7 +390,7 @@ class AverageMeterCollection:
         self.held: list[tuple[list[_Entry], int | float]] = []
         self.n: int | float = 0
 
-    def update(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
+    def update(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
         """Count the metrics of one batch.
 
         Args:
@@ -399,17 +399,18 @@ class AverageMeterCollection:
                 `batch_weight_of_<metric>` is the weight of one metric.
             n: Weight of the batch, usually its number of samples. A value with weight 0 is the last value, but not in
                 the mean.
+            is_strict: False to leave out values that have no mean. True to raise.
 
         Raises:
             TypeError: A value is of a kind that cannot be averaged.
             ValueError: A tensor or array does not have exactly one element, or a weight is invalid.
         """
         waiting, self.held = self.held, []
-        self.hold(metrics, n)
+        self.hold(metrics, n, is_strict=is_strict)
         self.count_held()
         self.held = waiting
 
-    def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
+    def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
         """Let the metrics of a batch wait until its step counts: then call `count_held`, otherwise `drop_held`.
 
         Arguments and exceptions are those of `update`: values are checked now. Metric objects have already counted the
@@ -422,11 +423,14 @@ class AverageMeterCollection:
         meters, entries = self._meters, list[_Entry]()
         for name, value in metrics.items():
             meter = meters.get(name)
-            if meter is None:
-                if is_weight(name):
-                    continue
-                meter = self._new_meter(name, value)
-            entries.append((name, meter, *meter.read(value, metrics.get(meter.weight_name, weight))))
+            if meter is None and is_weight(name):
+                continue
+            try:
+                meter = meter or self._new_meter(name, value)
+                entries.append((name, meter, *meter.read(value, metrics.get(meter.weight_name, weight))))
+            except (TypeError, ValueError):
+                if is_strict:
+                    raise
         self.held.append((entries, num_samples))
 
     def count_held(self) -> None:

@@ -11,10 +11,12 @@ import logging
 import sys
 import sysconfig
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
+from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -28,12 +30,12 @@ from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd.arrays.containers import Container
 from raysgd.arrays.data_kinds import CallData
-from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.sidecar import Sidecar, Sidecars
-from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
+from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.driver.calls import EpochCalls, ProgressListeners, Validation, asked
 from raysgd.driver.controlling import make_controller
-from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress
+from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress, NoteProgress, TrainerPort
 from raysgd.driver.keeping import FileSaves, KeptTrainer
 from raysgd.driver.predicting import PredictionRounds, usual_batch_size
 from raysgd.driver.sharing import DataSharing, place_share
@@ -53,6 +55,7 @@ from raysgd.history import readable
 from raysgd.history.history import CallRecorder, History, Kind, RecordBeside, as_test, recorded
 from raysgd.messages import replica_calls
 from raysgd.messages.batching import global_batch_in_words
+from raysgd.messages.begun import BegunEpoch
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
@@ -94,7 +97,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """The class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
     """What to do where each worker loads a part of the data by itself."""
-    _note_fit: Callable[[FitProgress], None] | None = None
+    _note_fit: NoteProgress | None = None
     """Keeps how far `fit` is, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
@@ -102,6 +105,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Where a detached trainer is saved before it ends without its program."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
     """Returns the iterator over the epochs of the last `fit`, as long as there is one."""
+    _leaves_epochs = False
+    """Whether `fit` can leave an epoch at a step, and save what is left of it."""
     _shows_progress = False
     """Whether something shows how far a training call is."""
     _runs_worker_callbacks = False
@@ -234,7 +239,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         }
         return [name for name, is_used in used.items() if is_used]
 
-    def _kept_by(self, keeper: Keeper, note_fit: Callable[[FitProgress], None]) -> KeptTrainer:
+    def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
         """Let a detached trainer know what changes, so that its next process can continue."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
@@ -341,12 +346,18 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @recorded("train")
     def _train(
-        self, request: EpochRequest, max_retries: int = 3, dataset: Any = None, reduce_results: bool = True
+        self,
+        request: EpochRequest,
+        max_retries: int = 3,
+        dataset: Any = None,
+        reduce_results: bool = True,
+        begun: BegunEpoch | None = None,
+        leaves: Callable[[], bool] | None = None,
     ) -> Any:
         check = partial(self._check_answers, "train", asked=request)
         can_resume = dataset is None or self._goes_on_with(dataset)
         with self._shown() if self._shows_progress else nullcontext():
-            answers = self._calls.train(request, max_retries, dataset, can_resume, check)
+            answers = self._calls.train(request, max_retries, dataset, can_resume, check, begun, leaves)
         self._recorder.trained = answers[0].epoch_idx + 1
         result = self._merged(answers, reduce_results)
         self._warn_of_nan(result)
@@ -515,6 +526,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Load a file that `save` wrote."""
 
+    @abstractmethod
+    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
+        """Write a state that the driver holds, without any worker."""
+
+    @abstractmethod
+    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
+        """Return how many epochs a state that the driver holds has seen to their end, and how many batches in all."""
+
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
         self,
@@ -529,6 +548,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         validate: Literal["inline", "async"] = "inline",
         progress: bool | None = None,
         log_every_n_steps: int = 50,
+        max_time: float | timedelta | str | None = None,
     ) -> History:
         """Train for some epochs, validate after each of them, and call callbacks. Call it again for more epochs.
 
@@ -550,6 +570,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             progress: Whether to show a `raysgd.callbacks.ProgressBar`. None does so in a terminal and in a notebook.
             log_every_n_steps: After how many steps loggers and reports get the metrics of training inside an epoch; 0
                 for epochs only. For `TorchTrainer`.
+            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Before it is
+                over, the run is left at a step and saved, with time for two saves kept back.
 
         Returns:
             One row per epoch, and all that happened.
@@ -558,20 +580,26 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             ValueError, TypeError: An argument is wrong, or a callback can do nothing in such a run. Nothing has begun.
             CallbackError: A callback failed. The state of the training is kept.
             WorkerError, WorkersLostError: As in `train`.
+            Preempted: SIGTERM or SIGUSR1 came. The run is left at a step, and saved if a callback saves.
         """
-        options = FitOptions(
-            epochs,
-            callbacks,
-            validation_freq,
-            dataset,
-            validation_dataset,
-            resume_from,
-            folder,
-            validate,
-            progress,
-            log_every_n_steps,
+        history, rows = self._begin_fit(
+            FitOptions(
+                epochs,
+                callbacks,
+                validation_freq,
+                dataset,
+                validation_dataset,
+                resume_from,
+                folder,
+                validate,
+                progress,
+                log_every_n_steps,
+                max_time,
+            )
         )
-        return Fit(self, options).run()
+        for _ in rows:
+            pass
+        return history
 
     @checks.answer_mistakes("`for row in trainer.epochs(5):` for 5 epochs")
     def epochs(
@@ -586,6 +614,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         folder: str | Path | None = None,
         validate: Literal["inline", "async"] = "inline",
         log_every_n_steps: int = 50,
+        max_time: float | timedelta | str | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Train as `fit` does, and give you the results of each epoch when it ends.
 
@@ -602,29 +631,67 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             folder: Where callbacks put their files.
             validate: As in `fit`. A row that you have been given is filled in later.
             log_every_n_steps: As in `fit`.
+            max_time: As in `fit`.
 
         Returns:
             The rows of the history, one after the other.
 
         Raises:
-            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError: As in `fit`.
+            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError, Preempted: As in `fit`. A signal in the
+                body of your loop is answered when you ask for the next epoch.
 
         Examples:
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
             ...     print(epoch["epoch"], epoch["train_loss"])
         """
-        options = FitOptions(
-            epochs,
-            callbacks,
-            validation_freq,
-            dataset,
-            validation_dataset,
-            resume_from,
-            folder,
-            validate,
-            log_every_n_steps=log_every_n_steps,
+        return self._begin_fit(
+            FitOptions(
+                epochs,
+                callbacks,
+                validation_freq,
+                dataset,
+                validation_dataset,
+                resume_from,
+                folder,
+                validate,
+                log_every_n_steps=log_every_n_steps,
+                max_time=max_time,
+            )
+        )[1]
+
+    def _begin_fit(self, options: FitOptions) -> tuple[History, Iterator[dict[str, Any]]]:
+        """Check what a run is asked; return its history, and the iterator over its epochs, which trains."""
+        self._refuse_inside_fit("fit")
+        kept, self._fit_progress = self._fit_progress, None
+        self._check_fit(options.epochs)
+        self._check_dataset(options.dataset, training=True)
+        self._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
+        port = TrainerPort(
+            new_run=partial(Run, trainer=self, name=self.training_operator_cls.__name__, config=self.config),
+            history=self.history,
+            calls=self._calls,
+            once=self._once,
+            runs_worker_callbacks=self._runs_worker_callbacks,
+            use_worker_callbacks=self._use_worker_callbacks,
+            train=self._train,
+            validate=self._validate,
+            validates_beside=lambda: self._validates_beside,
+            begin_validation=self._begin_validation,
+            after_validation=self._after_validation,
+            save=lambda path: self.save(path),  # what it is by then, as `raysgd.testing` may have replaced it
+            load=lambda path: self.load(path),
+            note_progress=self._note_fit,
+            left_file=self._left_file,
+            leaves_epochs=self._leaves_epochs,
+            epoch_obstacle=lambda: self._facts.epoch_obstacle,
+            save_snapshot=self._save_snapshot,
+            place_in=self._place_in,
+            kept=kept,
         )
-        return Fit(self, options).epochs()
+        fit = Fit(port, options)
+        rows = fit.epochs()
+        self._running_fit = weakref.ref(rows)
+        return fit.history, rows
 
     def test(self, dataset: Any) -> Metrics:
         """Evaluate on other data than the registered ones, as `validate(dataset=...)`; name begin with `test_`."""
@@ -639,25 +706,6 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def history(self) -> History:
         """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
         return self._recorder.history
-
-    def _check_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Refuse callbacks that the workers cannot run.
-
-        Raises:
-            TypeError: This trainer has none in its workers.
-            ValueError: Two of them cannot be told apart.
-            UnpicklableError: One of them cannot be sent to a worker.
-        """
-        for callback in callbacks:
-            name = type(callback).__name__
-            if not self._runs_worker_callbacks:
-                raise TypeError(
-                    f"`{name}` runs in the workers, around each step, which `{type(self).__name__}` cannot do: leave "
-                    "it out, or train with `TorchTrainer`."
-                )
-            if not is_sendable(callback):
-                raise UnpicklableError(f"`{name}` runs in the workers, and cannot be pickled.")
-        refuse_equal_keys(callbacks)
 
     def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Let these callbacks, and no others, run in the workers that there are, and in those to come."""

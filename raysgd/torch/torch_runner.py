@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raysgd._state.state_codec import EncodedState, lend
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.checkpoints import divided_folder
@@ -36,6 +37,11 @@ class TorchRunner(ClassRunner):
         """Write what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
         state = self._hosted.state
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
+
+    def remade_tensors(self) -> EncodedState:
+        """Return, for each module, the parameters that states leave out because `setup` makes them again."""
+        tensors = self._hosted.state.remade_tensors()
+        return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
 
     def models(self, copied: bool) -> list[torch.nn.Module | None]:
         """The models without any wrapper: live ones, or copies, packed and on the CPU.

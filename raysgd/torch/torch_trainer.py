@@ -50,7 +50,7 @@ from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.worker.operator import OperatorT
-from raysgd.worker.state.replica_state import RESUME
+from raysgd.worker.state.replica_state import RESUME, place_in
 
 
 @hide_library_frames
@@ -146,7 +146,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     seed: int | None
     _settings: TorchSettings
     _runner_cls = TorchRunner
-    _runs_worker_callbacks = True
+    _leaves_epochs = _runs_worker_callbacks = True
     _divide_by_hand = "pass `add_dist_sampler=False`"
 
     def __init__(
@@ -345,6 +345,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         format: FileFormat = "torch",
         *,
         whole: bool = False,
+        frozen: bool = False,
     ) -> Any:
         """Write the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
 
@@ -362,6 +363,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             format: "torch" for the whole state, "safetensors" for the weights of the models alone.
             whole: Whether to gather divided models in the driver and write one file. So it is in any case with
                 "safetensors", and with a URI. A folder is written when `save` returns, also without `blocking`.
+            frozen: Whether the file also holds frozen parameters that `setup` makes again (`remakes_frozen`).
 
         Returns:
             `checkpoint`.
@@ -373,18 +375,26 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
         """
         files.check_location("checkpoint", checkpoint)
-        checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole)
+        checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
         saving.check_format(format)
         if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
             self._writer.wait()  # an earlier file of this name may be on its way
             saving.save_folder(self._controller, checkpoint, weights_only)
             return checkpoint
         content = partial(saving.content_of, weights_only=weights_only, file_format=format)
+        if frozen:
+            content = partial(content, frozen=self._on_all(TorchRunner.remade_tensors, rank=0)[0])
         if blocking:
             self._saves.write(checkpoint, content(self._snapshot()))
         else:
             self._saves.submit(checkpoint, self._newest_snapshot(), content, self)
         return checkpoint
+
+    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
+        self._saves.write(checkpoint, saving.content_of(snapshot, True, "torch"))
+
+    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
+        return place_in(divided_state.outline(snapshot.shared_state))
 
     def load(
         self,

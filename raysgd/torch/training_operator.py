@@ -27,7 +27,6 @@ from raysgd.torch.objects.moving import to_device
 from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operator.settings import OperatorContext
-from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.step import schedulers
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
@@ -36,6 +35,7 @@ from raysgd.worker.operator import BaseOperator, ReadOnlyView, made_by_hand, req
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
+    from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 
 Models = TypeVar("Models")
 Optimizers = TypeVar("Optimizers")
@@ -87,11 +87,15 @@ class TrainingOperator(BaseOperator):
             changes stays: check `batch_info.get("warm_up")`, or set this to False.
         compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
             or a tuple of the models to compare, set in `setup`.
+        remakes_frozen: Whether `setup` makes all frozen parameters again, alike on every worker and in every run, such
+            as a pretrained base that an adapter is trained on. Then snapshots, checkpoints and what a new worker gets
+            hold only what is trained, and digests of the rest, which are compared. See `docs/huggingface.md`.
         scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
             `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """
 
     scheduler_metric: str | None = None
+    remakes_frozen: bool = False
     _needs_copies: bool | None = False  # before each batch, to undo it; None: if the first one of a call shows that
     train_loader: Any
     validation_loader: Any
@@ -306,7 +310,25 @@ class TrainingOperator(BaseOperator):
         metrics = {"val_loss": counted["val_loss"], "val_accuracy": share, **counted}
         if right is not None and num_labels is None:  # nothing is classified
             del metrics["val_accuracy"]
-        return {**metrics, **weights_of(metrics, val_accuracy=num_labels)}
+        return {**metrics, **weights_of(metrics, val_accuracy=num_labels), **self.measure_batch(output, target)}
+
+    def measure_batch(self, output: Any, target: Any) -> dict[str, Any]:
+        """Return more metrics of a validation batch. Override it; `validate_batch` calls it and reports them.
+
+        Args:
+            output: What the model predicts: its output, or the `logits` in that.
+            target: The target, as `prepare_batch` returns it.
+        """
+        return {}
+
+    def evaluate_batch(self, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Compute a validation batch, for a `validate_batch` of your own. The model is called once.
+
+        Returns:
+            What `measure_batch` is given, and a dict with `val_loss` and what that is averaged by.
+        """
+        output, target, _, metrics = self._raysgd.evaluate(batch)
+        return output, target, metrics
 
     @overload
     def register(
@@ -541,8 +563,15 @@ class TrainingOperator(BaseOperator):
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-# Its module needs this one.
-lazy_names(__name__, {"CreatorOperator": "raysgd.torch.creator_operator"})
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # which programs for the old library ask for here
+lazy_names(
+    __name__,
+    {
+        "CreatorOperator": "raysgd.torch.creator_operator",  # which needs this module
+        "get_test_metrics_operator": _FOR_TESTS,
+        "get_test_operator": _FOR_TESTS,
+    },
+)
 
 
 __all__ = [

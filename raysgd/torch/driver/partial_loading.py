@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from raysgd import _arguments as checks
 from raysgd.engine.snapshots import Snapshot
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
-from raysgd.torch.hosting.replica_state import CRITERION, as_in_file
+from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects.loading import with_plain_names
 from raysgd.worker.state.replica_state import RESUME
 
@@ -20,7 +20,7 @@ PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operat
 """Parts of a file, for `load(parts=...)`."""
 
 _WEIGHTS = ("models",)
-_NOT_PRECISION = frozenset({"epoch", "operator", "models", "optimizers", "schedulers", CRITERION, RESUME})
+_NOT_PRECISION = frozenset({"epoch", "operator", "models", "optimizers", "schedulers", CRITERION, RESUME, REMADE})
 
 Shape = tuple[int, ...]
 
@@ -115,10 +115,21 @@ def merged(
     report = LoadReport(parts)
     for part in parts:
         if part == "models":
-            report = _take_models(state["models"], _part(saved, part), strict, parts)
+            left_out = _names_left_out(state)
+            report = _take_models(state["models"], _part(saved, part), strict, parts, left_out)
         else:
             state.update(_taken(part, saved))
+        if (REMADE in state or REMADE in saved) and (part == CRITERION or (part == "models" and strict)):
+            from raysgd.torch.objects.remade import with_record_of
+
+            state = with_record_of(state, saved, REMADE, part)
     return state, report
+
+
+def _names_left_out(state: Mapping[str, Any]) -> list[Collection[str]]:
+    """Return the names in each model that the state leaves out because `setup` makes them again."""
+    parts = state[REMADE]["parts"] if REMADE in state else ()
+    return [parts[index] if index < len(parts) else () for index in range(len(state["models"]))]
 
 
 def _taken(part: str, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +147,9 @@ def _part(saved: Mapping[str, Any], part: str) -> Any:
     return saved[part]
 
 
-def _take_models(own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...]) -> LoadReport:
+def _take_models(
+    own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...], left_out: Sequence[Collection[str]]
+) -> LoadReport:
     """Replace the models' states in `own` by saved ones. Without `strict`, take only the weights that fit."""
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"
@@ -158,7 +171,7 @@ def _take_models(own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...
                 mismatched[f"{of_model}{name}"] = _shape(full[name]), _shape(value)
             else:
                 fitting[name] = full[name]
-        unexpected += [f"{of_model}{name}" for name in full if name not in mine]
+        unexpected += [f"{of_model}{name}" for name in full if name not in mine and name not in left_out[index]]
         mine.update(fitting)
         num_loaded += len(fitting)
     return LoadReport(parts, tuple(missing), tuple(unexpected), mismatched, num_loaded)

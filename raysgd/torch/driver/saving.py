@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from raysgd import _arguments as checks
-from raysgd._state.state_codec import lend
+from raysgd._state.state_codec import EncodedState, decode, lend
 from raysgd.driver.keeping import FileSaves, load_into_all, load_snapshot_into_all
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
@@ -22,7 +22,7 @@ from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
 from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.hosting.hosted import TorchFacts
-from raysgd.torch.hosting.replica_state import as_in_file
+from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
@@ -131,17 +131,38 @@ def check_format(name: Any) -> None:
         weights_file.check_writable()
 
 
-def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) -> tuple[dict[str, Any], Writer]:
+def content_of(
+    snapshot: Snapshot, weights_only: bool, file_format: FileFormat, frozen: EncodedState | None = None
+) -> tuple[dict[str, Any], Writer]:
     """Return the content of a file, as views of the snapshot, and the function that writes it.
+
+    Args:
+        snapshot: The state.
+        weights_only: Whether to refuse what could not be loaded back without running code.
+        file_format: The format of the file.
+        frozen: The parameters that the state leaves out because `setup` makes them again, to be in the file.
 
     Raises:
         ValueError: A part of the state could not be loaded back.
     """
     state = as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
+    if frozen is not None and REMADE in state:
+        state = _completed(state, decode(frozen, copy=False))
     if file_format == "safetensors":
         return {"models": state["models"]}, weights_file.write
     state[RESUME][RNG] = list(snapshot.rank_states)
     return checkpoint_file.packed(state, allow_pickle=not weights_only), checkpoint_file.write
+
+
+def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a state that leaves nothing out."""
+    from raysgd.torch.objects.remade import completed
+
+    models = [completed(*each) for each in zip(state["models"], tensors, strict=False)]
+    full = {**{key: value for key, value in state.items() if key != REMADE}, "models": models}
+    if CRITERION in full and len(tensors) > len(models):
+        full[CRITERION] = completed(full[CRITERION], tensors[len(models)])
+    return full
 
 
 def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bool) -> None:

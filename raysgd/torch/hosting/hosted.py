@@ -331,7 +331,10 @@ class TorchHosted(hosted.Hosted):
 
     def weight_sums(self) -> WeightSums | None:
         models, chosen = self.internals.registered.trained, self.operator.compares_ranks
-        return sums_of(models, chosen, self.parallel.left_out_of, self.settings.batch_options.deterministic)
+        remade, left_out_of = self.internals.remade, self.parallel.left_out_of
+        if remade is not None:
+            left_out_of = remade.added_to(left_out_of)
+        return sums_of(models, chosen, left_out_of, self.settings.batch_options.deterministic)
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:

@@ -311,11 +311,20 @@ def make_undo(
     others = [*registered.schedulers, *([precision] if precision.is_mixed else [])]
     copies = True if undo else needs_copies(operator)
     models, optimizers = registered.trained, registered.optimizers
-    made = Undo(models, optimizers, others, lambda: callbacks.changed_by_steps, copies=copies, ledger=ledger)
+    unchanging = () if internals.remade is None else internals.remade.ids
+    made = Undo(
+        models,
+        optimizers,
+        others,
+        lambda: callbacks.changed_by_steps,
+        copies=copies,
+        ledger=ledger,
+        unchanging=unchanging,
+    )
     if undo is False or not all(map(tells_of_steps, optimizers)):
         made.switch_off()
         return made
-    lack = None if copies is False else lacks_memory(models, world.local_size)
+    lack = None if copies is False else lacks_memory(models, world.local_size, unchanging)
     if lack is not None:
         made.switch_off()
         if world.local_rank == 0:

@@ -26,6 +26,7 @@ from raysgd.torch.objects import hyperparameters, metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
+from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step.gradients import Gradients, OwnSteps
@@ -248,6 +249,7 @@ class TorchInternals(Internals):
         parallel: Strategy that keeps the replicas equal. Its `leg` is the `place` of training batches.
         choice: Chooses the optimizers for a call of `backward` or `optimizer_step`.
         trained: Frozen parameters and optimizer groups; None before the end of `setup`.
+        remade: Frozen parameters that no state holds; None unless the operator sets `remakes_frozen`.
         loss_calls: Observes calls of the criterion.
         own_steps: Clips gradients before optimizers step.
         gradients: Computes and applies gradients.
@@ -277,6 +279,7 @@ class TorchInternals(Internals):
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
         self.own_steps.check_labels = self.gradients.check_labels
         self.trained: Any = None
+        self.remade: Any = None
 
     @property
     def use_gpu(self) -> bool:
@@ -310,6 +313,8 @@ class TorchInternals(Internals):
 
     def register(self, **given: Any) -> tuple[Any, ...]:
         """Register the arguments of the operator's `register`. Return what that method returns."""
+        if self._operator.remakes_frozen:
+            self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
         self.own_steps.watch(self.registered.optimizers)
         return self.registered.returned
@@ -327,12 +332,36 @@ class TorchInternals(Internals):
         self._counts_ahead = counts_ahead
         self.trained = TrainedParts(self.registered)
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
+        if self._operator.remakes_frozen:
+            self._leave_out_frozen()
+        if self.world.rank == 0:
+            warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
+
+    def _leave_out_frozen(self) -> None:
+        """Leave frozen parameters out of states from now on, if all ranks have made the same.
+
+        Raises:
+            ValueError: They have not, or the models are divided.
+        """
+        from raysgd.torch.objects.remade import RemadeParameters
+
+        name = type(self._operator).__name__
+        if self.parallel.is_sharded:
+            raise ValueError(
+                f'`{name}.remakes_frozen = True` cannot work with `strategy="fsdp"`, where each worker has a part of '
+                'what is frozen and reads the parts of checkpoints itself. Remove it, or use "ddp".'
+            )
+        self.remade = RemadeParameters(self.registered.trained, type(self._operator))
+        if self.world.is_distributed:
+            self.remade.check_ranks(self.sum_over_workers)
 
     def rewrap(self) -> None:
         """Average the gradients of all parameters that are trainable now."""
         self.parallel.rewrap(self.registered.wrapped)
         if self.trained is not None:  # otherwise still in `setup`
             self.trained.note()
+        if self.remade is not None:
+            self.remade.follow_trained()
 
     def follow_trained(self, noted: Noted | None) -> None:
         """Train the parts that a snapshot names. Called on all ranks that load it."""

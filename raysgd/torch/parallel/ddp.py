@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, trainable
+from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, take_from_first, trainable
 
 
 @dataclass(eq=False)
@@ -59,6 +59,9 @@ class DDP(NoParallel):
         if not covered:
             return self._leave_out(model)
         options = {"device_ids": device_ids, **options}
+        if not self.shares_frozen:
+            take_from_first((*covered, *model.buffers()))
+            init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
         require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # these are assigned, too
         require_names(wrapped, "parameters_to_ignore", "process_group")

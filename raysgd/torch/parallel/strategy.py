@@ -57,6 +57,7 @@ class NoParallel:
         exchanged: IDs of parameters, one for each model whose gradients were exchanged completely.
         record: Record of what all ranks must do alike in the call; None if there is nothing.
         forward_context: Returns the context of forward passes.
+        shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank has made the same ones.
     """
 
     synchronizes = False
@@ -71,6 +72,7 @@ class NoParallel:
         self.record = GlobalRecord() if self.synchronizes else None
         self.exchanged: set[int] = set()
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.shares_frozen = True
         self._left_out: list[torch.nn.Module] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
@@ -83,7 +85,7 @@ class NoParallel:
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make a model without trainable parameters equal on all ranks. It is not wrapped: it has no gradients."""
-        take_from_first((*model.parameters(), *model.buffers()))
+        take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
 

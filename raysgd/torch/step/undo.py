@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,24 +37,30 @@ class _Watched:
     Args:
         models: The trained modules.
         watches_frozen: True to find frozen parameters that change, such as moving averages of weights.
+        unchanging: IDs of parameters that are known not to change.
 
     Attributes:
         parameters, buffers: Parameters and buffers of the models.
         frozen, digests: Frozen parameters, and digests of their values before the current batch.
         moving: Frozen parameters that changed in the first batch, by ID.
+        copied: Parameters that were copied before the last batch.
         num_usual: Number of exchanges in the first batch.
         is_first: True until the first batch is complete.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], watches_frozen: bool) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], watches_frozen: bool, unchanging: Collection[int] = ()
+    ) -> None:
         require_names(torch.nn.Module(), "_buffers")
         require_names(torch, "_foreach_copy_")
         self.parameters = [each for model in models for each in model.parameters()]
         modules = [module for model in models for module in model.modules()]
         self.buffers = [(module._buffers, name) for module in modules for name in module._buffers]
-        self.frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
+        frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
+        self.frozen = [each for each in frozen if id(each) not in unchanging] if unchanging else frozen
         self.digests = digests_of(self.frozen)
         self.moving: dict[int, torch.nn.Parameter] = {}
+        self.copied: Sequence[torch.nn.Parameter] = ()
         self.num_usual = math.inf
         self.is_first = True
 
@@ -140,6 +146,7 @@ class Undo:
         copies: True to copy everything before each batch. False to copy only buffers, which is enough for stock code.
             None to copy everything before the first batch of a call, and before later ones if the first shows the need.
         ledger: Records the time that copies take.
+        unchanging: IDs of parameters that no batch changes, so that they are not copied. IDs may be removed later.
 
     Attributes:
         copies_all: True if everything is copied before each batch.
@@ -154,7 +161,9 @@ class Undo:
         *,
         copies: bool | None,
         ledger: Ledger | None = None,
+        unchanging: Collection[int] = (),
     ) -> None:
+        self._unchanging = unchanging
         self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
         self.copies_all, self._watches = copies is True, copies is None
         self._ledger = ledger or Ledger()
@@ -184,7 +193,8 @@ class Undo:
     def open_call(self, is_used: bool = True) -> None:
         """Begin a call, or continue one after a failure. Without `is_used`, its batches are never repeated."""
         self.forget()
-        self._watched = _Watched(self._models, not self.copies_all) if is_used and not self._is_off else None
+        is_watching = is_used and not self._is_off
+        self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
@@ -228,6 +238,9 @@ class Undo:
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
         parameters = watched.parameters if copies_all else [*watched.moving.values()]
+        if self._unchanging:
+            parameters = [each for each in parameters if id(each) not in self._unchanging]
+        watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(_is_writable, tensors)])
         batch.is_copied, batch.is_whole = True, copies_all
 
@@ -241,7 +254,7 @@ class Undo:
             return
         is_more = not watched.is_first and batch.num_exchanges > watched.num_usual
         has_more = batch.has_stepped or is_more
-        self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.parameters))
+        self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
     def note_step(self) -> None:
         """Called before an optimizer steps."""
@@ -269,7 +282,7 @@ class Undo:
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
             return  # without an exchange, it shows nothing: the next batch counts as the first
-        if self._watches and not batch.has_stepped and self._copies.differ(watched.parameters):  # changed, unknown when
+        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):  # changed, unknown when
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
@@ -385,14 +398,17 @@ def _num_collectives() -> float:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int) -> str | None:
+def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
     """Return the size of copies of everything, in words, if that is more than half of the free memory; otherwise None.
 
     Args:
         models: The trained modules. Their optimizers are assumed to hold as much as Adam.
         num_sharing: Number of workers that share the memory of the node.
+        unchanging: IDs of parameters that are not copied.
     """
     tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+    if unchanging:
+        tensors = [each for each in tensors if id(each) not in unchanging]
     num_bytes = sum(each.nbytes * (3 if each.requires_grad else 1) for each in tensors)
     free = _free_bytes(next((each.device for each in tensors), torch.device("cpu")), num_sharing)
     if free is None or num_bytes <= free // 2:

@@ -47,9 +47,13 @@ class Gate:
     """One rank's side of the agreement of all ranks to stop after some step.
 
     The training thread calls `stops` between two steps. Proposals come from a second thread.
+
+    Args:
+        planned: After how many steps all ranks stop in any case; None for nowhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planned: int | None = None) -> None:
+        self.planned = planned
         self.proposed: int | None = None
         self._is_agreed: bool | None = None
         self._changed = threading.Condition()
@@ -81,12 +85,18 @@ class Gate:
 
     def stops(self, completed: int) -> bool:
         """Return True if the epoch must stop now. Waits while a proposal for this step is not settled."""
+        if self.is_planned(completed):
+            return True
         if not self._is_proposed(completed):
             return False
         with self._changed:  # checks again: the second thread may have withdrawn the proposal and made a later one
             while self._is_proposed(completed) and self._is_agreed is None:
                 self._changed.wait()
             return self._is_proposed(completed)
+
+    def is_planned(self, completed: int) -> bool:
+        """Tell whether all ranks stop here in any case."""
+        return self.planned is not None and completed >= self.planned
 
     def _is_proposed(self, completed: int) -> bool:
         proposed = self.proposed  # read once: the second thread may withdraw it at any moment
