@@ -120,21 +120,21 @@ class ReplicaCalls:
         return self._go_through(run, loop.stream(request, is_begun=True), request)
 
     def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Go on with an epoch that a run had left at a step, perhaps in another process; its state is loaded.
+        """Continue an epoch that a run left after some step, perhaps in another process. Its state is already loaded.
 
         Args:
-            begun: Where it was left, and what those ranks had measured whose metrics this one counts.
-            request: What is asked.
-            share: As for `train_epoch`.
+            begun: Where the epoch was left, and the metrics of the ranks that this one counts.
+            request: The training request.
+            share: See `train_epoch`.
         """
         loop, run = self._hosted.loop, self._unfinished
-        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # other data are registered by now
+        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # the registered data are different now
             return self.train_epoch(request, share)
         self._ledger.begin_call()
         loop.begin_call()
         self._set_timers(request.profile)
         if run is not None and (run.num_completed, run.epoch_idx) == (begun.num_steps, begun.epoch_idx):
-            run.detach()  # in this very process, which has more than the sums
+            run.detach()  # the epoch was left in this process, which also has metric objects
             run.call = request.call
             return self.resume_epoch(request, share)
         lost = {f"left {number}": metrics for number, metrics in enumerate(begun.lost)}
@@ -145,7 +145,7 @@ class ReplicaCalls:
         return self.resume_epoch(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Go on with a call of `resume_left` that broke off or was held."""
+        """Continue a call of `resume_left` that was interrupted or held."""
         has_begun = epoch_run.run_of(self._run, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 

@@ -127,7 +127,7 @@ def merged(
 
 
 def _names_left_out(state: Mapping[str, Any]) -> list[Collection[str]]:
-    """Return the names in each model that the state leaves out because `setup` makes them again."""
+    """Return the names of each model's weights that the state leaves out, because `setup` makes them again."""
     parts = state[REMADE]["parts"] if REMADE in state else ()
     return [parts[index] if index < len(parts) else () for index in range(len(state["models"]))]
 

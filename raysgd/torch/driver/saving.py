@@ -138,9 +138,9 @@ def content_of(
 
     Args:
         snapshot: The state.
-        weights_only: Whether to refuse what could not be loaded back without running code.
-        file_format: The format of the file.
-        frozen: The parameters that the state leaves out because `setup` makes them again, to be in the file.
+        weights_only: True to refuse content that could only be loaded by running code.
+        file_format: Format of the file.
+        frozen: Frozen parameters that the state leaves out, to write them into the file; None to leave them out.
 
     Raises:
         ValueError: A part of the state could not be loaded back.
@@ -155,7 +155,7 @@ def content_of(
 
 
 def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state that leaves nothing out."""
+    """Return the state with the frozen parameters that it leaves out."""
     from raysgd.torch.objects.remade import completed
 
     models = [completed(*each) for each in zip(state["models"], tensors, strict=False)]

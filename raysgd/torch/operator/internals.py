@@ -338,10 +338,10 @@ class TorchInternals(Internals):
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
 
     def _leave_out_frozen(self) -> None:
-        """Leave frozen parameters out of states from now on, if all ranks have made the same.
+        """Leave frozen parameters out of states from now on. Check first that all ranks have made the same ones.
 
         Raises:
-            ValueError: They have not, or the models are divided.
+            ValueError: The ranks' frozen parameters differ, or the models are divided.
         """
         from raysgd.torch.objects.remade import RemadeParameters
 

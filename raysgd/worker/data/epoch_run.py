@@ -49,7 +49,7 @@ class Gate:
     The training thread calls `stops` between two steps. Proposals come from a second thread.
 
     Args:
-        planned: After how many steps all ranks stop in any case; None for nowhere.
+        planned: Number of steps after which all ranks stop in any case; None for no planned stop.
     """
 
     def __init__(self, planned: int | None = None) -> None:
@@ -95,7 +95,7 @@ class Gate:
             return self._is_proposed(completed)
 
     def is_planned(self, completed: int) -> bool:
-        """Tell whether all ranks stop here in any case."""
+        """Return True if all ranks stop here in any case."""
         return self.planned is not None and completed >= self.planned
 
     def _is_proposed(self, completed: int) -> bool:

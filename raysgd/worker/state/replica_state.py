@@ -15,7 +15,7 @@ RESUME = "resume"  # key of the position in the data and the step counter, which
 
 
 def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many passes over the train data a state has seen to their end, and how many batches in all."""
+    """Return the number of complete passes over the train data in a state, and its number of steps."""
     resume = state.get(RESUME) or {}
     position = resume.get("position") or {}
     is_mid_pass = bool(position.get("is_mid_pass") or position.get("is_unknown"))
