@@ -457,8 +457,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return the trained model without wrappers, or a list of several.
 
-        With `use_local=True`, it is the live model, unless you pass `to_cpu=True` or the model is sharded. Otherwise, it
-        is a copy.
+        With `use_local=True`, this is the live model, unless you pass `to_cpu=True` or the model is sharded. Otherwise,
+        it is a copy.
         """
         is_local = self._controller.ensure_group().local_replica is not None
         is_sharded = self._facts.is_sharded
@@ -481,8 +481,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     ) -> type[Any]:
         """Return a class for `ray.tune`. Each trial has a trainer, with the trial's config merged into `config`.
 
-        If the trial's config has `num_workers`, `num_cpus_per_worker`, `num_gpus_per_worker`, `use_gpu` or `use_local`,
-        these replace the arguments.
+        If the trial's config has `num_workers`, `num_cpus_per_worker`, `num_gpus_per_worker`, `use_gpu`, `use_local`,
+        `resources_per_worker` or `accelerator_type`, these replace the arguments.
 
         Args:
             args: Refused: pass all arguments by name.
