@@ -26,7 +26,7 @@ from raysgd.worker.state.replica_state import ReplicaState
 
 
 class Hosted(ABC):
-    """An operator with what a framework makes for it. A subclass makes `operator`, `loop` and `state` in `build`.
+    """An operator with its data, loop and state. A subclass makes `operator`, `loop` and `state` in `build`.
 
     Args:
         settings: Settings to build the operator from.
@@ -102,7 +102,7 @@ class Hosted(ABC):
 
     @abstractmethod
     def weight_sums(self) -> WeightSums | None:
-        """Return check sums of the weights that must be equal on all ranks; None if there are none."""
+        """Return checksums of the weights that must be equal on all ranks; None if there are none."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:

@@ -48,7 +48,7 @@ class ReadOnlyView:
 
     Args:
         path: Path of the value in the `Internals`.
-        way_out: Sentence of the error on what to do instead of an assignment.
+        way_out: Sentence of the error that says what to do instead.
     """
 
     def __init__(self, path: str, way_out: str = _OF_TRAINER) -> None:

@@ -124,13 +124,13 @@ class StepLoop(Loop):
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
     def begin_step(self) -> None:
-        """See `StepWatcher`."""
+        """Copy what the batches of a step may change. Called before its first batch."""
         self._log.waiting = self.waiting_parameters()
         if self.undo is not None:
             self.undo.begin_batch(self._log.waiting)
 
     def note_exchange(self) -> None:
-        """See `StepWatcher`."""
+        """Note an exchange of gradients in the step."""
         if self.undo is not None:
             self.undo.note_exchange()
 

@@ -481,7 +481,7 @@ class TorchInternals(Internals):
         The meters count them when the loop asks for the next batch. `global_step` is ahead until then.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
-        if leg.batch.is_waiting:  # `train_batch` left it out
+        if leg.batch.is_waiting:  # `train_batch` ran no backward pass
             leg.skip()
         waits = reported is not None and metrics is reported and not self.logged
         if not waits:
@@ -501,11 +501,11 @@ class TorchInternals(Internals):
         """Note a call of the criterion in an evaluation, and its number of labels."""
         if comparison.amount is not None:
             self.place.batch.amounts.append(comparison.amount)
-            self.evaluated.append(comparison._replace(output=None, target=None))  # large
+            self.evaluated.append(comparison._replace(output=None, target=None))  # these are large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
-            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # it was left out
+            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # the batch was left out
         if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # otherwise complete already
             metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):

@@ -34,7 +34,7 @@ from raysgd.worker.ledger import Ledger
 
 
 class StepRows:
-    """Exchanges between the ranks of a leg what each has measured, before the optimizer steps.
+    """The exchange of metrics between the ranks of a leg, before the optimizer steps.
 
     A row contains the sums as they will be once the step counts: the metrics of its batches wait in the meters since
     before the backward pass.
@@ -137,7 +137,7 @@ class Exchanges:
             is_last: True if the gradients of a model are complete after it.
         """
         self.count(is_last)
-        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # nothing else is left
+        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # all else is done
         received = partial(self._received_last, is_awaited) if is_last else self._received
         return future.then(received)  # so that the backward pass waits for the callback, too
 

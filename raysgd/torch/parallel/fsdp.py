@@ -181,7 +181,7 @@ class FSDP(NoParallel):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Fill a part without numbers with those of rank 0, until the body of the context has divided it."""
+        """Fill a module that has no numbers yet, with those of rank 0, until the body of the context has divided it."""
         fill(part, self._device)
         whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
         take_from_first((*whole, *part.buffers()))

@@ -1,4 +1,4 @@
-"""A record of what all ranks must do alike in a training call, and check sums of the parameters they must keep equal.
+"""A record of what all ranks must do alike in a training call, and checksums of the parameters they must keep equal.
 
 If a rank makes more or fewer exchanges than the others, it pairs its exchanges with the wrong ones, or waits forever in
 the last one. The exchanges do not notice, unless sizes differ. So each rank records what it does, without an exchange,
@@ -77,7 +77,7 @@ def sums_of(
     left_out_of: Callable[[torch.nn.Module], Collection[str] | None],
     is_exact: bool,
 ) -> WeightSums | None:
-    """Return the check sums of all parameters to compare, also of frozen ones; None if there are none.
+    """Return the checksums of all parameters to compare, also of frozen ones; None if there are none.
 
     Args:
         models: The registered models, without wrappers.
@@ -111,7 +111,7 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 
 
 def _row(parameter: torch.Tensor, is_exact: bool) -> torch.Tensor:
-    """Return the two check sums of a parameter. It is converted in chunks, to save memory."""
+    """Return the two checksums of a parameter. It is converted in chunks, to save memory."""
     flat, rows = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1), []
     for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_ELSEWHERE):
         if is_exact:  # sums of integers are the same in any order

@@ -49,7 +49,7 @@ class Leg:
             batch. None if exchanges never wait.
         check: Called before a step counts as done, and raises if it cannot count. None for no check.
         refresh: Called on all ranks before the first batch of each global batch. None if there is nothing to refresh.
-        rows: Sends the other ranks what this one has measured, in each step; None if ranks do not exchange metrics.
+        rows: Exchange of metrics between the ranks in each step; None if they exchange no metrics.
         batch: The last batch that was handed out.
         began_at: Time at which this rank asked for the batch; 0 after its first backward pass has begun.
         own_s: Seconds from there to the backward pass, over all batches: time that this rank spent without the others.

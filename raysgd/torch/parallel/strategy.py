@@ -46,7 +46,7 @@ class NoParallel:
 
     Args:
         has_others: True if there are other ranks.
-        tells_rows: True to exchange between the ranks, in each step, what they have measured.
+        tells_rows: True to exchange metrics between the ranks in each step.
 
     Attributes:
         synchronizes: True if every step involves all ranks.

@@ -191,7 +191,7 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
 
 
 class Gradients:
-    """Computes gradients so that those of all batches of a step, on all ranks, equal the gradient of one big batch."""
+    """Computes the gradients of a step. Over all its batches and ranks, they equal the gradient of one big batch."""
 
     def __init__(self, precision: Precision, parallel: NoParallel, own_steps: OwnSteps, once: Once) -> None:
         self._precision = precision
