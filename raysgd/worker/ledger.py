@@ -95,7 +95,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ a training call
 
     def begin_call(self) -> None:
-        """Begin a new call. The time after an interrupted one was no recovery then."""
+        """Begin a new call. If an earlier call was interrupted, the time since then is the driver's, not a recovery."""
         self._settle(DRIVER, DRIVER)
         self.enter(OTHER)
         self._at_call = self._shown()

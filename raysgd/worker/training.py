@@ -375,7 +375,7 @@ class ReplicaCalls:
         """Continue the call in a new group.
 
         Args:
-            present: Names of the ranks in the new group; None if they are not known. All other ranks are lost.
+            present: Names of the ranks in the new group. All others are lost. None if the names are not known.
             left: Progress and metrics of the ranks that left in an orderly way.
         """
         run = self._run

@@ -1,4 +1,4 @@
-"""The steps of a training call: it knows if a step is half done, and can return to the state before it."""
+"""The loop over the steps of a training call, which can undo a step that is half done."""
 
 from __future__ import annotations
 

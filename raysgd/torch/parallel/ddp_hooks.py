@@ -192,7 +192,7 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Return True if a user's hook may keep something between calls, such as a group, errors, or a counter."""
+    """Return True if a user's hook may keep something between calls, such as a group, past errors, or a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)

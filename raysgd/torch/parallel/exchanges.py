@@ -36,8 +36,8 @@ from raysgd.worker.ledger import Ledger
 class StepRows:
     """The exchange of metrics between the ranks of a leg, before the optimizer steps.
 
-    A row contains the sums as they will be once the step counts: the metrics of its batches wait in the meters since
-    before the backward pass.
+    A row contains the sums as they will be once the step counts. They include the metrics of its batches, which have
+    been waiting in the meters since before the backward pass.
 
     Args:
         exchange: Sends the rows.

@@ -5,8 +5,8 @@ divided again afterwards, also in evaluation. A group is a block of the model wi
 exchange; the remaining parameters are one more group. Checkpoints, snapshots and `get_model` have whole, plain tensors,
 so they fit any other kind of training.
 
-All ranks must take part in a forward pass of a divided model. In training, all ranks take the same steps. In evaluation
-they may not: one rank has more batches, or generates a longer text. So each time that a rank calls a model, all ranks
+All ranks must take part in a forward pass of a divided model. In training, all ranks take the same steps. In
+evaluation, one rank may have more batches, or generate a longer text. So each time that a rank calls a model, all ranks
 say which one they call (a round). Ranks that call none, or another model, get the arguments, run the forward pass, and
 drop its output, without any code of the operator. A rank without batches stays in rounds until no rank has any. ADR 92
 has the alternatives.

@@ -32,7 +32,7 @@ class StepWatcher(Protocol):
 
 
 class Leg:
-    """The part of a training call that one group of workers runs. Also the replica's place in its step, `PlaceInStep`.
+    """The part of a training call that one group of workers runs. It is the replica's `PlaceInStep`.
 
     Args:
         window: Number of batches in an optimizer step. A step has fewer if the pass or the call ends first.
@@ -294,7 +294,7 @@ class Leg:
         return amount / window.reference
 
     def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
-        """Note if this rank leaves the batch out. Called for each batch if user code may do that on any rank."""
+        """Note whether this rank leaves the batch out. Called for each batch if user code may do that on any rank."""
         batch = self.batch
         if self.window == 1 or self.omitted is None:
             self.omitted = Omitted(self.window)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class OwnSteps:
-    """The steps of one operator's optimizers: right before each, callbacks see the gradients, and these are clipped.
+    """Hooks into the steps of optimizers: shows the gradients to callbacks, and clips them, right before each step.
 
     Attributes:
         clips: True if gradients are clipped.
@@ -165,7 +165,7 @@ def tells_of_steps(optimizer: Any) -> bool:
 
 
 def _unscale_for_step(optimizer: Any) -> None:
-    """Unscale the gradients of a fused optimizer now, which `GradScaler` lets it unscale in its step otherwise."""
+    """Unscale the gradients of a fused optimizer before its step. `GradScaler` lets it do so in the step otherwise."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return

@@ -243,10 +243,11 @@ class EpochRun:
                 self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
-        """Continue from the progress of another rank. This rank keeps its own metrics.
+        """Continue from the progress of another rank, and keep this rank's own metrics.
 
-        If the other rank has completed one step more, that step counts for this rank as well, although it dropped the
-        metrics of the step. It had sent them with its gradients, so it takes its sums from the other rank's record.
+        If the other rank has completed one step more, that step counts on all ranks. This rank has dropped its metrics
+        of the step, but had sent its sums to all ranks with its gradients. So it takes them from the other rank's
+        record.
 
         Args:
             state: Progress of the other rank.
@@ -273,7 +274,7 @@ class EpochRun:
         return self.meters.summary_of(*row.part(METRICS))
 
     def settle(self, present: Collection[str] | None) -> None:
-        """Continue in a new group. Other ranks are lost; what they had sent is counted at the end of the call.
+        """Continue in a new group. Ranks outside it are lost; what they had sent is counted at the end of the call.
 
         Args:
             present: Names of the ranks in the new group; None if they are not known. Then no rank counts as lost.

@@ -76,7 +76,7 @@ class Feed(ABC):
         """Return why the position in the data under "train" or "validation" is unknown; None if it is known."""
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return why a call with its own data cannot continue inside them; None if it can, or for registered data."""
+        """Return why a call with its own data cannot continue in the middle; None if it can, or for registered data."""
         return None
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Feed(ABC):
     def validating(self, request: EpochRequest) -> Iterator[Any]:
         """Provide the stream of a call of `validate`.
 
-        If a call with `num_steps` over registered data returns, the next call continues with the batch after it. In all
+        If a call with `num_steps` over registered data returns, the next call continues after its last batch. In all
         other cases, the next call begins with the first batch, wherever the user's loop stopped.
         """
         if request.shard_key is not None:  # the call has its own data
