@@ -1,4 +1,4 @@
-"""The loop over the steps of a training call. It knows if a step is half done."""
+"""The loop over the steps of a training call, which knows whether a step is half done."""
 
 from __future__ import annotations
 
