@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from raysgd.detached.protocol import Detached
     from raysgd.engine.shared.group_events import GroupEvent
     from raysgd.engine.status import TrainerStatus
+    from raysgd.exceptions import Preempted
     from raysgd.history.history import CallRecord, History
     from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
@@ -40,6 +41,7 @@ __all__ = [
     "Detached",
     "GroupEvent",
     "History",
+    "Preempted",
     "PyTorchTrainer",
     "Recovery",
     "TFTrainer",
@@ -59,6 +61,7 @@ lazy_names(
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
         "Detached": "raysgd.detached.protocol",
+        "Preempted": "raysgd.exceptions",
         "Recovery": "raysgd.messages.recovery",
         "CallRecord": "raysgd.history.history",
         "History": "raysgd.history.history",

@@ -172,6 +172,22 @@ class CallbackError(RaySGDError, RuntimeError):
     """
 
 
+class Preempted(SystemExit):  # it is no error
+    """A signal has told the program to end: `fit` has left the run at a step, and saved it. The status is 128 + signal.
+
+    Attributes:
+        signal: The number of the signal.
+        checkpoint: Where the state is saved; None where no callback of the run saves, or where that has failed.
+    """
+
+    def __init__(self, signal: int, checkpoint: str | None = None) -> None:
+        super().__init__(128 + signal)
+        self.signal, self.checkpoint = signal, checkpoint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.signal, self.checkpoint)
+
+
 class StepMismatchError(RaySGDError, RuntimeError):
     """The functions on different workers did not report or save at the same steps."""
 

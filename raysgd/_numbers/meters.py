@@ -391,7 +391,7 @@ class AverageMeterCollection:
         self.held: list[tuple[list[_Entry], int | float]] = []
         self.n: int | float = 0
 
-    def update(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
+    def update(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
         """Count the metrics of one batch.
 
         Args:
@@ -400,17 +400,18 @@ class AverageMeterCollection:
                 in the place of `n`; `batch_weight_of_<metric>` is that of a single one.
             n: Weight of the batch, usually its number of samples. With weight 0 a value is remembered as the
                 last one and left out of the mean, whatever it is.
+            is_strict: False to leave out values that have no mean, instead of an error.
 
         Raises:
             TypeError: If a value is of a kind that cannot be averaged.
             ValueError: If a tensor or array has more or less than one element, or `batch_weight` is no weight.
         """
         waiting, self.held = self.held, []
-        self.hold(metrics, n)
+        self.hold(metrics, n, is_strict=is_strict)
         self.count_held()
         self.held = waiting
 
-    def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
+    def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
         """Let the metrics of a batch wait until it is known whether the batch counts.
 
         The same arguments and exceptions as for `update`: what waits cannot be refused any more. Metric objects have
@@ -423,11 +424,14 @@ class AverageMeterCollection:
         meters, entries = self._meters, list[_Entry]()
         for name, value in metrics.items():
             meter = meters.get(name)
-            if meter is None:
-                if is_weight(name):
-                    continue
-                meter = self._new_meter(name, value)
-            entries.append((name, meter, *meter.read(value, metrics.get(meter.weight_name, weight))))
+            if meter is None and is_weight(name):
+                continue
+            try:
+                meter = meter or self._new_meter(name, value)
+                entries.append((name, meter, *meter.read(value, metrics.get(meter.weight_name, weight))))
+            except (TypeError, ValueError):
+                if is_strict:
+                    raise
         self.held.append((entries, num_samples))
 
     def count_held(self) -> None:

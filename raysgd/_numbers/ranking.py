@@ -29,12 +29,12 @@ class SavedCheckpoint(Generic[T]):
     """One checkpoint of a run.
 
     Attributes:
-        number: Its number in the run. Newer checkpoints have higher numbers.
+        number: Its number in the run, or its epoch and its step. Newer checkpoints have higher ones.
         score: The value by which it is ranked; None if it has none.
         content: The checkpoint itself, or what its owner needs to find it.
     """
 
-    number: int
+    number: Any
     score: float | None
     content: T
 
@@ -67,7 +67,7 @@ class BestCheckpoints:
         return ranked if self.num_best is None else ranked[max(0, len(ranked) - self.num_best) :]
 
     def divide(
-        self, saved: Iterable[SavedCheckpoint[T]], pending: Iterable[int] = ()
+        self, saved: Iterable[SavedCheckpoint[T]], pending: Iterable[Any] = ()
     ) -> tuple[list[SavedCheckpoint[T]], list[SavedCheckpoint[T]]]:
         """Return the checkpoints that stay, and those to delete, each oldest first.
 
@@ -84,7 +84,7 @@ class BestCheckpoints:
         kept = [each for each in by_age if each.number in stay]
         return kept, [each for each in by_age if each.number not in stay]
 
-    def _rank(self, each: SavedCheckpoint[T]) -> tuple[bool, float, int]:
+    def _rank(self, each: SavedCheckpoint[T]) -> tuple[bool, float, Any]:
         if each.score is None or math.isnan(each.score):
             return False, 0.0, each.number
         return True, each.score if self.order == MAX else -each.score, each.number

@@ -92,6 +92,12 @@ class Callback:
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
         """Called when a checkpoint was saved, with its path or URI."""
 
+    def on_leave(self, run: Run) -> None:
+        """Called when a run is left before its end, because of a signal to the program or of `max_time`.
+
+        `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves that very state.
+        """
+
     def on_event(self, run: Run, event: GroupEvent) -> None:
         """Called after the epoch in which workers were lost, added, or replaced."""
 
@@ -119,6 +125,20 @@ class Callback:
 
     def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned."""
+
+    _pauses: bool = False
+    """Whether it acts inside epochs, while all workers are held at a step."""
+
+    def _pause_at(self, global_step: int) -> int | None:
+        """Return the next step to do so at, as batches in all; None for no certain one. The run is at `global_step`."""
+        return None
+
+    def _pauses_now(self) -> bool:
+        """Return whether to do so at the next step; called now and then while an epoch runs."""
+        return False
+
+    def _on_pause(self, run: Run, global_step: int) -> None:
+        """Called when the workers are held. `run.epoch` and `run.step` say where; `run.save` saves that very state."""
 
     def _check_run(self, run: Run) -> None:
         """Refuse a run that this callback cannot be part of; nothing has begun."""
@@ -148,6 +168,8 @@ class Run:
         config: The config of the trainer or the function.
         epoch: The epoch that is trained, or was trained last, from 1; 0 before the first one. For functions the number
             of the last report.
+        step: How many batches of the epoch after `epoch` each worker has trained on, where the run was left or resumes
+            inside an epoch; else 0.
         epochs: The last epoch of the run, if it is not stopped before; None for functions.
         history: The results so far. A run that resumes has those of the checkpoint too.
         callbacks: The callbacks of the run, in the order in which they are called.
@@ -172,13 +194,14 @@ class Run:
         self.trainer = trainer
         self.name = name
         self.config = dict(config or {})
-        self.epoch = 0
+        self.epoch = self.step = 0
         self.epochs = epochs
         self.history = History() if history is None else history
         self.callbacks = callbacks if callbacks is not None else []
         self.started_at = time.time()
         self.validates_beside = False
         self._last_told: int | None = None
+        self._global_step: int | None = None  # where it resumes inside an epoch
         self._folder = folder
         self._save = save
         self._obstacle_to_stop = obstacle_to_stop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ END = "end"
 
 
 Saved = SavedCheckpoint[str]
-"""One checkpoint: the number is its epoch, the content its file's name."""
+"""One checkpoint: the number is its epoch and its step in the next one, the content its file's name."""
 
 
 class Checkpointing(Callback):
@@ -45,6 +46,9 @@ class Checkpointing(Callback):
         folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run; to resume
             from there, pass the same `folder` to `fit`.
         every_n_epochs: How often to save. The last epoch of a run is always saved.
+        every_n_steps: After how many batches of a worker to save inside epochs, too, counted over all epochs: in files
+            like `epoch_0002_step_000120.ckpt`, after two epochs and 120 batches of the third. For `TorchTrainer`.
+        every_minutes: After how many minutes since the last save to save at the next step, in the same way.
         keep_last: How many of the newest files to keep; None for all.
         keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
         metric: The metric that says which ones are best, such as "val_loss". An epoch without it is never the best.
@@ -68,6 +72,8 @@ class Checkpointing(Callback):
         folder: str | Path | None = None,
         *,
         every_n_epochs: int = 1,
+        every_n_steps: int | None = None,
+        every_minutes: float | None = None,
         keep_last: int | None = 1,
         keep_best: int | None = None,
         metric: str | None = None,
@@ -77,6 +83,12 @@ class Checkpointing(Callback):
     ) -> None:
         self._given = open_folder(folder, argument="folder") if folder is not None else None
         self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 saves every epoch.")
+        self.every_n_steps = _count_or_none("every_n_steps", every_n_steps, "None saves between epochs only.")
+        self.every_minutes = every_minutes
+        if every_minutes is not None:
+            checks.check_seconds("every_minutes", every_minutes, may_be_least=False)
+        self._pauses = every_n_steps is not None or every_minutes is not None
+        self._paused_at, self._saved_at = 0, time.monotonic()
         self.keep_last = _count_or_none("keep_last", keep_last, "None keeps all; `resume_from` needs the newest.")
         self.max_failures = _count_or_none("max_failures", max_failures, "None never ends the run.")
         self._metric = WatchedMetric("Checkpointing", metric, mode) if metric is not None else None
@@ -154,8 +166,9 @@ class Checkpointing(Callback):
                 "`Checkpointing` is for class-based trainers. A function saves its own checkpoints; `CheckpointConfig` "
                 "or `CheckpointStrategy` says which ones are kept."
             )
+        self._saved_at = time.monotonic()
         folder = self._folder_of(run)
-        if folder != self._folder or run.epoch == 0:
+        if folder != self._folder or not (run.epoch or run.step):
             self._saved = []
         self._folder, self._num_failures, self._unsaved, self._end = folder, 0, None, None
         try:
@@ -179,13 +192,13 @@ class Checkpointing(Callback):
             self._save_if_due(run, score)
 
     def _save_if_due(self, run: Run, score: float | None) -> None:
-        self._unsaved = SavedCheckpoint(run.epoch, score, f"epoch_{run.epoch:04d}.ckpt")
+        self._unsaved = SavedCheckpoint((run.epoch, 0), score, _name_of(run.epoch, 0))
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
             self._save(run, self._unsaved)
 
     def _rate(self, run: Run, score: float | None) -> None:
         """Give the file of an epoch the value of the metric, and drop what need not be kept by now."""
-        before, epoch = self._saved, run.epoch
+        before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
         if self._unsaved is not None and self._unsaved.number == epoch:
             self._unsaved = replace(self._unsaved, score=score)
@@ -194,6 +207,28 @@ class Checkpointing(Callback):
             self._update_index(self._saved)
             for each in dropped:
                 self._delete(each)
+
+    def _pause_at(self, global_step: int) -> int | None:
+        self._paused_at, every = global_step, self.every_n_steps
+        return None if every is None else (global_step // every + 1) * every
+
+    def _pauses_now(self) -> bool:
+        return self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
+
+    def _on_pause(self, run: Run, global_step: int) -> None:
+        every = self.every_n_steps
+        is_due = every is not None and global_step // every > self._paused_at // every
+        if is_due or self._pauses_now():
+            self.on_leave(run)
+
+    def on_leave(self, run: Run) -> None:
+        """Save the state at which the run is left, unless that is saved."""
+        number = run.epoch, run.step
+        if self._saved and self._saved[-1].number == number:
+            return
+        known = self._unsaved if self._unsaved is not None and self._unsaved.number == number else None
+        self._save(run, known or SavedCheckpoint(number, None, _name_of(*number)))
+        self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Save the last epoch, note how the run ended, and load the best epoch if that was asked for."""
@@ -221,7 +256,7 @@ class Checkpointing(Callback):
                 self._delete(new)  # it may have been written, and the file beside it not
             self._fail(new, error)
             return
-        self._unsaved, self._num_failures = None, 0
+        self._unsaved, self._num_failures, self._saved_at = None, 0, time.monotonic()
         for each in dropped:
             self._delete(each)
 
@@ -229,8 +264,8 @@ class Checkpointing(Callback):
         self._num_failures += 1
         is_over = self.max_failures is not None and self._num_failures >= self.max_failures
         logger.warning(
-            "Checkpointing: could not save epoch %d in %s (%d in a row): %s: %s. The trainer keeps its state%s",
-            new.number,
+            "Checkpointing: could not save %s in %s (%d in a row): %s: %s. The trainer keeps its state%s",
+            _in_words(new),
             self._folder,
             self._num_failures,
             type(error).__name__,
@@ -262,7 +297,8 @@ class Checkpointing(Callback):
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
         """Return what stays and what does not. A file that is not validated yet may become the best one."""
         told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
-        return self._rule.divide(saved, [each.number for each in saved if each.score is None and each.number > told])
+        waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
+        return self._rule.divide(saved, waiting)
 
     def _best(self) -> Saved | None:
         scored = [each for each in self._saved if each.score is not None and not math.isnan(each.score)]
@@ -328,6 +364,22 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
     return None if value is None else checks.check_count(name, value, hint)
 
 
+def _name_of(epoch: int, step: int) -> str:
+    """Return the name of a file after so many epochs and batches of the next one. Names are in the order of time."""
+    return f"epoch_{epoch:04d}_step_{step:06d}.ckpt" if step else f"epoch_{epoch:04d}.ckpt"
+
+
+def _in_words(saved: Saved) -> str:
+    epoch, step = saved.number
+    return f"epoch {epoch}, step {step}" if step else f"epoch {epoch}"
+
+
+def _epoch_ended_by(saved: Saved) -> int:
+    """Return the epoch whose result a file may have; 0 for one from inside an epoch."""
+    epoch, step = saved.number
+    return 0 if step else epoch
+
+
 def _end_in_words(run: Run, error: BaseException | None) -> str:
     """Return how a run ended, for `raysgd status`: a word, and the reason."""
     if error is None:
@@ -340,8 +392,16 @@ def _end_in_words(run: Run, error: BaseException | None) -> str:
 
 
 def _as_state(saved: list[Saved]) -> dict[str, Any]:
-    return {"saved": [{"name": each.content, "epoch": each.number, "score": each.score} for each in saved]}
+    entries = []
+    for each in saved:
+        epoch, step = each.number
+        inside = {"step": step} if step else {}
+        entries.append({"name": each.content, "epoch": epoch, **inside, "score": each.score})
+    return {"saved": entries}
 
 
 def _read(state: Mapping[str, Any]) -> list[Saved]:
-    return [SavedCheckpoint(int(each["epoch"]), each["score"], str(each["name"])) for each in state["saved"]]
+    return [
+        SavedCheckpoint((int(each["epoch"]), int(each.get("step", 0))), each["score"], str(each["name"]))
+        for each in state["saved"]
+    ]

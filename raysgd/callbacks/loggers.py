@@ -69,7 +69,9 @@ class _FileLogger(MetricsLogger):
     def on_run_begin(self, run: Run) -> None:
         super().on_run_begin(run)
         path = self._file.path.with_stem(f"{self._file.path.stem}.steps")
-        self._steps = SafeSink(self._format(path), type(self).__name__)
+        file = self._format(path)
+        file.last_step = run._global_step
+        self._steps = SafeSink(file, type(self).__name__)
         with self._steps.warns():  # the file of a former run must not stay
             (self._steps.open if path.exists() else self._steps.begin)(run, self._sink.first_step)
 

@@ -169,13 +169,21 @@ class StepMetrics(WorkerCallback):
 
     Args:
         every: After how many steps.
+
+    Attributes:
+        begun: Where a run resumes inside a mean: after how many steps, and what each rank had measured since the last.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self.begun: tuple[int, tuple[MetricSummary, ...]] | None = None
 
     def on_begin(self, operator: Any) -> None:
         self._last, self._open, self._closed = -1, operator._raysgd.new_meters(), dict[int, AverageMeterCollection]()
+        if self.begun is not None and operator.global_step == self.begun[0]:
+            self._last, by_rank = self.begun
+            for each in by_rank[rank_of(operator) :: operator._raysgd.world.size]:
+                self._open.go_on_from(each)
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         last = step - 1 if self._last < 0 else self._last
@@ -183,11 +191,15 @@ class StepMetrics(WorkerCallback):
             return
         values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
         num_samples = values.pop(NUM_SAMPLES, 1)
-        with suppress(TypeError, ValueError):  # of what has no mean, only a loop of the user's can go on
-            self._open.update(values, num_samples)
+        with suppress(TypeError, ValueError):  # of a weight that is none, only a loop of the user's can go on
+            self._open.update(values, num_samples, is_strict=False)
         if step // self._every > last // self._every:
             self._closed[step], self._open = self._open, operator._raysgd.new_meters()
         self._last = step
+
+    def open(self) -> MetricSummary:
+        """Return what was measured since the last mean."""
+        return self._open.summary()
 
     def summaries(self, after: int) -> dict[int, MetricSummary]:
         """Return what was measured, by the last step of each mean, and forget all up to the step `after`."""
@@ -200,6 +212,12 @@ def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
     """Return what a worker has measured since a step. It runs beside the training, for it may wait for the device."""
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return {} if found is None else found.summaries(after)
+
+
+def open_steps(replica: Any) -> tuple[int, MetricSummary]:
+    """Return after how many batches a worker is, and what it has measured since its last mean."""
+    found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
+    return replica.operator.global_step, MetricSummary() if found is None else found.open()
 
 
 class ProfilerTrace(WorkerCallback):

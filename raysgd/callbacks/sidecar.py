@@ -25,6 +25,8 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "epoch": lambda value: type(value) is int,
     "callbacks": lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
     **dict.fromkeys(("pending", "epochs"), lambda value: value is None or type(value) is int),
+    "begun": lambda value: value is None or (isinstance(value, dict) and type(value.get("num_steps")) is int),
+    "open_steps": lambda value: value is None or isinstance(value, list),
     "parts": lambda value: (
         isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
     ),
@@ -42,6 +44,8 @@ class Sidecar:
         callbacks: For each callback its class and its state.
         pending: The epoch whose result was not complete yet, because its validation was running; None if there is none.
         epochs: The last epoch of the run; None if that is not known.
+        begun: Where the epoch after these was left, as plain data; None between two epochs.
+        open_steps: What each rank has measured since the last mean that loggers were told, as plain data.
     """
 
     epoch: int
@@ -49,6 +53,8 @@ class Sidecar:
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     pending: int | None = None
     epochs: int | None = None
+    begun: dict[str, Any] | None = None
+    open_steps: list[Any] | None = None
 
 
 class Sidecars:
@@ -76,6 +82,8 @@ class Sidecars:
             "callbacks": plain(sidecar.callbacks),
             "pending": sidecar.pending,
             "epochs": sidecar.epochs,
+            "begun": sidecar.begun,
+            "open_steps": sidecar.open_steps,
         }
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
@@ -112,10 +120,12 @@ class Sidecars:
         return sidecar
 
 
-def epoch_of(checkpoint: str) -> int:
-    """Return how many epochs a checkpoint has; -1 if that does not stand beside it."""
+def place_of(checkpoint: str) -> tuple[int, int]:
+    """Return how many epochs a checkpoint has, and batches of the next one; (-1, 0) if nothing beside it says so."""
     found = _read(checkpoint)
-    return -1 if found is None else found[0].epoch
+    if found is None:
+        return -1, 0
+    return found[0].epoch, 0 if found[0].begun is None else int(found[0].begun["num_steps"])
 
 
 def location(checkpoint: str) -> str:
@@ -141,7 +151,8 @@ def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"`{files.shown(beside)}` is damaged: {error}. Delete it to resume without it.") from error
-    sidecar = Sidecar(content["epoch"], history, content["callbacks"], content.get("pending"), content.get("epochs"))
+    optional = (content.get(name) for name in ("pending", "epochs", "begun", "open_steps"))
+    sidecar = Sidecar(content["epoch"], history, content["callbacks"], *optional)
     return sidecar, content["parts"]
 
 

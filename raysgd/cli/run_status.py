@@ -18,7 +18,7 @@ from raysgd.air.reports import FILLED_IN
 from raysgd.air.result import read_reports
 from raysgd.callbacks.callback import RESULTS_FOLDER
 from raysgd.callbacks.checkpointing import END, INDEX_FILE
-from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, epoch_of
+from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, place_of
 from raysgd.history import readable
 from raysgd.history.history import History
 from raysgd.storage import Folder, open_folder
@@ -177,11 +177,11 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
 
 def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
     """Return what stands beside the checkpoint with the most epochs; None where none of it can be read."""
-    epochs = dict[str, int]()
+    places = dict[str, tuple[int, int]]()
     for checkpoint in checkpoints:
         with suppress(ValueError):
-            epochs[checkpoint] = epoch_of(checkpoint)
-    for checkpoint in sorted(epochs, key=epochs.__getitem__, reverse=True):
+            places[checkpoint] = place_of(checkpoint)
+    for checkpoint in sorted(places, key=places.__getitem__, reverse=True):
         with suppress(ValueError):  # a part of its history may be damaged
             return Sidecars().read(checkpoint)
     return None

@@ -17,10 +17,11 @@ from typing import Any
 from raysgd import _arguments as checks
 from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary
 from raysgd._numbers.results import CallProgress, ProgressKind, as_number, merge
-from raysgd.callbacks.monitors import summaries_of_steps
+from raysgd.callbacks.monitors import open_steps, summaries_of_steps
 from raysgd.driver.sharing import DataSharing, Requests
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, World
 from raysgd.engine.snapshots import NewestSnapshot
 from raysgd.engine.status import TrainerStatus
@@ -29,6 +30,7 @@ from raysgd.history import readable
 from raysgd.history.accounts import Accounts
 from raysgd.history.gauges import Gauges
 from raysgd.messages import replica_calls
+from raysgd.messages.begun import BegunEpoch
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.joint_work import difference
 from raysgd.messages.settings import ReplicaSettings
@@ -49,6 +51,19 @@ def asked(
     """Return what a call asks of every replica, checked."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
+
+
+class EpochLeft(Exception):
+    """A training call was left before its end, because that was asked.
+
+    Attributes:
+        states: How far each rank was, as a `RunState`; none where the call could not be held at a step.
+        seconds: How long the epoch had been trained.
+    """
+
+    def __init__(self, states: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self.states, self.seconds = states, 0.0
 
 
 Listener = Callable[[CallProgress], None]
@@ -133,6 +148,23 @@ class StepListener:
     def __call__(self, progress: CallProgress) -> None:
         if progress.kind != "train" or not (progress.is_done or time.monotonic() > self._asked_at + _ASK_FOR_STEPS_S):
             return
+        self._ask(progress.is_done)
+
+    def tell_rest(self) -> None:
+        """Tell what was measured until the call was left."""
+        self._ask(is_done=True)
+
+    def open(self) -> tuple[tuple[int, MetricSummary], ...]:
+        """Return what each rank has measured since the last mean, and after how many batches that is."""
+        group = self._controller.ensure_group()
+        asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
+        try:
+            return tuple(each.result(1.0) for each in asked)
+        except Exception as error:  # the next mean then covers fewer steps
+            logger.debug("no news of the last steps: %s", error)
+            return ()
+
+    def _ask(self, is_done: bool) -> None:
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
         try:
@@ -141,7 +173,7 @@ class StepListener:
             logger.debug("no news of the steps: %s", error)
             told = [{}]
         self._asked_at = time.monotonic()
-        until = (max if progress.is_done else min)(max(each, default=0) for each in told)
+        until = (max if is_done else min)(max(each, default=0) for each in told)
         for step in sorted({step for each in told for step in each if self._last_step < step <= until}):
             self._last_step = step
             rows = [row for each in told if (row := each.get(step)) and row[NUM_SAMPLES]]  # padding has no mean
@@ -230,6 +262,8 @@ class EpochCalls:
         dataset: Any,
         can_resume: bool,
         check: Callable[[Sequence[EpochAnswer]], None],
+        begun: BegunEpoch | None = None,
+        leaves: Callable[[], bool] | None = None,
     ) -> list[EpochAnswer]:
         """Run a training call.
 
@@ -239,33 +273,48 @@ class EpochCalls:
             dataset: What takes the place of the registered data; None if nothing does.
             can_resume: Whether it can continue with the batches that are left, in another group.
             check: Called with the answers before they count; raises where the replicas are not equal any more.
+            begun: Where a run had left the epoch that is to be gone on with.
+            leaves: Asked now and then whether to leave the call, at the next step if it can be held there.
+
+        Raises:
+            EpochLeft: It was left.
         """
         runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
         number = cache(lambda: controller.num_calls)  # while it is run for the first time
 
         def requests(worlds: Sequence[World]) -> Requests:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
-            return self.requests("train", replace(asked, compares_ranks=compares, call=number()), dataset, worlds)
+            found = self.requests("train", replace(asked, compares_ranks=compares, call=number()), dataset, worlds)
+            if leaves is not None and controller.ensure_group().is_driver_only:  # which no one polls meanwhile
+                found[0] = (replace(found[0][0], redraw=self._between_steps), *found[0][1:])
+            if begun is not None:
+                found = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(found)]
+            return found
 
         def check_all(answers: Sequence[EpochAnswer]) -> None:
             assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
             check(answers)
 
+        is_held = dataset is None and controller.facts[0].epoch_obstacle is None  # else a file cannot say where it was
         call = Call(
-            runner.train_epoch,
+            runner.train_epoch if begun is None else runner.resume_left,
             requests,
             changes_state=True,
             keeps_alike=True,
-            on_wait=self.listeners.on_wait,
-            resume=runner.resume_epoch if can_resume else None,
+            on_wait=self.listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
+            resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
             check=check_all,
             parted=difference,
             is_short=True,
             is_repeatable=dataset is None,
+            leaves=leaves if is_held else None,
         )
         began, answers = time.perf_counter(), list[EpochAnswer]()
         try:
             answers = self._run_measured(call, max_retries)
+        except EpochLeft as left:
+            left.seconds = time.perf_counter() - began + (0.0 if begun is None else begun.seconds)
+            raise
         finally:
             if not answers:
                 self.sharing.forget()
@@ -278,13 +327,29 @@ class EpochCalls:
             self.listeners.tell_end("train", asked, answers[0])
         return answers
 
+    def _between_steps(self) -> None:
+        """Called where this process is the only worker, between two steps."""
+        if self.listeners.on_wait is not None:
+            self.listeners.on_wait()
+        self.controller.hold_to_leave()
+
+    def _break_off_where(self, leaves: Callable[[], bool]) -> None:
+        """Called while a call runs that cannot be held at a step."""
+        if leaves():
+            raise EpochLeft
+        if self.listeners.on_wait is not None:
+            self.listeners.on_wait()
+
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
         """Run a training call, and note how many samples a second it trained."""
         events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
         try:
-            answers: list[EpochAnswer] = self.controller.run(call, max_retries=max_retries)
+            found: list[Any] = self.controller.run(call, max_retries=max_retries)
+            if isinstance(found[0], Capture):
+                raise EpochLeft([each.progress for each in found])
+            answers: list[EpochAnswer] = found
             self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
             self.accounts.note_times(self._heartbeats)
         finally:

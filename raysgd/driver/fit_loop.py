@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,16 +18,19 @@ from raysgd.callbacks.callback import Run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
-from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.callbacks.worker_callback import refuse_equal_keys
-from raysgd.driver.calls import EpochCalls, Listener, StepListener, asked
+from raysgd.driver.calls import EpochCalls, EpochLeft, Listener, StepListener, asked
+from raysgd.driver.leaving import Leaving
 from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.engine.shared.tracebacks import hides_library_frames
+from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, UnpicklableError, WorkersLostError
 from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
-from raysgd.messages.epochs import VALIDATES
+from raysgd.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
+from raysgd.messages.epochs import VALIDATES, EpochRequest
 from raysgd.storage import files
 
 AUTO = "auto"
@@ -62,6 +66,7 @@ class FitOptions:
     validate: Any = INLINE
     progress: Any = False
     log_every_n_steps: int = 50
+    max_time: Any = None
 
     def __post_init__(self) -> None:
         for name, needed in _COUNTS.items():
@@ -135,6 +140,10 @@ class TrainerPort:
         load: Loads a state.
         note_progress: Keeps how far the run is, in a detached trainer; None in others.
         left_file: Where a detached trainer was saved that ended without its program; None for others.
+        leaves_epochs: Whether a run can be left inside an epoch.
+        epoch_obstacle: Says why an epoch can only begin again; None if it can continue.
+        save_snapshot: Writes a snapshot that the driver holds.
+        place_in: Returns how many epochs and steps a snapshot has.
         kept: How far the run is already, in the next process of a detached trainer; else None.
     """
 
@@ -153,6 +162,10 @@ class TrainerPort:
     load: Callable[[str], Any]
     note_progress: NoteProgress | None
     left_file: str | None
+    leaves_epochs: bool
+    epoch_obstacle: Callable[[], str | None]
+    save_snapshot: Callable[[str, Snapshot], None]
+    place_in: Callable[[Snapshot], tuple[int, int]]
     kept: FitProgress | None
 
 
@@ -170,6 +183,9 @@ class Fit:
     def __init__(self, trainer: TrainerPort, options: FitOptions) -> None:
         self._trainer = trainer
         self._options = options
+        self._leaving = Leaving(options.max_time)
+        self._begun: BegunEpoch | None = None
+        self._is_lost = False
         self._kept = trainer.kept
         self._callbacks, self._worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
@@ -184,10 +200,15 @@ class Fit:
         )
         self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
+        self._pausing = [each for each in self._callbacks if each._pauses]
+        self._steps: StepListener | None = None
+        self._step_metrics: StepMetrics | None = None
         self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
         if options.log_every_n_steps and trainer.runs_worker_callbacks and self._calls.wants("on_step_metrics"):
-            self._worker_callbacks.append(StepMetrics(options.log_every_n_steps))
-            self._listeners.append(StepListener(trainer.calls.controller, self._calls.step_metrics))
+            self._step_metrics = StepMetrics(options.log_every_n_steps)
+            self._worker_callbacks.append(self._step_metrics)
+            self._steps = StepListener(trainer.calls.controller, self._calls.step_metrics)
+            self._listeners.append(self._steps)
         self._sidecars = Sidecars()
         self._seen = trainer.history.extent
         self._num_events = len(trainer.history.events)
@@ -196,6 +217,7 @@ class Fit:
         self._awaited: TrainedEpoch | None = None
         self._pending: int | None = None
         self._saved: list[str] = []
+        self._newest: str | None = None
 
     def epochs(self) -> Iterator[dict[str, Any]]:
         """Train; yield the row of each epoch as it ends. Closing the iterator stops the run.
@@ -215,6 +237,8 @@ class Fit:
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
             )
+        if self._pausing:
+            self._check_pauses()
         self._calls.check()
         for callback in self._worker_callbacks:
             name = type(callback).__name__
@@ -230,9 +254,22 @@ class Fit:
             make_folder("folder", options.folder)
         return self._epochs()
 
+    def _check_pauses(self) -> None:
+        obstacle, trainer = self._trainer.epoch_obstacle(), self._trainer
+        if not trainer.leaves_epochs:
+            obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
+        if self._options.dataset is not None:
+            obstacle = "a file does not hold the place in the `dataset` of a call"
+        if obstacle is not None:
+            name = type(self._pausing[0]).__name__
+            raise ValueError(
+                f"`{name}(every_n_steps=...)` and `every_minutes` do not work here: {obstacle}. Leave them out, or "
+                "loop over `trainer.train(num_steps=...)` and `trainer.save(path)`."
+            )
+
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
-        with self._in_workers():
+        with self._leaving.listening(), self._ending_afterwards(), self._in_workers():
             self._resume()
             is_asked = self._options.validate == ASYNC
             self._run.validates_beside = is_asked and self._validates and self._trainer.validates_beside()
@@ -240,7 +277,7 @@ class Fit:
                 self._go_on_with_pending()
                 self._note_progress()
                 try:
-                    while self._run.epoch < self._last_epoch and not self._run.is_stopping:
+                    while self._run.epoch < self._last_epoch and not (self._run.is_stopping or self._leaves()):
                         row = self._epoch()
                         if row is not None:
                             yield row
@@ -248,6 +285,62 @@ class Fit:
                     self._finish_validation()
                     raise
                 self._finish_validation()
+                if self._leaves():
+                    self._leave()
+
+    # ------------------------------------------------------------------------------------------ left before its end
+
+    def _leaves(self) -> bool:
+        """Return whether the run is to be left; called now and then, also while an epoch runs."""
+        if self._leaving.signal is not None:
+            self._trainer.calls.controller.is_ending = True
+        return self._leaving.is_due()
+
+    @contextmanager
+    def _ending_afterwards(self) -> Iterator[None]:
+        """Behind the block, workers that are lost are replaced again."""
+        self._leaving.begin()
+        try:
+            yield
+        finally:
+            self._trainer.calls.controller.is_ending = False
+
+    def _leave(self) -> None:
+        """Let callbacks save the state of the step at which the run is left; then end the program if a signal came.
+
+        Raises:
+            Preempted: One did.
+        """
+        run, leaving = self._run, self._leaving
+        is_of_time = leaving.signal is None
+        if is_of_time and (run.is_stopping or run.epoch >= self._last_epoch):
+            return
+        if not self._is_lost or self._finds_snapshot():
+            run.step = 0 if self._begun is None else self._begun.num_steps
+            self._calls.tell("on_leave")
+        logger.warning(
+            "%s: left the run after %d epochs%s; %s",
+            leaving.reason,
+            run.epoch,
+            f" and {run.step} batches of the next one" if run.step else "",
+            "nothing is saved" if self._newest is None else f"the newest checkpoint is {self._newest}",
+        )
+        if is_of_time:
+            run.stop(leaving.reason)
+            return
+        leaving.call_former_handler()
+        raise leaving.error(self._newest)
+
+    def _finds_snapshot(self) -> bool:
+        """Where workers were lost: return whether the driver holds a state that is newer than the last file."""
+        landed = self._trainer.calls.controller.snapshots.landed
+        if landed is None:
+            return False
+        (num_epochs, global_step), progress = self._trainer.place_in(landed), landed.progress
+        if progress is not None:
+            self._begun = BegunEpoch.of(progress, global_step=global_step)
+            num_epochs -= self._begun.is_exhausted
+        return num_epochs == self._run.epoch and (progress is not None or self._newest is None)
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
@@ -292,15 +385,21 @@ class Fit:
 
     def _epoch(self) -> dict[str, Any] | None:
         """Train an epoch; return its row, None if a callback has stopped the run before."""
-        run, trainer, options = self._run, self._trainer, self._options
+        run, trainer = self._run, self._trainer
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:
             return None
         run.epoch += 1
         with trainer.calls.listeners.listening(*self._listeners):
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
-            trained = trainer.train(asked(None, info=info), dataset=options.dataset, of_fit=True)
+            trained = self._train(asked(None, info=info))
+            if trained is None:
+                run.epoch -= 1
+                return None
             epoch = self._current = self._trained(trained)
+            if self._begun is not None:
+                epoch.row["seconds"] += self._begun.seconds
+            self._begun, run.step = None, 0
             self._note_progress()
             if self._is_due(run.epoch) and not run.validates_beside:
                 self._validate(epoch)
@@ -319,6 +418,65 @@ class Fit:
             self._tell_of_result(epoch)
         self._note_progress()
         return epoch.row
+
+    def _train(self, request: EpochRequest) -> Any:
+        """Train an epoch, or what is left of it; return the result, None where the run is left inside it."""
+        dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
+        asks = self._asks if can_leave and (self._leaving.may_come or self._pausing) else None
+        while True:
+            try:
+                return self._trainer.train(
+                    replace(request, hold_at=self._next_pause()),
+                    dataset=dataset,
+                    of_fit=True,
+                    begun=self._begun,
+                    leaves=asks,
+                )
+            except (EpochLeft, WorkersLostError) as left:
+                self._note_left(left)
+            if self._is_lost or self._leaves():
+                return None
+            self._pause()
+
+    def _asks(self) -> bool:
+        """Return whether to hold the epoch that runs at the next step."""
+        return self._leaves() or any(each._pauses_now() for each in self._pausing)
+
+    def _next_pause(self) -> int | None:
+        """Return after how many batches of the epoch it is to be held; None for nowhere. It is about to go on."""
+        if not self._pausing:
+            return None
+        step: int = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))[0]
+        begun = 0 if self._begun is None else self._begun.num_steps
+        wanted = [at for each in self._pausing if (at := each._pause_at(step)) is not None]
+        return min(wanted) - step + begun if wanted else None
+
+    def _pause(self) -> None:
+        """Let callbacks act that do so inside epochs, while the workers are held at a step."""
+        run, begun = self._run, self._begun
+        if begun is None:  # before the first step
+            return
+        run.epoch, run.step = run.epoch - 1, begun.num_steps
+        for each in self._pausing:
+            self._calls.call(each, "_on_pause", run, begun.global_step)
+        run.epoch, run.step = run.epoch + 1, 0
+
+    def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
+        """Note where an epoch was left.
+
+        Raises:
+            WorkersLostError: It was not, but has failed.
+        """
+        if isinstance(left, WorkersLostError) and self._leaving.signal is None:
+            raise left
+        self._is_lost = not isinstance(left, EpochLeft) or not left.states
+        self._begun = None
+        if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
+            if self._steps is not None:
+                self._steps.tell_rest()
+            landed = self._trainer.calls.controller.snapshots.landed
+            step = 0 if landed is None else self._trainer.place_in(landed)[1]
+            self._begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
 
     def _trained(self, result: Any) -> TrainedEpoch:
         recorded = self._trainer.history
@@ -422,9 +580,17 @@ class Fit:
     # ------------------------------------------------------------------------------------------- saved and resumed
 
     def _save(self, location: str) -> None:
-        self._trainer.save(location)
-        self._sidecars.write(location, self._sidecar())
+        began = time.perf_counter()
+        if self._is_lost:
+            landed = self._trainer.calls.controller.snapshots.landed
+            assert landed is not None, "it was found"
+            self._trainer.save_snapshot(location, landed)
+        else:
+            self._trainer.save(location)
+        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
+        self._leaving.note_save(time.perf_counter() - began)
         self._saved.append(location)
+        self._newest = location
         self._calls.tell("on_checkpoint", location)
 
     def _save_again(self, has_changed: bool) -> None:
@@ -442,7 +608,13 @@ class Fit:
         current = self._current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
-        return Sidecar(epoch, self.history, self._calls.states(), pending, self._run.epochs)
+        begun = None if self._begun is None else self._begun.as_data()
+        return Sidecar(epoch, self.history, self._calls.states(), pending, self._run.epochs, begun)
+
+    def _open_steps(self) -> list[Any] | None:
+        """Return after how many batches which steps wait for their mean, as plain data; None where none is taken."""
+        found = () if self._steps is None or self._is_lost else self._steps.open()
+        return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
 
     def _note_progress(self) -> None:
         """Tell a detached trainer how far the run is."""
@@ -458,7 +630,7 @@ class Fit:
             location = self._place_to_resume()
             if location is not None:
                 self._load(location)
-            self._run.epoch = self._epochs_done()
+            self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
             if location is not None and self._run.epoch >= self._last_epoch:
                 logger.warning(
                     "`resume_from`: `%s` has %d of %d epochs, so none is left to train. For more of them pass a larger "
@@ -488,15 +660,24 @@ class Fit:
             return None if given is None else str(given)
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
         places, left = [str(each) for each in found if each is not None], self._trainer.left_file
-        if left is not None and epoch_of(left) >= 0:
+        if left is not None and place_of(left)[0] >= 0:
             places.append(left)  # last: of equals, the one with the states of the callbacks is taken
-        return max(places, key=epoch_of, default=None)
+        return max(places, key=place_of, default=None)
 
     def _load(self, location: str) -> None:
         self._trainer.load(location)
+        self._newest = location
         sidecar = self._sidecars.read(location)
-        if sidecar is not None:
-            self._take_over(sidecar)
+        if sidecar is None:
+            return
+        self._take_over(sidecar)
+        if sidecar.open_steps and self._step_metrics is not None:
+            step, *by_rank = sidecar.open_steps
+            self._step_metrics.begun = int(step), summaries_from_data(by_rank)
+            self._trainer.use_worker_callbacks(self._worker_callbacks)
+        if sidecar.begun is not None:
+            begun = self._begun = BegunEpoch.from_data(sidecar.begun)
+            self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 
     def _take_over(self, sidecar: Sidecar) -> None:
         self.history.take_over(sidecar.history)

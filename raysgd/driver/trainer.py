@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
+from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -54,6 +55,7 @@ from raysgd.history import readable
 from raysgd.history.history import CallRecorder, History, Kind, RecordBeside, as_test, recorded
 from raysgd.messages import replica_calls
 from raysgd.messages.batching import global_batch_in_words
+from raysgd.messages.begun import BegunEpoch
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
@@ -103,6 +105,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Where a detached trainer is saved before it ends without its program."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
     """Returns the iterator over the epochs of the last `fit`, as long as there is one."""
+    _leaves_epochs = False
+    """Whether `fit` can leave an epoch at a step, and save what is left of it."""
     _shows_progress = False
     """Whether something shows how far a training call is."""
     _runs_worker_callbacks = False
@@ -342,12 +346,18 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @recorded("train")
     def _train(
-        self, request: EpochRequest, max_retries: int = 3, dataset: Any = None, reduce_results: bool = True
+        self,
+        request: EpochRequest,
+        max_retries: int = 3,
+        dataset: Any = None,
+        reduce_results: bool = True,
+        begun: BegunEpoch | None = None,
+        leaves: Callable[[], bool] | None = None,
     ) -> Any:
         check = partial(self._check_answers, "train", asked=request)
         can_resume = dataset is None or self._goes_on_with(dataset)
         with self._shown() if self._shows_progress else nullcontext():
-            answers = self._calls.train(request, max_retries, dataset, can_resume, check)
+            answers = self._calls.train(request, max_retries, dataset, can_resume, check, begun, leaves)
         self._recorder.trained = answers[0].epoch_idx + 1
         result = self._merged(answers, reduce_results)
         self._warn_of_nan(result)
@@ -516,6 +526,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Load a file that `save` wrote."""
 
+    @abstractmethod
+    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
+        """Write a state that the driver holds, without any worker."""
+
+    @abstractmethod
+    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
+        """Return how many epochs a state that the driver holds has seen to their end, and how many batches in all."""
+
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
         self,
@@ -530,6 +548,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         validate: Literal["inline", "async"] = "inline",
         progress: bool | None = None,
         log_every_n_steps: int = 50,
+        max_time: float | timedelta | str | None = None,
     ) -> History:
         """Train for some epochs, validate after each of them, and call callbacks. Call it again for more epochs.
 
@@ -551,6 +570,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             progress: Whether to show a `raysgd.callbacks.ProgressBar`. None does so in a terminal and in a notebook.
             log_every_n_steps: After how many steps loggers and reports get the metrics of training inside an epoch; 0
                 for epochs only. For `TorchTrainer`.
+            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Before it is
+                over, the run is left at a step and saved, with time for two saves kept back.
 
         Returns:
             One row per epoch, and all that happened.
@@ -559,6 +580,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             ValueError, TypeError: An argument is wrong, or a callback can do nothing in such a run. Nothing has begun.
             CallbackError: A callback failed. The state of the training is kept.
             WorkerError, WorkersLostError: As in `train`.
+            Preempted: SIGTERM or SIGUSR1 came. The run is left at a step, and saved if a callback saves.
         """
         history, rows = self._begin_fit(
             FitOptions(
@@ -572,6 +594,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 validate,
                 progress,
                 log_every_n_steps,
+                max_time,
             )
         )
         for _ in rows:
@@ -591,6 +614,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         folder: str | Path | None = None,
         validate: Literal["inline", "async"] = "inline",
         log_every_n_steps: int = 50,
+        max_time: float | timedelta | str | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Train as `fit` does, and give you the results of each epoch when it ends.
 
@@ -607,12 +631,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             folder: Where callbacks put their files.
             validate: As in `fit`. A row that you have been given is filled in later.
             log_every_n_steps: As in `fit`.
+            max_time: As in `fit`.
 
         Returns:
             The rows of the history, one after the other.
 
         Raises:
-            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError: As in `fit`.
+            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError, Preempted: As in `fit`. A signal in the
+                body of your loop is answered when you ask for the next epoch.
 
         Examples:
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
@@ -629,6 +655,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 folder,
                 validate,
                 log_every_n_steps=log_every_n_steps,
+                max_time=max_time,
             )
         )[1]
 
@@ -655,6 +682,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             load=lambda path: self.load(path),
             note_progress=self._note_fit,
             left_file=self._left_file,
+            leaves_epochs=self._leaves_epochs,
+            epoch_obstacle=lambda: self._facts.epoch_obstacle,
+            save_snapshot=self._save_snapshot,
+            place_in=self._place_in,
             kept=kept,
         )
         fit = Fit(port, options)

@@ -25,6 +25,7 @@ from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.engine.recovery import Recovery
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_spec import GroupSpec
+from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.engine.startup import Loan
@@ -582,9 +583,15 @@ class ElasticController(Lifecycle):
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
+                if report.ok and (self._monitor.is_leaving or all(each.value.is_planned for each in report.values)):
+                    return self._left(group, report)
                 kept = WorkerError  # keep the group: all ranks are at the same place, or recovery has killed it
-                recovery = self.recovery
-                is_inside = recovery.change_held(report) if report.ok else recovery.recover(call, report, budget)
+                held = None
+                if not report.ok and call.leaves is not None and call.leaves():
+                    held = self.recovery.leave_with_survivors(report)
+                    if held:
+                        return held
+                is_inside = True if held is not None else self._mended(call, report, budget)
             except BaseException as error:  # Ctrl-C, or an error in the driver: the ranks are somewhere in the call
                 # A driver that is the only worker does not wait for any other, and is kept unchanged.
                 left = None if isinstance(error, kept) else self.group
@@ -594,10 +601,27 @@ class ElasticController(Lifecycle):
                     self.end_call(type(error).__name__)
                 if isinstance(error, RanksDifferError):
                     self.snapshots.forget_calls()  # the states may have become different in one of these calls
-                self.snapshots.note_broken_off(call, has_group=self.group is not None)
+                if not self.is_ending:
+                    self.snapshots.note_broken_off(call, has_group=self.group is not None)
                 raise
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
+
+    def _mended(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
+        """Change the group after a failure, or where its ranks were held; return whether these are inside the call."""
+        return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
+
+    def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
+        """After all ranks were held to leave the call: bring the state of that step to the driver, as after a call."""
+        captures: list[Capture] = [answer.value.part for answer in report.values]
+        self.snapshots.take_from(group, captures)
+        self._monitor.await_snapshot()
+        self.snapshots.leave_call()
+        return captures
+
+    def hold_to_leave(self) -> None:
+        """Let the running call be left, where this process is the only worker; called between two steps."""
+        self._monitor.hold_to_leave()
 
     def _attempt(
         self,
@@ -622,9 +646,9 @@ class ElasticController(Lifecycle):
 
         self.snapshots.poll()
         began, has_others, captures = self.now(), not group.is_driver_only, self.snapshots.is_due_after(call)
-        if has_others:
+        if has_others or call.leaves is not None:
             self._monitor.watch(call)
-        else:
+        if not has_others:
             self._monitor.is_on = False
         report = group.on_replica(
             function,

@@ -106,6 +106,7 @@ class Lifecycle(ABC):
         gives_state_up: True if the state that only workers have could not be fetched.
         is_fetching: True while that state is being fetched.
         newcomers: Workers that were to take over the state and may not have it.
+        is_ending: True if the program is about to end, so that lost workers are not replaced any more.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Lifecycle(ABC):
         self._num_short = 0  # largest number of workers with which memory ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
-        self.gives_state_up = self.is_fetching = False
+        self.gives_state_up = self.is_fetching = self.is_ending = False
         self.newcomers: set[Any] = set()
 
     @property

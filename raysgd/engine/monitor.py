@@ -33,6 +33,7 @@ _MIN_MARGIN = 2
 
 ROOM = "there is room for more workers"
 LEAVING = "a node is going away"
+LEFT = "the call is left"
 
 
 class Monitor:
@@ -47,6 +48,7 @@ class Monitor:
         is_on: True while something is watched. Callers set it to False when nothing runs any more.
         heartbeats: The last heartbeat of each rank in the current call or change.
         reason: Why the ranks were asked to stop.
+        is_leaving: True if they were asked to stop so that the call can be left.
         observer: Called about once a second during a call, and after a call failed for good; None to call nothing.
     """
 
@@ -64,6 +66,7 @@ class Monitor:
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._parted = None if call is None else call.parted
+        self._leaves, self.is_leaving = (call.leaves if call is not None and can_hold else None), False
         self.heartbeats: dict[int, Heartbeat] = {}
         self._first: dict[int, Heartbeat] = {}
         self._steps_per_s = 0.0
@@ -93,6 +96,7 @@ class Monitor:
         if not self.is_on:
             return
         self._listen()
+        self.hold_to_leave()
         now = self._lifecycle.now()
         if now >= self._next_round:
             self._next_round = now + self._next_round_s()
@@ -273,6 +277,20 @@ class Monitor:
             group.standby.kill_unresponsive()
             if group.standby.num_ready:
                 self._agree(group, ROOM)
+
+    def hold_to_leave(self) -> None:
+        """Stop the running call at the next step boundary, where it is to be left."""
+        group = self._lifecycle.group
+        if self._leaves is None or group is None or self._is_holding or not self._leaves():
+            return
+        self._agree(group, LEFT)
+        self.is_leaving = self._is_holding
+        if not self.is_leaving and not self._has_stepped:  # no rank is past a step: they have not begun the first one
+            self._margin = _MIN_MARGIN
+
+    @property
+    def _has_stepped(self) -> bool:
+        return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
         """Agree with all ranks on a step to stop at. If a rank is past it, the next round looks further ahead."""

@@ -303,27 +303,59 @@ class Recovery:
         finally:
             lifecycle.is_fetching = False
 
+    def leave_with_survivors(self, report: GroupReport) -> list[Capture] | None:
+        """After a failure in a call that is to be left: bring the state of those who live to the driver.
+
+        Returns:
+            What each of them captured; nothing where they form a group that is not inside the call, which can go on
+            with it. None where they cannot do that, or where user code has failed.
+        """
+        if not self._spec.regroups or classify(report).kind == "user":
+            return None
+        self._monitor.go_on()
+        group, captures = self._lifecycle.running, list[Capture]()
+        living: Collection[int] = group.settle(report)
+        try:
+            while not captures:
+                captures = self._fetch_from({*living, *group.stuck} - group.gone)
+                living = range(len(group))
+        except CannotForm as failed:
+            logger.warning("no worker has the state of a completed step: %s", failed.reason or "all are lost")
+            return None
+        if any(each.progress is None for each in captures):
+            return []
+        self._snapshots.leave_call()
+        return captures
+
     def await_only_state(self) -> None:
         """If only workers have the state, wait for the copy that is on its way, if any."""
         if self._lifecycle.holds_only_state and self._snapshots.is_coming:
             self._monitor.await_snapshot()
 
-    def _fetch_from(self, living: Collection[int]) -> None:
+    def _fetch_from(self, living: Collection[int]) -> list[Capture]:
         """Let the living ranks form a group of their own, which gives them one state, and fetch it.
+
+        Returns:
+            What each of them captured; nothing where one of them was lost over it.
 
         Raises:
             CannotForm: No rank is left that has the state.
         """
         group, now, newcomers = self._lifecycle.running, self._lifecycle.now(), self._lifecycle.newcomers
         staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
+        first = group.infos[0]
         self._try_to_make(Change("ended", lambda gone: "", staying, now, 0, only_copies=True))
+        if group.infos[0] != first:  # what that one was sending will not come
+            self._snapshots.drop_incoming()
         everyone = dict.fromkeys(range(len(group)), ())
         report = group.on_replica(replica.capture_here, everyone, on_wait=self._monitor.poll)
-        if report.ok:
-            self._snapshots.take_from(group, [answer.value for answer in report.values])
-            self._monitor.await_snapshot()
-        else:
+        if not report.ok:
             group.settle(report)
+            return []
+        captures: list[Capture] = [answer.value for answer in report.values]
+        self._snapshots.take_from(group, captures)
+        self._monitor.await_snapshot()
+        return captures
 
     # --------------------------------------------------------------------------------------- changes in place
 
@@ -645,6 +677,8 @@ class Recovery:
         """
         lifecycle = self._lifecycle
         lifecycle.check_active()
+        if lifecycle.is_ending:
+            raise WorkersLostError(f"{cause}, and the program is about to end, so no other workers are started.")
         began, old_size = lifecycle.now(), lifecycle.num_workers
         lifecycle.allow_replacements()
 

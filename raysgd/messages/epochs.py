@@ -33,6 +33,7 @@ class EpochRequest:
         starts_over: True if an evaluation begins with the first batch, wherever the last call stopped.
         compares_ranks: True to return sums of the weights.
         call: Number of a training call. Only work begun in a call with this number is continued and answered.
+        hold_at: After how many batches of a training call all ranks stop, so that it can be left; None for no stop.
     """
 
     num_steps: int | None
@@ -44,6 +45,7 @@ class EpochRequest:
     starts_over: bool = False
     compares_ranks: bool = False
     call: int = 0
+    hold_at: int | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,12 @@ def epochs_done(replica: Any) -> int:
     return done
 
 
+def global_step(replica: Any) -> int:
+    """Return how many batches this replica has trained on in all."""
+    step: int = replica.operator.global_step
+    return step
+
+
 def progress(replica: Any) -> CallProgress | None:
     """Return the progress of the current call."""
     found: CallProgress | None = replica.progress()

@@ -49,7 +49,7 @@ from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker.operator import OperatorT
-from raysgd.worker.state.replica_state import RESUME
+from raysgd.worker.state.replica_state import RESUME, place_in
 from raysgd.worker.state.state_checks import check_parts
 
 logger = logging.getLogger(__name__)
@@ -328,6 +328,12 @@ class TFTrainer(ClassTrainer[OperatorT]):
         else:
             self._saves.submit(checkpoint, self._newest_snapshot(), _checked_content_of, self)
         return checkpoint
+
+    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
+        self._saves.write(checkpoint, _content_of(snapshot))
+
+    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
+        return place_in(snapshot.shared_state)
 
     def load(self, checkpoint: str | PathLike[str]) -> None:
         """Load a file written by `save`, or by the old library, into all workers.

@@ -50,7 +50,7 @@ from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.worker.operator import OperatorT
-from raysgd.worker.state.replica_state import RESUME
+from raysgd.worker.state.replica_state import RESUME, place_in
 
 
 @hide_library_frames
@@ -146,7 +146,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     seed: int | None
     _settings: TorchSettings
     _runner_cls = TorchRunner
-    _runs_worker_callbacks = True
+    _leaves_epochs = _runs_worker_callbacks = True
     _divide_by_hand = "pass `add_dist_sampler=False`"
 
     def __init__(
@@ -389,6 +389,12 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         else:
             self._saves.submit(checkpoint, self._newest_snapshot(), content, self)
         return checkpoint
+
+    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
+        self._saves.write(checkpoint, saving.content_of(snapshot, True, "torch"))
+
+    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
+        return place_in(divided_state.outline(snapshot.shared_state))
 
     def load(
         self,

@@ -17,6 +17,7 @@ from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
+from raysgd.messages.begun import BegunEpoch
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
@@ -119,6 +120,36 @@ class ReplicaCalls:
         self._hosted.feed.begin_again(request, share, run.place)
         return self._go_through(run, loop.stream(request, is_begun=True), request)
 
+    def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
+        """Go on with an epoch that a run had left at a step, perhaps in another process; its state is loaded.
+
+        Args:
+            begun: Where it was left, and what those ranks had measured whose metrics this one counts.
+            request: What is asked.
+            share: As for `train_epoch`.
+        """
+        loop, run = self._hosted.loop, self._unfinished
+        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # other data are registered by now
+            return self.train_epoch(request, share)
+        self._ledger.begin_call()
+        loop.begin_call()
+        self._set_timers(request.profile)
+        if run is not None and (run.num_completed, run.epoch_idx) == (begun.num_steps, begun.epoch_idx):
+            run.detach()  # in this very process, which has more than the sums
+            run.call = request.call
+            return self.resume_epoch(request, share)
+        lost = {f"left {number}": metrics for number, metrics in enumerate(begun.lost)}
+        first = RunState(
+            begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
+        )
+        self._go_on_from(first, [replace(first, metrics=metrics) for metrics in begun.by_rank])
+        return self.resume_epoch(request, share)
+
+    def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
+        """Go on with a call of `resume_left` that broke off or was held."""
+        has_begun = epoch_run.run_of(self._run, request.call) is not None
+        return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
+
     def _go_through(self, run: EpochRun, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
         """Run the operator's `train_epoch` over these batches, once."""
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
@@ -127,6 +158,8 @@ class ReplicaCalls:
         info = {**request.info, **internals.info_of_call(request.num_steps, run.epoch_idx)}
         epoch_before, place_before = feed.epoch, internals.place
         run.attach(stream)
+        if request.hold_at is not None and request.hold_at > run.num_completed:
+            run.gate = Gate(request.hold_at)
         stream.at_boundary = partial(self._at_boundary, loop, run, stream)
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
@@ -158,8 +191,8 @@ class ReplicaCalls:
                 returned = operator.train_epoch(*args, **named)
                 stream.settle()
         except HeldAtBoundary:
-            run.gate = Gate()
-            return HeldAtStep(run.num_completed, self._snapshot(run))
+            is_planned, run.gate = run.gate.is_planned(run.num_completed), Gate()
+            return HeldAtStep(run.num_completed, self._snapshot(run), is_planned)
         except BaseException as error:  # also Ctrl-C: the next call begins at a boundary
             is_alone = not hosted.world.is_distributed
             if loop.can_return and (is_alone or not loop.is_lost(error)):
@@ -236,13 +269,14 @@ class ReplicaCalls:
             run.meters.note_boundary()
         self._ledger.commit()
         is_due = self._copies.every is not None and self._copies.is_due(run.num_completed)
-        if not (is_due or run.gate.proposed is not None):
+        is_asked = run.gate.proposed is not None or run.gate.planned is not None
+        if not (is_due or is_asked):
             return
         if not loop.can_resume(stream) or self._hosted.epoch_obstacle is not None:
             return
         if is_due:
             self._copies.keep(run.num_completed, self._snapshot(run))
-        if run.gate.proposed is not None and run.gate.stops(run.num_completed):
+        if is_asked and run.gate.stops(run.num_completed):
             raise HeldAtBoundary
 
     def _snapshot(self, run: EpochRun) -> Capture:

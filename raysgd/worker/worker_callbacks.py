@@ -182,7 +182,7 @@ def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -
     values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
     of_step = {name: value for name, value in metrics.items() if name != BATCH_WEIGHT}
     with suppress(TypeError, ValueError):
-        meters.hold(values, values.pop(NUM_SAMPLES, 1))
+        meters.hold(values, values.pop(NUM_SAMPLES, 1), is_strict=False)
         if is_last:
             meters.count_held()
             summary = meters.summary()

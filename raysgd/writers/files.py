@@ -53,7 +53,7 @@ class JsonLines(FileSink):
 
     def _begin(self, first_step: int | None) -> None:
         if first_step is not None and self.path.exists():
-            keep_lines(self.path, first_step)
+            keep_lines(self.path, first_step, self.last_step)
         open_to_append(self.path).close()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
@@ -63,18 +63,26 @@ class JsonLines(FileSink):
             file.write(f"{text}{separator}{self._last}\n".encode())
 
 
-def keep_lines(path: Path, step: int) -> None:
+def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
     """Keep only the reports of a file of lines up to a step. Lines that are not reports go, too."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report)]
+    kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
     with replacing(str(path)) as file:
         file.write("".join(f"{line}\n" for line in kept).encode())
 
 
-def is_until(step: int, report: Mapping[str, Any]) -> bool:
-    """Return True if a report is of an epoch up to `step`, or, for a function, of a report up to it."""
+def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
+    """Return True if a report is of an epoch up to `step`, or, for a function, of a report up to it.
+
+    Args:
+        step: The last epoch or report that counts.
+        report: The report.
+        last_step: The last step inside the next epoch that counts; None if none does.
+    """
     try:
-        return int(report.get("training_iteration") or report["epoch"]) <= step
+        number = int(report.get("training_iteration") or report["epoch"])
+        is_inside = last_step is not None and number == step + 1 and int(report["step"]) <= last_step
+        return number <= step or is_inside
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -147,7 +155,7 @@ class CsvTable(FileSink):
     def _begin(self, first_step: int | None) -> None:
         self._columns = _columns_in(self.path)
         if first_step is not None and self.path.exists():
-            self._rewrite(partial(is_until, first_step))
+            self._rewrite(partial(is_until, first_step, last_step=self.last_step))
         open_to_append(self.path).close()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:

@@ -63,7 +63,10 @@ class FileSink(Sink):
 
     Attributes:
         path: Path of the file; before `open`, the name.
+        last_step: For rows with a step: the last step inside an epoch that was left whose row stays; None if none does.
     """
+
+    last_step: int | None = None
 
     def __init__(self, name: str | Path) -> None:
         self._name = self.path = Path(name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of, location
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, location, place_of
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.history.history import CallRecord, History
 
@@ -32,10 +32,10 @@ def test_a_damaged_one_is_named_with_what_to_do(tmp_path: Path, damage: Callable
 
 @pytest.mark.parametrize(
     "damage",
-    [{name: value} for name in ("epoch", "callbacks", "pending", "history") for value in ("x", 1.5, [None])],
+    [{name: value} for name in ("epoch", "callbacks", "pending", "history", "begun") for value in ("x", 1.5, [None])],
     ids=str,
 )
-@pytest.mark.parametrize("read", [Sidecars().read, epoch_of])
+@pytest.mark.parametrize("read", [Sidecars().read, place_of])
 def test_one_with_another_value_is_damaged_too(
     tmp_path: Path, damage: dict[str, Any], read: Callable[[str], object]
 ) -> None:

@@ -635,3 +635,50 @@ def test_no_trainer_gives_way_for_nothing() -> None:
     with pytest.raises(ReservationTimeoutError, match=r"^not granted$"):
         beside(first, 50).start()
     assert first.controller.group is not None
+
+
+# -------------------------------------------------------------------------------------------- calls that are left
+
+
+class TestACallThatIsLeft:
+    def leave(self, trainer: Trainer, *befall: Befall) -> tuple[int, int]:
+        """Walk until rank 0 has taken some steps, and ask to leave; return how many ranks came to which step."""
+        trainer.expect(*befall)
+        call = replace(trainer.walking(60), leaves=lambda: trainer.seen["step", 0] >= 12)
+        captures = trainer.controller.run(call)
+        assert trainer.controller.monitor is None
+        landed = trainer.controller.snapshots.landed
+        assert landed is not None
+        assert landed.progress is None, "no call goes on inside"
+        assert {each.progress.steps for each in captures} == {landed.shared_state.steps}
+        return len(captures), landed.shared_state.steps
+
+    def test_stops_all_ranks_at_one_step_whose_state_the_driver_has(self) -> None:
+        trainer = Trainer().started()
+        num_ranks, step = self.leave(trainer)
+        assert num_ranks == 3
+        assert 12 <= step < 20
+        assert trainer.kinds == []
+
+    def test_leaves_the_ranks_ready_for_another_call(self) -> None:
+        trainer = Trainer().started()
+        _, step = self.leave(trainer)
+        assert trainer.walk(5) == [step + 5] * 3
+
+    @pytest.mark.parametrize("lost", [(1,), (0,), (0, 2)])
+    def test_is_left_with_those_who_live_where_workers_die_over_it(self, lost: tuple[int, ...]) -> None:
+        trainer = Trainer().started()
+        num_ranks, _ = self.leave(trainer, befalls(trainer.lose(*lost), lost[0], nth=[12]))
+        assert num_ranks == 3 - len(lost)
+        assert trainer.num_started == 3, "no one is replaced"
+
+    def test_starts_no_worker_where_all_are_lost_and_the_program_ends(self) -> None:
+        trainer = Trainer().started()
+        trainer.walk(10)
+        trainer.controller.is_ending = True
+        with pytest.raises(WorkersLostError, match="the program is about to end, so no other workers are started"):
+            self.leave(trainer, befalls(trainer.lose(0, 1, 2), 0, nth=[12]))
+        assert trainer.num_started == 3
+        landed = trainer.controller.snapshots.landed
+        assert landed is not None
+        assert landed.shared_state.steps == 10

@@ -38,6 +38,8 @@ class Call:
         is_short: True if the call may be so short that sending it matters.
         is_repeatable: True if running it again later gives the same result. False for a function that reads what the
             user may change in the meantime.
+        leaves: Asked regularly while the call runs. If it returns True, all ranks stop at the next step, and the values
+            of the call are what the ranks captured there. Only for a call that can be resumed. ADR 140.
     """
 
     function: Callable[..., Any]
@@ -54,6 +56,7 @@ class Call:
     may_continue: bool = True
     is_short: bool = False
     is_repeatable: bool = True
+    leaves: Callable[[], bool] | None = None
 
     @property
     def can_continue(self) -> bool:

@@ -322,10 +322,12 @@ class HeldAtStep:
     Attributes:
         step: Number of completed steps of the call.
         part: This rank's part of a snapshot taken there (a `Capture`).
+        is_planned: Whether the call itself was to be left there.
     """
 
     step: int
     part: Any
+    is_planned: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,13 @@ class Gate:
     """The place where all ranks have agreed to stop, seen from one of them.
 
     The training thread calls `stops` between two steps. Proposals come from a second thread.
+
+    Args:
+        planned: After how many steps all ranks stop in any case; None for nowhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planned: int | None = None) -> None:
+        self.planned = planned
         self.proposed: int | None = None
         self._is_agreed: bool | None = None
         self._changed = threading.Condition()
@@ -76,12 +80,18 @@ class Gate:
 
     def stops(self, completed: int) -> bool:
         """Tell whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
+        if self.is_planned(completed):
+            return True
         if not self._is_proposed(completed):
             return False
         with self._changed:  # until now, another thread may have withdrawn the proposal and made one for a later step
             while self._is_proposed(completed) and self._is_agreed is None:
                 self._changed.wait()
             return self._is_proposed(completed)
+
+    def is_planned(self, completed: int) -> bool:
+        """Tell whether all ranks stop here in any case."""
+        return self.planned is not None and completed >= self.planned
 
     def _is_proposed(self, completed: int) -> bool:
         proposed = self.proposed  # read once: it may be withdrawn at any moment

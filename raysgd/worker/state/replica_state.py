@@ -14,6 +14,14 @@ from raysgd.worker.state.state_checks import check_progress
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 
 
+def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many passes over the train data a state has seen to their end, and how many batches in all."""
+    resume = state.get(RESUME) or {}
+    position = resume.get("position") or {}
+    is_mid_pass = bool(position.get("is_mid_pass") or position.get("is_unknown"))
+    return int(state["epoch"]) - is_mid_pass, int(resume.get("global_step") or 0)
+
+
 class ReplicaState(ABC):
     """Reads and replaces the state of one replica."""
 

@@ -1,0 +1,189 @@
+"""Runs on real workers that a signal leaves inside an epoch, and that go on there with as many workers as there are."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raysgd
+from raysgd import Recovery, testing
+from raysgd._numbers.results import CallProgress
+from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
+from raysgd.history.history import History
+from raysgd.torch import TorchTrainer
+from tests.torch.ledger import Ledger, uses
+from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator
+from tests.torch.streamed import StreamOperator
+
+pytestmark = pytest.mark.integration
+
+NUM_EPOCHS = 3
+CONFIG = {"num_samples": 192, "batch_size": 12, "step_s": 0.03}  # 16 steps an epoch
+
+
+class Told(Callback):
+    """Gets a signal for the program, once an epoch is so far, and may kill workers just before."""
+
+    def __init__(self, epoch: int, step: int, kills: tuple[int, ...] = ()) -> None:
+        self.epoch, self.step, self.kills = epoch, step, kills
+
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
+        if run.epoch == self.epoch and progress.num_steps >= self.step and progress.kind == "train":
+            self.epoch = 0
+            if self.kills:
+                testing.kill_worker(run.trainer, self.kills)
+            signal.raise_signal(signal.SIGTERM)
+
+
+def make(num_workers: int, operator_cls: Any = Ledger, **options: Any) -> TorchTrainer:
+    given = {"config": CONFIG, "split_batches": True, "num_cpus_per_worker": 0.5, "seed": 3, **options}
+    return TorchTrainer(training_operator_cls=operator_cls, num_workers=num_workers, **given)
+
+
+def fit(trainer: TorchTrainer, folder: Path, *callbacks: Callback) -> History:
+    saving = [Checkpointing(folder / "files"), CSVLogger(folder / "metrics.csv")]
+    return trainer.fit(NUM_EPOCHS, callbacks=[*callbacks, *saving], resume_from="auto", folder=folder)
+
+
+def leave(trainer: TorchTrainer, folder: Path, *callbacks: Callback) -> str:
+    """Return the file that a run which is left has written."""
+    with pytest.raises(raysgd.Preempted) as raised:
+        fit(trainer, folder, *callbacks)
+    assert raised.value.checkpoint is not None
+    return Path(raised.value.checkpoint).name
+
+
+def told_of(history: History) -> list[tuple[Any, ...]]:
+    return [(row["epoch"], row["num_samples"], row["batch_count"]) for row in history]
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> History:
+    """The run that nothing disturbs."""
+    with make(2) as trainer:
+        return fit(trainer, tmp_path_factory.mktemp("whole"))
+
+
+def test_a_run_goes_on_at_the_next_sample_with_any_number_of_workers(whole: History, tmp_path: Path) -> None:
+    names = []
+    for num_workers, told in ((3, Told(1, 5)), (2, Told(2, 4)), (4, Told(3, 6))):
+        with make(num_workers) as trainer:
+            names.append(leave(trainer, tmp_path, told))
+    assert [name[:16] for name in names] == ["epoch_0000_step_", "epoch_0001_step_", "epoch_0002_step_"]
+    with make(2) as trainer:
+        history = fit(trainer, tmp_path)
+        assert uses(trainer) == {NUM_EPOCHS}
+    assert told_of(history) == told_of(whole)
+    assert history["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+    assert history["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kills", [(1,), (0,)])
+def test_no_step_is_lost_where_a_worker_dies_beside_the_signal(
+    kills: tuple[int, ...], whole: History, tmp_path: Path
+) -> None:
+    with make(2) as trainer:
+        name = leave(trainer, tmp_path, Told(2, 6, kills))
+    assert name.startswith("epoch_0001_step_"), "not behind the step of the signal"
+    assert int(name[16:22]) >= 6
+    with make(2) as trainer:
+        history = fit(trainer, tmp_path)
+        assert uses(trainer) == {NUM_EPOCHS}
+    assert told_of(history) == told_of(whole)
+
+
+@pytest.mark.parametrize("every", [None, 2], ids=["the last file", "the newest snapshot"])
+def test_what_the_driver_holds_is_written_where_all_workers_die(
+    every: int | None, whole: History, tmp_path: Path
+) -> None:
+    with make(2, recovery=Recovery(snapshot_every_n_steps=every), config={**CONFIG, "step_s": 0.15}) as trainer:
+        name = leave(trainer, tmp_path, Told(2, 9, (0, 1)))
+        assert not any(event.kind in ("restored", "continued") for event in trainer.history.events)
+    assert name.startswith("epoch_0001_step_0000" if every else "epoch_0001.ckpt")
+    with make(2) as trainer:
+        history = fit(trainer, tmp_path)
+        assert uses(trainer) == {NUM_EPOCHS}
+    assert told_of(history) == told_of(whole)
+
+
+def test_saves_inside_epochs_survive_a_lost_worker_and_change_nothing(whole: History, tmp_path: Path) -> None:
+    with make(2) as trainer:
+        testing.kill_worker(trainer, 1, at="step:9")
+        saving = Checkpointing(tmp_path, every_n_steps=5, keep_last=None)
+        history = trainer.fit(NUM_EPOCHS, callbacks=[saving])
+        assert uses(trainer) == {NUM_EPOCHS}
+        assert any(event.is_failure for event in trainer.history.events)
+    assert told_of(history) == told_of(whole)
+    names = sorted(path.name for path in tmp_path.glob("*_step_*.ckpt"))
+    assert names == [
+        f"epoch_{step // 16:04d}_step_{step % 16:06d}.ckpt" for step in range(5, 16 * NUM_EPOCHS, 5) if step % 16
+    ]
+
+
+class SlowLinear(LinearOperator):
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        time.sleep(0.05)
+
+
+def test_divided_models_are_left_at_a_step_too(ray_cluster: None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "config": {"num_samples": 96, "optimizer": "adam"},  # 12 steps
+        "strategy": "fsdp",
+        "split_batches": False,
+    }
+    with make(2, SlowLinear, **options) as trainer:
+        wanted = fit(trainer, tmp_path / "whole")
+        state = trainer.state_dict()["models"][0]
+    with make(2, SlowLinear, **options) as trainer:
+        assert "_step_" in leave(trainer, tmp_path / "left", Told(2, 4))
+    with make(2, SlowLinear, **options) as trainer:
+        history = fit(trainer, tmp_path / "left")
+        found = trainer.state_dict()["models"][0]
+    assert told_of(history) == told_of(wanted)
+    assert history["train_loss"] == wanted["train_loss"]
+    for name, tensor in state.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=0)
+
+
+class SlowStream(StreamOperator):
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        time.sleep(0.02)
+
+
+def test_a_stream_goes_on_at_the_next_row(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"kind": "shuffled"}
+    with make(2, SlowStream, config=config) as trainer:
+        wanted = fit(trainer, tmp_path / "whole")
+        state = trainer.state_dict()["models"][0]
+    for num_workers, told in ((2, Told(1, 8)), (3, Told(2, 8))):
+        with make(num_workers, SlowStream, config=config) as trainer:
+            leave(trainer, tmp_path / "left", told)
+    with make(2, SlowStream, config=config) as trainer:
+        history = fit(trainer, tmp_path / "left")
+        found = trainer.state_dict()["models"][0]
+    assert told_of(history) == told_of(wanted)
+    for name, tensor in state.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=0)
+
+
+class SlowEpoch(OwnEpochOperator):
+    def train_epoch(self, iterator: Any, info: dict[str, Any]) -> dict[str, Any]:
+        def slowly() -> Any:
+            for batch in iterator:
+                time.sleep(0.1)
+                yield batch
+
+        return super().train_epoch(slowly(), info)
+
+
+def test_an_epoch_that_cannot_be_held_is_broken_off_at_once(ray_cluster: None, tmp_path: Path) -> None:
+    with make(2, SlowEpoch, config={"num_samples": 400, "batch_size": 4}) as trainer:
+        name = leave(trainer, tmp_path, Told(1, 4))
+    assert name == "epoch_0000.ckpt", "the state before it, which the driver holds"
