@@ -67,13 +67,13 @@ if not DATA.exists():
 if not BASE.exists():
     write_base()
 config = {"lr": 0.01, "batch_size": 4, "seed": 0}  # four packs in a step of all workers together
-options = {"config": config, "num_workers": 2, "split_batches": True, "clip_grad_norm": 1.0, "precision": "bf16"}
-with TorchTrainer(training_operator_cls=Adapted, **options) as trainer:
+options = {"config": config, "split_batches": True, "clip_grad_norm": 1.0, "precision": "bf16"}
+with TorchTrainer(training_operator_cls=Adapted, num_workers=2, **options) as trainer:
     trainer.train()
     kill_worker(trainer, 1, at="step:3")
     print(trainer.train())
     trainer.save("adapted.pt")
-with TorchTrainer(training_operator_cls=Adapted, **options) as trainer:
+with TorchTrainer(training_operator_cls=Adapted, num_workers=2, **options) as trainer:
     trainer.load("adapted.pt")
     print(trainer.fit(6))
     HuggingFaceOperator.save_pretrained(trainer, "adapter")

@@ -315,9 +315,9 @@ def _says_who_makes_it(operator_cls: type) -> bool:
     return any("remakes_frozen" in vars(each) for each in operator_cls.__mro__ if each is not TrainingOperator)
 
 
-def _adapter_files(operator: Any) -> dict[str, bytes] | None:
+def _adapter_files(operator: HuggingFaceOperator) -> dict[str, bytes] | None:
     """Return the files of an adapter, from rank 0; None where the model is no whole `PeftModel`."""
-    model = operator._original_models[0]
+    model = operator._raysgd.registered.original_models[0]
     if operator.world_rank or operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -333,10 +333,10 @@ def _write(files: Mapping[str, bytes], folder: Path) -> None:
         path.write_bytes(content)
 
 
-def _load_adapter(operator: Any, weights: dict[str, torch.Tensor]) -> None:
+def _load_adapter(operator: HuggingFaceOperator, weights: dict[str, torch.Tensor]) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    model = operator._original_models[0]
+    model = operator._raysgd.registered.original_models[0]
     if operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         raise ValueError(
             f"The model is a `{type(model).__name__}`, and adapters go into a whole `PeftModel`: return one from "

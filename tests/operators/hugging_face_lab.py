@@ -108,6 +108,14 @@ def with_adapter() -> Any:
     return get_peft_model(LlamaForCausalLM(llama()), adapter)
 
 
+def in_double() -> Any:
+    """One that computes in double precision everywhere: in Llama, norms and positions are in fp32 always."""
+    torch.manual_seed(5)
+    layers = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **layers)
+    return get_peft_model(GPT2LMHeadModel(gpt2()), adapter).double()
+
+
 def with_short_base() -> Any:
     """One with a base in bf16, as `from_pretrained` loads most, and an adapter in fp32, as PEFT makes it."""
     base = LlamaForCausalLM(llama()).to(torch.bfloat16)

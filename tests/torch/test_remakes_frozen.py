@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +246,90 @@ def test_divided_models_are_refused(make_local: Make, monkeypatch: pytest.Monkey
     monkeypatch.setattr("raysgd.torch.parallel.strategy.NoParallel.is_sharded", FSDP.is_sharded)
     with pytest.raises(ValueError, match=r"`Adapted.remakes_frozen = True` cannot work with `strategy=\"fsdp\"`"):
         make_local(Adapted)
+
+
+# ------------------------------------------------------------------------------------------------ drawn by a seed
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NUM_SOAK = 200
+
+
+class Drawn(Adapted):
+    """Frozen parameters of random sizes and dtypes beside the base, some of them tied or not in one piece."""
+
+    def make_model(self) -> torch.nn.Module:
+        draw, model = random.Random(self.config["case"]), super().make_model()
+        torch.manual_seed(self.config["case"])
+        more = {}
+        for number in range(draw.randint(1, 6)):
+            numbers = torch.randn([draw.choice((1, 3, 17, 64)) for _ in range(draw.randint(1, 3))])
+            numbers = numbers.transpose(0, -1) if draw.random() < 0.3 else numbers
+            more[f"part{number}"] = torch.nn.Parameter(numbers.to(draw.choice(DTYPES)), requires_grad=False)
+            if draw.random() < 0.2:
+                more[f"tied{number}"] = more[f"part{number}"]
+        spoil = self.config.get("spoil")
+        if spoil is not None:
+            name = draw.choice([*more])
+            changed = spoil(more.pop(name).detach().clone(), draw)
+            if changed is not None:
+                more[name] = torch.nn.Parameter(changed, requires_grad=False)
+        model.more = torch.nn.ParameterDict(more)
+        return model
+
+
+def one_number(numbers: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    place = tuple(draw.randrange(size) for size in numbers.shape)
+    numbers[place] += 1
+    return numbers
+
+
+def another_dtype(numbers: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    return numbers.to(draw.choice([each for each in DTYPES if each != numbers.dtype]))
+
+
+MISTAKES: dict[str, Callable[[torch.Tensor, random.Random], torch.Tensor | None]] = {
+    "another base": lambda numbers, draw: torch.randn_like(numbers) + 9,
+    "one number": one_number,
+    "another dtype": another_dtype,
+    "another shape": lambda numbers, draw: numbers.unsqueeze(0),
+    "missing": lambda numbers, draw: None,
+}
+
+
+def move(operator: Any, case: int) -> str:
+    """Let a frozen parameter follow something else, as momentum encoders do; return its name."""
+    draw = random.Random(case)
+    name, parameter = draw.choice([each for each in operator.model.named_parameters() if not each[1].requires_grad])
+    moved = parameter.detach() * 0.9 + 0.1 * (parameter.detach() + 3)
+    if draw.random() < 0.3:
+        parameter.data = moved
+    elif draw.random() < 0.5:
+        parameter.data.copy_(moved)
+    else:
+        parameter.detach().copy_(moved)
+    return str(name)
+
+
+@pytest.mark.parametrize(
+    "case", [*range(3), *(pytest.param(case, marks=pytest.mark.soak) for case in range(3, NUM_SOAK))]
+)
+def test_every_mistake_is_an_error_that_names_the_parameter(make_local: Make, tmp_path: Path, case: int) -> None:
+    right = make_local(Drawn, config={"case": case})
+    right.train()
+    right.save(tmp_path / "small.pt")
+    right.save(tmp_path / "whole.pt", frozen=True)
+    again = make_local(Drawn, config={"case": case})
+    for name in ("small.pt", "whole.pt"):
+        again.load(tmp_path / name)
+        assert equal(model_of(again), model_of(right))
+    mistake = [*MISTAKES][case % len(MISTAKES)]
+    wrong = make_local(Drawn, config={"case": case, "spoil": MISTAKES[mistake]})
+    was = model_of(wrong)
+    for name in ("small.pt", "whole.pt"):
+        with pytest.raises(ValueError, match=r"`?more\.(part|tied)\d`? of model 0|unknown: \['more\.(part|tied)\d"):
+            wrong.load(tmp_path / name)
+    assert equal(model_of(wrong), was)
+    [moved] = again.apply_all_operators(partial(move, case=case))
+    with pytest.raises(ValueError, match=r"`[\w.]+` of model 0 \(`Adapter`\) has changed since `setup`") as raised:
+        again.save(tmp_path / "small.pt")
+    assert moved in str(raised.value) or moved.startswith("more.part")  # or by the other name of a tied one
