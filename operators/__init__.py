@@ -1,9 +1,9 @@
-"""Ready-made training operators, each built on the public interface alone.
+"""Ready-made training operators: subclasses of `TrainingOperator` for common tasks.
 
 What it guarantees:
 
 * Every operator here trains on one or many workers, on CPUs or GPUs, in full or in mixed precision, and can be saved,
-  resumed and resized like one that you wrote yourself: it uses nothing that you could not use.
+  resumed and resized like one that you wrote yourself: it overrides the same methods.
 * A config that makes no sense is refused in `setup` with a `ValueError` that says what is allowed.
 
 What it leaves to others: the networks and the data are yours. Override the `build_...` methods of an operator to give
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from raysgd.operators.classification import ClassificationOperator
     from raysgd.operators.gan import GANOperator
     from raysgd.operators.hugging_face import HuggingFaceOperator
+    from raysgd.operators.packing import collate_packs, pack
     from raysgd.operators.regression import RegressionOperator
     from raysgd.operators.segmentation import SegmentationOperator
 
@@ -34,6 +35,8 @@ __all__ = [
     "SegmentationOperator",
     "HuggingFaceOperator",
     "GANOperator",
+    "collate_packs",
+    "pack",
 ]
 
 lazy_names(
@@ -44,5 +47,7 @@ lazy_names(
         "HuggingFaceOperator": "raysgd.operators.hugging_face",
         "RegressionOperator": "raysgd.operators.regression",
         "SegmentationOperator": "raysgd.operators.segmentation",
+        "collate_packs": "raysgd.operators.packing",
+        "pack": "raysgd.operators.packing",
     },
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,17 +18,26 @@ from torch.utils.data import default_collate
 from raysgd._synonyms import CONFIG, instead_of
 from raysgd.operators import options
 from raysgd.operators.supervised import SupervisedOperator
+from raysgd.torch import TrainingOperator
 from raysgd.torch.data.batches import call, own_loss, split
 from raysgd.utils import BATCH_WEIGHT
 
 if TYPE_CHECKING:
     from raysgd.torch import TorchTrainer
 
+logger = logging.getLogger(__name__)
+
 IGNORED = -100
 """The label of what a loss leaves out, in all of `transformers`."""
 
 SHIFT_LABELS = "shift_labels"
 """Where some collators put labels that are moved by one place already."""
+
+POSITIONS = "position_ids"
+"""Where packed batches say at which place of its text a token is."""
+
+ADAPTER = "adapter_model.safetensors"
+"""The file of an adapter of PEFT."""
 
 _RUNGS = {
     **dict.fromkeys(
@@ -101,6 +112,14 @@ class HuggingFaceOperator(SupervisedOperator):
     _default_lr = 5e-5
     _default_optimizer = "adamw"
 
+    def _prepare_model(self, model: torch.nn.Module) -> None:
+        """Cast what is trained on a frozen base to fp32, where it is computed in mixed precision anyway."""
+        parameters = [*model.parameters()]
+        if self._raysgd.precision.is_mixed and not all(each.requires_grad for each in parameters):
+            for each in parameters:
+                if each.requires_grad and each.dtype in (torch.bfloat16, torch.float16):
+                    each.data = each.data.float()
+
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
         """Return None: the model computes the loss. For another loss override `forward`."""
         return None
@@ -146,8 +165,20 @@ class HuggingFaceOperator(SupervisedOperator):
         model = self._original_models[0]
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
         self._shifts_labels = _shifts_labels(model)
-        self._label_names = [name for name in inspect.signature(type(model).forward).parameters if "label" in name]
+        arguments = inspect.signature(type(model).forward).parameters
+        self._label_names = [name for name in arguments if "label" in name]
+        self._keeps_cache = "use_cache" in arguments
+        self._recomputes = self._raysgd.context.settings.step_options.activation_checkpointing
         self._model_config: Any = getattr(model, "config", None)
+        if model is not self._original_models[0] and self.world_rank == 0 and not _says_who_makes_it(type(self)):
+            frozen = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+            logger.warning(
+                "each snapshot and checkpoint, and what a new worker gets, holds the frozen base of the adapter, %.3g "
+                "MB. If `build_model` makes it alike on every worker and in every run, as from a file, write "
+                "`remakes_frozen = True` in `%s`, else `remakes_frozen = False`",
+                frozen / 1e6,
+                type(self).__name__,
+            )
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Bring a batch to the device.
@@ -206,6 +237,9 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: The loss is a sum of means over several kinds of labels.
         """
         name = type(self._original_models[0]).__name__
+        # A block that is computed again would fill a cache a second time; with one, packed texts would see each other.
+        if self._keeps_cache and (self._recomputes or POSITIONS in features[0]):
+            features = ({**features[0], "use_cache": False}, *features[1:])
         labels = [each for each in self._label_names if features[0].get(each) is not None]
         if len(labels) > 1:
             raise ValueError(
@@ -224,9 +258,10 @@ class HuggingFaceOperator(SupervisedOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch: `val_loss`, and `val_accuracy` where the labels are classes."""
-        output, target, _, metrics = self._raysgd.evaluate(batch)
+        output, target, metrics = self.evaluate_batch(batch)
         share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
-        return metrics if share is None else {**metrics, "val_accuracy": share}
+        shares = {} if share is None else {"val_accuracy": share}
+        return {**metrics, **shares, **self.measure_batch(output, target)}
 
     @staticmethod
     def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:
@@ -241,18 +276,82 @@ class HuggingFaceOperator(SupervisedOperator):
             The folder.
         """
         path = Path(folder)
-        for part in (trainer.get_model(to_cpu=True), *parts):
+        adapter = next((each for each in trainer.apply_all_operators(_adapter_files) if each), None)
+        if adapter is None:
+            parts = (trainer.get_model(to_cpu=True), *parts)
+        else:
+            _write(adapter, path)
+        for part in parts:
             part.save_pretrained(path)
         return path
 
+    @staticmethod
+    def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
+        """Load an adapter that `save_pretrained` wrote, of this operator or of PEFT, into all workers.
+
+        Args:
+            trainer: What trains a `HuggingFaceOperator` with a `PeftModel`.
+            folder: Where it is, on the machine of this program.
+
+        Raises:
+            FileNotFoundError: There is no adapter.
+            ValueError: It does not fit the model.
+        """
+        from safetensors.torch import load_file
+
+        trainer.apply_all_operators(partial(_load_adapter, weights=load_file(Path(folder, ADAPTER))))
+
     def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        """Return what is trained, apart from it what has no weight decay."""
+        """Return the trained parameters, and those without weight decay in a group of their own."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
         decaying = [each for name, each in trained.items() if each.ndim > 1 and "bias" not in name]
         others = [each for name, each in trained.items() if each.ndim <= 1 or "bias" in name]
         return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+
+
+def _says_who_makes_it(operator_cls: type) -> bool:
+    return any("remakes_frozen" in vars(each) for each in operator_cls.__mro__ if each is not TrainingOperator)
+
+
+def _adapter_files(operator: HuggingFaceOperator) -> dict[str, bytes] | None:
+    """Return the files of an adapter, from rank 0; None where the model is no whole `PeftModel`."""
+    model: Any = operator._raysgd.registered.original_models[0]
+    if operator.world_rank or operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = [each for each in Path(folder).rglob("*") if each.is_file()]
+        return {str(each.relative_to(folder)): each.read_bytes() for each in files}
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def _load_adapter(operator: HuggingFaceOperator, weights: dict[str, torch.Tensor]) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    model = operator._raysgd.registered.original_models[0]
+    if operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"The model is a `{type(model).__name__}`, and adapters go into a whole `PeftModel`: return one from "
+            "`build_model`."
+        )
+    own = get_peft_model_state_dict(model)
+    shapes = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    if missing or unknown or shapes:
+        raise ValueError(
+            "The adapter does not fit the model, nothing was loaded. "
+            f"Missing: {missing or 'nothing'}; unknown: {unknown or 'nothing'}; other shapes: {shapes or 'none'}. Make "
+            "the model with the same `LoraConfig`."
+        )
+    set_peft_model_state_dict(model, weights)
 
 
 def _collated(collator: Callable[[list[Any]], Any], samples: list[Any]) -> Any:

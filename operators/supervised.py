@@ -99,6 +99,9 @@ class SupervisedOperator(TrainingOperator):
         """Return what makes a batch in the loaders that are made here."""
         return self.build_collator(config)
 
+    def _prepare_model(self, model: torch.nn.Module) -> None:
+        """Change a model that was built, before an optimizer is made for it."""
+
     def _parameters(self, model: torch.nn.Module) -> Any:
         """Return the parameters that the optimizer is given."""
         return model.parameters()
@@ -110,6 +113,7 @@ class SupervisedOperator(TrainingOperator):
                 f"`build_model` returned a `{type(model).__name__}`: return one `torch.nn.Module`. For several models "
                 "subclass `TrainingOperator`."
             )
+        self._prepare_model(model)
         optimizer = self.build_optimizer(model, config)
         parts = {"criterion": self.build_criterion(config), "scheduler": self.build_scheduler(optimizer, config)}
         self.model, self.optimizer, *others = self.register(
@@ -147,11 +151,11 @@ class MeasuredOperator(SupervisedOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch: `val_loss`, and the metrics over all batches so far."""
-        output, target, _, metrics = self._raysgd.evaluate(batch)
+        output, target, metrics = self.evaluate_batch(batch)
         measured = self.measured(output, target)
         for metric in self.metrics.values():
             metric.update(*measured)
-        return {**metrics, **self.metrics}
+        return {**metrics, **self.metrics, **self.measure_batch(output, target)}
 
 
 def _optimizer_class(named: Any) -> Callable[..., torch.optim.Optimizer]:

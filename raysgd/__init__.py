@@ -1,12 +1,11 @@
 """Class-based, fault-tolerant training of PyTorch and TensorFlow models on Ray.
 
-What this package promises: write the training of one process, name a number of workers, and get metrics and
-steps that one process would compute on the same global batch. A worker that dies takes no finished training with
-it; the group carries on with what is left and grows again when there is room.
+Write the training of one process, choose a number of workers, and get the metrics and steps that one process would
+compute with the same global batch. If a worker dies, no finished training is lost. The group continues with the other
+workers, and grows again when there is room.
 
-What it leaves to others: placing processes on machines is Ray's work, and the models, the gradients and their
-exchange belong to the framework in use. Importing `raysgd` loads neither Ray nor a framework; each public
-name brings in what it needs when it is first used.
+Ray places processes on machines. Models, gradients and their exchange belong to the framework. Importing `raysgd` loads
+neither Ray nor a framework; each public name loads what it needs when it is first used.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ from raysgd._version import __version__
 if TYPE_CHECKING:
     from raysgd.detached.cluster import attach, detached_trainers
     from raysgd.detached.protocol import Detached
+    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.engine.status import TrainerStatus
     from raysgd.exceptions import Preempted
+    from raysgd.history.history import CallRecord, History
     from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
@@ -34,13 +36,17 @@ if TYPE_CHECKING:
     from . import air, callbacks, data, exceptions, operators, storage, testing, tf, torch, train, tune, utils  # noqa: F401
 
 __all__ = [
+    "CallRecord",
     "CreatorOperator",
     "Detached",
+    "GroupEvent",
+    "History",
     "Preempted",
     "PyTorchTrainer",
     "Recovery",
     "TFTrainer",
     "TorchTrainer",
+    "TrainerStatus",
     "TrainingOperator",
     "__version__",
     "attach",
@@ -57,6 +63,10 @@ lazy_names(
         "Detached": "raysgd.detached.protocol",
         "Preempted": "raysgd.exceptions",
         "Recovery": "raysgd.messages.recovery",
+        "CallRecord": "raysgd.history.history",
+        "History": "raysgd.history.history",
+        "GroupEvent": "raysgd.engine.shared.group_events",
+        "TrainerStatus": "raysgd.engine.status",
         "attach": "raysgd.detached.cluster",
         "detached_trainers": "raysgd.detached.cluster",
     },
@@ -80,10 +90,10 @@ log_lines.install()
 
 
 def _check_place() -> None:
-    """Refuse a checkout without its link to `operators`, as archives and Windows make one; warn on other systems.
+    """Refuse a checkout without its link to `operators`, as in archives and on Windows. Warn on systems but Linux.
 
     Raises:
-        ImportError: The link is not there, and nothing else says where the operators are.
+        ImportError: The link is missing, and the operators are not installed elsewhere.
     """
     if not os.path.isdir(os.path.join(__path__[0], "operators")) and find_spec(f"{__name__}.operators") is None:
         raise ImportError(
@@ -98,7 +108,7 @@ _check_place()
 
 
 def _take_over_aliases() -> None:
-    """Make a worker import the old library's modules from where they were, if its program does."""
+    """Install the old library's import paths in a worker, if its program uses them."""
     from raysgd.compat import aliases
 
     aliases.install()
@@ -109,7 +119,7 @@ if "RAYSGD_COMPAT" in os.environ:
 
 
 def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to run: this is the former name of `TorchTrainer`.
+    """Refuse to run, because this is the former name of `TorchTrainer`.
 
     Raises:
         DeprecationWarning: Always.

@@ -1,4 +1,4 @@
-"""`python -m raysgd` is the command `raysgd`."""
+"""Makes `python -m raysgd` the same as the command `raysgd`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Files of this machine: written whole or not at all, and paths where only a disk will do.
+"""Files on this machine: written completely or not at all, and checks of paths that must be on a disk.
 
-A write goes to a temporary file beside the target, which takes the target's name only when all of it is on the disk. A
-process killed in the middle leaves the earlier file intact, and a file `.raysgd-*.tmp`. Such a leftover is deleted by
-the next write into the folder: at once where the process ran on this machine, which its name says, else when it is old.
-A training that is preempted again and again would fill the disk with them.
+A write goes to a temporary file next to the target, which gets the target's name when all of it is on the disk. If a
+process is killed in the middle, the earlier file stays, and a file `.raysgd-*.tmp` is left over. The next write into
+the folder deletes such a leftover: at once if its process ran on this machine, which its name says, otherwise when it
+is old. Without that, a training that is preempted often would fill the disk.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from raysgd._text.secrets import masked
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
 _OF_PROCESS = re.compile(rf"{re.escape(_PREFIX)}([0-9a-f]{{16}})-([0-9]+)-[0-9a-f]+{re.escape(_SUFFIX)}")
-_LEFTOVER_S = 3600.0  # for which nothing was written to it: a writer that lives writes more often
+_LEFTOVER_S = 3600.0  # without any change: a living writer writes more often
 _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
 
 @contextlib.contextmanager
 def replacing(target: str) -> Iterator[IO[bytes]]:
-    """Open a new file that becomes `target` when the block ends well, and vanishes when it does not.
+    """Open a new file that becomes `target` if the block ends without an error, and is deleted otherwise.
 
-    Its folder is made if it is not there.
+    The folder is made if necessary.
     """
     folder = os.path.dirname(target) or os.curdir
     os.makedirs(folder, exist_ok=True)
@@ -59,9 +59,9 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         file.close()
         os.replace(temporary, target)
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # the disk is full, say
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # such as a full disk
             error.filename = target
-        with contextlib.suppress(OSError):  # Closing tries once more to write what could not be written.
+        with contextlib.suppress(OSError):  # `close` tries to write the rest once more
             file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -71,7 +71,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _home_of_processes() -> str:
-    """Return what tells apart machines, and containers on them: a number is one process in there; "" if unknown."""
+    """Return an ID of this machine and container, in which a process ID is unique; "" if unknown."""
     try:
         boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # not Linux
@@ -80,7 +80,7 @@ def _home_of_processes() -> str:
 
 
 def _is_of_dead_process(name: str) -> bool:
-    """Return whether a process of this machine made a temporary file of this name, and has ended since."""
+    """Return True if this is a temporary file of a process of this machine that has ended, by its name."""
     found = _OF_PROCESS.fullmatch(name)
     if found is None or found[1] != _home_of_processes():
         return False
@@ -88,13 +88,13 @@ def _is_of_dead_process(name: str) -> bool:
         os.kill(int(found[2]), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is another user's
+    except OSError:  # the process belongs to another user
         return False
     return False
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Delete what writers that were killed have left in this folder, as far as that can be told and done."""
+    """Delete temporary files of killed writers in this folder, if they can be recognized and deleted."""
     old = time.time() - _LEFTOVER_S
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -109,7 +109,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
-    """Return when it was written to, or, if it is a folder, anything directly in it."""
+    """Return the time of the last change; for a folder, also of anything directly in it."""
     times = [entry.stat(follow_symlinks=False).st_mtime]
     if entry.is_dir(follow_symlinks=False):
         with os.scandir(entry) as inner:
@@ -118,7 +118,7 @@ def _last_change(entry: os.DirEntry[str]) -> float:
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
-    """Put a file, or the names in a folder, on the disk. Some file systems cannot do the latter, and need not."""
+    """Flush a file, or the names in a folder, to the disk. Some file systems cannot, and need not, flush a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,20 +130,20 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
 
 
 SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")
-"""The beginning of a URI, also with one slash: `pathlib` makes one of two."""
+"""The beginning of a URI, possibly with only one slash: `pathlib` turns two into one."""
 
 
 def checked_text(name: str, path: Any, what: str = "a path") -> str:
     """Return a path as text.
 
     Args:
-        name: The argument.
+        name: Name of the argument.
         path: Its value.
-        what: What it has to be.
+        what: What it should be, for the error.
 
     Raises:
-        TypeError: It is no text and no path.
-        ValueError: It is empty, or has a null character.
+        TypeError: It is neither text nor a path.
+        ValueError: It is empty, or contains a null character.
     """
     if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
         raise TypeError(f"`{name}={path!r}`: need {what}, as a `str` or a `pathlib.Path`.")
@@ -154,22 +154,22 @@ def checked_text(name: str, path: Any, what: str = "a path") -> str:
 
 
 def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Refuse what is no path of a file or a folder on this machine.
+    """Refuse anything but the path of a file or folder on this machine.
 
     Args:
-        name: The argument.
+        name: Name of the argument.
         path: Its value.
-        instead: What to do with a URI.
+        instead: What to do instead of passing a URI, for the error.
 
     Raises:
-        TypeError: It is no text and no path.
-        ValueError: It is empty, has a null character, or is a URI.
+        TypeError: It is neither text nor a path.
+        ValueError: It is empty, contains a null character, or is a URI.
     """
     check_local(name, checked_text(name, path), instead)
 
 
 def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Refuse what names a place in a remote storage; everything else is left for others to check.
+    """Refuse a URI. Does not check anything else.
 
     Raises:
         ValueError: It is a URI.
@@ -186,10 +186,10 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuse to read what may never end: a device, a pipe, a socket. The file may be missing.
+    """Refuse what could be read forever: a device, a pipe, a socket. The file may be missing.
 
     Raises:
-        OSError: It is one.
+        OSError: It is a device, a pipe or a socket.
     """
     place = Path(path)
     if place.exists() and not (place.is_file() or place.is_dir()):
@@ -197,7 +197,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def make_folder(name: str, path: str | os.PathLike[str]) -> None:
-    """Make a folder, unless it is there, and refuse one that takes no files.
+    """Make a folder if it does not exist. Refuse one without permission to write.
 
     Raises:
         ValueError: It cannot be made, or not be written to.

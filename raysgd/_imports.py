@@ -1,10 +1,9 @@
-"""Imports that are late, optional, or by name: the one place that says what to install.
+"""Imports that are late, optional, or by name. Only this module says what to install.
 
-A leaf that needs an optional package calls `require` inside the function that uses it. Nothing else in the
-package probes for packages, so every user reads the same sentence, and a package that is present but broken
-is never mistaken for one that is missing.
+A module that needs an optional package calls `require` in the function that uses it. Nothing else looks for packages,
+so every user gets the same message, and a broken package is never mistaken for a missing one.
 
-Why Ray and the frameworks are imported late: ADR 8.
+ADR 8 explains why Ray and the frameworks are imported late.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
             `"this feature"`.
 
     Returns:
-        The imported module (for a dotted name the innermost one).
+        The imported module; for a dotted name, the innermost one.
 
     Raises:
-        ModuleNotFoundError: If the package is missing; an `ImportError` too.
-        ImportError: If it is present and its import fails. The original error is chained.
+        ModuleNotFoundError: The package is missing. This is an `ImportError`.
+        ImportError: The package exists but its import fails. The original error is chained.
     """
     who = purpose or "this feature"
     try:
@@ -51,19 +50,19 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
 
 
 def require_installed(module: str, extra: str, purpose: str) -> None:
-    """Say how to install an optional dependency unless it is there, without importing it, which may take seconds.
+    """Say how to install an optional dependency if it is missing. Do not import it, which may take seconds.
 
     >>> require_installed("json", extra="data", purpose="this example")
 
     Raises:
-        ModuleNotFoundError: If the package is missing.
+        ModuleNotFoundError: The package is missing.
     """
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(_missing_message(_package_of(module), extra, purpose), name=module)
 
 
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
-    """The package that is not there: that of the module, or one that it needs. None if an import went wrong."""
+    """Return the missing package: that of the module, or one that it needs. None if the import failed otherwise."""
     while error is not None:
         name = error.name if isinstance(error, ModuleNotFoundError) else None
         if name and (name == _package_of(module) or _named(name, extra)):
@@ -77,9 +76,10 @@ def _package_of(module: str) -> str:
 
 
 def install_command(extra: str, *options: str, package: str = "") -> str:
-    """The command that installs what an extra installs, or of that only a package, wherever raysgd came from.
+    """Return the command that installs the packages of an extra, or only one of them.
 
-    It names the packages, so no index needs to have raysgd. Sources that are not installed are named by their folder.
+    It names these packages, so it works wherever raysgd came from. For sources that are not installed, it names the
+    folder.
     """
     folder = f"{Path(__file__).resolve().parents[1]}[{extra}]"
     wanted = _named(package, extra) or _requirements("raysgd", extra) or [folder]
@@ -87,7 +87,7 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
 
 
 def _named(package: str, extra: str) -> list[str]:
-    """Return what an extra installs, directly or by that of another package, under the name of this one."""
+    """Return the requirement of an extra for this package, directly or through the extra of another package."""
     own = _requirements("raysgd", extra)
     extras = [re.match(r"([\w-]+)\[(\w+)\]", each) for each in own]
     all_of_it = [*own, *(each for other in extras if other for each in _requirements(other[1], other[2]))]
@@ -96,7 +96,7 @@ def _named(package: str, extra: str) -> list[str]:
 
 
 def _requirements(distribution: str, extra: str) -> list[str]:
-    """Return what an extra of an installed package installs beside it; nothing if the package is not installed."""
+    """Return the requirements of an extra of an installed package; empty if the package is not installed."""
     from importlib import metadata
 
     try:
@@ -126,14 +126,14 @@ def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
 
 
 def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | None = None) -> Callable[[str], Any]:
-    """Give a package a `__getattr__`, which imports its names and public modules when they are first used.
+    """Give a package a `__getattr__` that imports its names and public modules when they are first used.
 
-    It also gets a `__dir__` of its public names. Type checkers see neither, and so find a name that is misspelled.
+    It also gets a `__dir__` with its public names. Type checkers see neither, so they find misspelled names.
 
     Args:
         package: Its `__name__`.
-        modules: For each name the module that defines it; `module:name` where that has another name there.
-        shown: The modules of the package that `dir` names. Default: all without an underscore.
+        modules: For each name, the module that defines it; `module:name` if the name differs there.
+        shown: Modules of the package that `dir` lists. Default: all without an underscore.
 
     Returns:
         The `__getattr__`.
@@ -161,10 +161,10 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
 
 
 def pickle_modules_by_name() -> None:
-    """Let pickle take such modules by their names, as it takes others.
+    """Let pickle handle modules of special classes by their names, like other modules.
 
-    A function or a class of a script is pickled with all modules that it uses, or may use: cloudpickle takes
-    `self.config` for a use of `torch.distributed.config` where `torch.distributed` is used beside it.
+    A function or class of a script is pickled with all modules that it may use. If it uses `torch.distributed` and also
+    has `self.config`, cloudpickle takes that for a use of the module `torch.distributed.config`.
     """
     own = {type(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)} - {ModuleType}
     for kind in own - copyreg.dispatch_table.keys():

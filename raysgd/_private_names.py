@@ -1,10 +1,10 @@
-"""The private names of other projects that raysgd uses, in one table, and the two ways to ask for one.
+"""The private names of other projects that raysgd uses, in one table, and two ways to look one up.
 
-A new version of a project may take any of them away, so each has a public name beside it, a plainer way, or an error
-that names the version. `find_name` returns None where a name is gone, `require_names` raises. What is documented is not
-listed, whatever it is called: `sys._current_frames`, `os._exit`, `_fields` of a named tuple. `raysgd doctor` says which
-names the installed versions lack; `tests/test_private_names.py` holds the table complete, and takes each name away
-that raysgd reads.
+A new version of a project may remove any of them. So for each name there is a public alternative, a simpler way, or an
+error that names the version. `find_name` returns None if a name is gone; `require_names` raises. Documented names are
+not listed, even if they look private, such as `sys._current_frames`, `os._exit`, and `_fields` of a named tuple.
+`raysgd doctor` lists the names that the installed versions lack. `tests/test_private_names.py` checks that the table is
+complete, and takes away each name that raysgd reads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PrivateNames:
-    """Names that are used for one thing.
+    """Private names that are used for one purpose.
 
     Attributes:
         owner: The module that has them, or `module:object`.
         names: The names.
-        used_in: Where, in `raysgd`.
-        without: What happens where one of them is gone.
+        used_in: Modules of `raysgd` that use them.
+        without: What happens if one of them is gone.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class PrivateNames:
 
     @property
     def package(self) -> str:
-        """The package that they belong to."""
+        """The package of the names."""
         return re.split("[.:]", self.owner)[0]
 
 
@@ -53,7 +53,7 @@ TESTED = {
     "torchmetrics": "1.9.0",
     "transformers": "5.23.0",
 }
-"""The versions that the tests run with: those of `constraints-dev.txt`."""
+"""The versions with which the tests run, as in `constraints-dev.txt`."""
 
 _RAISES = "an error names the version"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
@@ -100,8 +100,8 @@ TABLE = (
     PrivateNames(
         "torch:Tensor",
         ("_version",),
-        "torch.objects.filling",
-        f"{_RAISES} when a model on the meta device is registered",
+        "torch.objects.filling, torch.objects.remade",
+        f"{_RAISES} when a model on the meta device is registered, and with `remakes_frozen`",
     ),
     PrivateNames(
         "torch.nn.modules.activation:MultiheadAttention",
@@ -339,7 +339,7 @@ TABLE = (
 
 
 def find_name(path: str) -> Any:
-    """Return what a name stands for; None where there is none.
+    """Return the object with a name; None if there is none.
 
     >>> find_name("os:path.sep"), find_name("os:path._gone.deeper"), find_name("gone:name")
     ('/', None, None)
@@ -362,10 +362,10 @@ def require_names(owner: Any, *names: str) -> None:
 
     Args:
         owner: The object, a class or a module.
-        names: What it has to have.
+        names: Names that it must have.
 
     Raises:
-        ImportError: It has not; the error says in which version it has.
+        ImportError: It lacks one. The message says which version has it.
     """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
@@ -380,9 +380,9 @@ def require_names(owner: Any, *names: str) -> None:
 
 
 def missing_names(row: PrivateNames) -> list[str]:
-    """Return which of these names the installed package lacks; none where it is not installed.
+    """Return which of these names the installed package lacks; empty if the package is not installed.
 
-    Nothing is imported for that: what is not loaded yet is read.
+    Imports nothing: the source of modules that are not loaded is searched instead.
     """
     package, *parts = row.owner.partition(":")[0].split(".")
     spec = util.find_spec(package)

@@ -1,7 +1,8 @@
-"""Words of other libraries for options, and what to write here instead.
+"""Option names of other libraries, and what to write here instead.
 
-Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. `instead_of` answers by
-who was given the name: a trainer of an operator, a trainer of a training function, a config, or a callback.
+Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. The answer of
+`instead_of` depends on what got the name: a trainer of an operator, a trainer of a training function, a config, or a
+callback.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 TORCH, KERAS, FUNCTION, CONFIG = "TorchTrainer", "TFTrainer", "function", "config"
 EARLY_STOPPING, CHECKPOINTING = "EarlyStopping", "Checkpointing"
 PLACES = (TORCH, KERAS, EARLY_STOPPING, CHECKPOINTING)
-"""The classes that are given such words."""
+"""The classes whose unknown options are looked up."""
 
 _IN_FUNCTION = "write it in the function, as in a program for one process"
 _NOT_THERE = "not there, omit it"
@@ -41,8 +42,8 @@ _OF_FUNCTIONS = "it is for trainers of training functions, such as `raysgd.train
 
 _Row = tuple[str, ...]
 
-# Names, and what to write with `TorchTrainer`, with `TFTrainer` and with a training function. A row without the last
-# ones has the line before for `TFTrainer`, and for functions `_IN_FUNCTION`.
+# Names, and what to write with `TorchTrainer`, with `TFTrainer` and with a training function. Without the second text,
+# `TFTrainer` gets the first; without the third, functions get `_IN_FUNCTION`.
 _TRAINERS: tuple[_Row, ...] = (
     ("epochs max_epochs num_epochs n_epochs num_train_epochs", _EPOCHS),
     ("max_steps limit_train_batches steps_per_epoch", _STEPS),
@@ -305,11 +306,11 @@ _CALLBACKS = (
     ("EMAWeightAveraging SwapEMAWeights", "EMA()"),
     ("TQDMProgressBar RichProgressBar ProgbarLogger ProgressCallback", "ProgressBar()"),
 )
-"""Names of callbacks of other libraries, and one of `raysgd.callbacks` that does that."""
+"""Names of callbacks of other libraries, and the one of `raysgd.callbacks` that does the same."""
 
 
 def callback_instead_of(callback: object) -> str:
-    """Return what to write instead of a callback of another library, to put behind a sentence; empty if it is of none.
+    """Return what to write instead of a callback of another library, to append to a sentence; empty for other objects.
 
     Examples:
         >>> EarlyStopping = type("EarlyStopping", (), {"__module__": "lightning.pytorch.callbacks"})
@@ -329,11 +330,11 @@ def callback_instead_of(callback: object) -> str:
 
 
 def instead_of(name: str, place: str) -> str | None:
-    """Return what to write instead of a word of another library, as the end of a sentence; None if it is unknown.
+    """Return what to write instead of an option of another library, as the end of a sentence; None if it is unknown.
 
     Args:
-        name: The word.
-        place: Who was given it: one of the constants above.
+        name: The option.
+        place: What got the option: one of the constants above.
 
     Examples:
         >>> instead_of("gradient_clip_val", TORCH)

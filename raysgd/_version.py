@@ -1,4 +1,4 @@
-"""The version of the distribution, readable without importing the package."""
+"""The version of the distribution. It can be read without importing the package."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Every exception that raysgd raises on purpose.
 
-* Wrong arguments are plain ``ValueError`` or ``TypeError`` wherever one class is enough; the classes here exist where a
-  caller may rightly expect two classes at once, or needs to tell one kind of failure from another.
-* All of them pickle, with their message; a `WorkerError` also with the faults behind it and so with its cause.
+* Wrong arguments raise a plain ``ValueError`` or ``TypeError`` if one class is enough. The classes here exist where a
+  caller may expect two classes at once, or needs to distinguish kinds of failures.
+* All of them can be pickled with their message; a `WorkerError` also with its faults, and thus with its cause.
 
-Why some errors have two classes: ADR 7.
+ADR 7 explains why some errors have two classes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _MOST_FAULTS = 3
 
 
 class RaySGDError(Exception):
-    """Base class of the errors that only raysgd raises."""
+    """Base class of errors that only raysgd raises."""
 
 
 class OnFailure:
-    """A block after whose failure, Ctrl-C included, something else is done; then the failure goes on.
+    """A block with a cleanup that runs only if the block fails, even by Ctrl-C. The failure is raised again afterwards.
 
     Args:
-        undo: What is done.
-        told: The same, where that depends on the failure.
+        undo: The cleanup.
+        told: A cleanup that takes the exception.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class OnFailure:
 
 @contextmanager
 def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator[None]:
-    """A block whose failure, of whatever class, is only logged: what follows it, or went before, matters more.
+    """A block whose exception is only logged, because what surrounds the block matters more.
 
     Args:
-        log: Of a logger, the method for how bad that is.
-        words: What is logged, with places for `args` and then for the exception.
-        args: See above.
+        log: The method of a logger for the right level.
+        words: The log message, with placeholders for `args` and then for the exception.
+        args: Values for the placeholders.
     """
     try:
         yield
@@ -67,23 +67,22 @@ def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator
 class InvalidCountError(ValueError, AssertionError):
     """A count such as `max_retries` is out of range.
 
-    The old library asserted such counts, so code in the wild catches ``AssertionError``; new code expects
-    ``ValueError``.
+    The old library asserted such counts, so existing code catches ``AssertionError``. New code expects ``ValueError``.
     """
 
 
 class NotRegisteredError(RuntimeError, ValueError):
-    """The operator needs something (a loader, a model) that its `setup` never registered."""
+    """The operator needs something (a loader, a model) that its `setup` did not register."""
 
 
 class NoDataError(NotRegisteredError):
-    """There is no data to train or to validate on: neither registered nor passed to the call."""
+    """There is no data for training or validation. It was neither registered nor passed to the call."""
 
 
 class InvalidRegistrationError(TypeError, ValueError, AssertionError):
-    """`register` was given something of the wrong kind.
+    """`register` got something of the wrong kind.
 
-    The old library asserted this; a wrong kind is a ``TypeError`` and, to many callers, a ``ValueError``.
+    The old library asserted this. A wrong kind is a ``TypeError`` and, for many callers, a ``ValueError``.
     """
 
 
@@ -92,22 +91,25 @@ class UnevenStepsError(RaySGDError, RuntimeError):
 
 
 class RanksDifferError(RaySGDError, RuntimeError):
-    """The weights of models that the library keeps equal differ between the workers. Never retried.
+    """The weights of models differ between workers, although the library keeps them equal. Never retried.
 
-    The message names the models, their parameters and the ranks. The next call begins with the last snapshot.
+    The message names the models, their parameters and the ranks. The next call starts from the last snapshot.
     """
 
 
 class IncompatibleModelError(RaySGDError, ValueError):
-    """A model, or how it was compiled, does not work with the backend or in the place where it is to be trained."""
+    """A model, or the way it was compiled, does not work with the backend, or where it would be trained."""
 
 
 class UnpicklableError(RaySGDError, TypeError):
-    """Something cannot be sent to the workers, because it cannot be pickled. Nothing was sent, no worker was lost."""
+    """Something cannot be sent to the workers because it cannot be pickled.
+
+    Nothing was sent, and no worker was lost.
+    """
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """A trainer was used after `shutdown` or after the end of its Ray session; or one of them ended the call."""
+    """A trainer was used after `shutdown` or after the end of its Ray session, or one of these ended a running call."""
 
 
 class TrainerLostError(RaySGDError, RuntimeError):
@@ -115,29 +117,32 @@ class TrainerLostError(RaySGDError, RuntimeError):
 
 
 class UnknownTrainerError(RaySGDError, LookupError):
-    """There is no detached trainer of this name. The message says which there are."""
+    """There is no detached trainer with this name. The message lists the existing ones."""
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):
-    """The cluster did not grant the workers' resources in time. The message lists what was asked and what there is."""
+    """The cluster did not grant the workers' resources in time.
+
+    The message lists the requested and existing resources.
+    """
 
 
 class WorkersLostError(RaySGDError, RuntimeError):
-    """Workers died, and the retries or the attempts to get new ones are spent."""
+    """Workers died, and the retries, or the attempts to start new ones, are used up."""
 
 
 class CheckpointCorruptedError(ValueError, RuntimeError):
-    """The file is not what was written: cut short, altered, or no checkpoint at all."""
+    """The file differs from what was written: it is cut short, altered, or not a checkpoint at all."""
 
 
 class UnsafeCheckpointError(ValueError):
-    """The file needs more than plain data to be loaded, and was not declared trustworthy."""
+    """The file contains more than plain data, and was not declared trustworthy."""
 
 
 class StorageError(RaySGDError, OSError):
     """A folder or file could not be reached, read or written. The message names it and the cause.
 
-    `errno` is that of the cause, where it has one.
+    `errno` is that of the cause, if it has one.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,7 +150,7 @@ class StorageError(RaySGDError, OSError):
 
 
 class StreamError(RaySGDError, RuntimeError):
-    """A row of a stream cannot be read or prepared, or a shard is not what it was. The message names shard and row."""
+    """A row of a stream cannot be read or prepared, or a shard has changed. The message names the shard and the row."""
 
 
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
@@ -153,15 +158,18 @@ class InactiveWorkerGroupError(RaySGDError, RuntimeError):
 
 
 class TrainBackendError(RaySGDError, RuntimeError):
-    """A function-based run was used out of turn, for instance for the results of no function."""
+    """A function-based run was used out of turn, for example asked for results before a function was started."""
 
 
 class TrainingWorkerError(RaySGDError, RuntimeError):
-    """A worker of a function-based trainer died in a call outside a run."""
+    """A worker of a function-based trainer died in a call outside of a run."""
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A callback of a run of `fit()` failed. The message names it and the hook; the cause is what it raised."""
+    """A callback of a run of `fit()` failed.
+
+    The message names the callback and the hook; the cause is its exception.
+    """
 
 
 class Preempted(SystemExit):  # it is no error
@@ -181,26 +189,26 @@ class Preempted(SystemExit):  # it is no error
 
 
 class StepMismatchError(RaySGDError, RuntimeError):
-    """The functions on different workers did not report and save in step."""
+    """The functions on different workers did not report or save at the same steps."""
 
 
 class MissingTuneError(ImportError, ValueError, RuntimeError):
-    """A function was to be made a trial, but Ray Tune cannot be imported; the old library said ``ValueError``."""
+    """A function cannot become a trial, because Ray Tune cannot be imported. The old library raised ``ValueError``."""
 
 
 class MissingFrameworkError(ModuleNotFoundError, ValueError):
-    """The framework of a config of `raysgd.v2` is not installed; the old library said ``ValueError``."""
+    """The framework of a config of `raysgd.v2` is not installed. The old library raised ``ValueError``."""
 
 
 class SessionMisuseError(RaySGDError, RuntimeError):
-    """A function of a session was called in a run that has none of its kind, such as one of Ray in `fit`."""
+    """A session function was called in the wrong kind of run, for example one of Ray in `fit`."""
 
 
 class TrainingFailedError(RaySGDError, RuntimeError):
     """A run that `fit` started has failed, and no retry is left.
 
-    What reaches the caller is an instance of this class *and* of the class of what went wrong: of the exception of your
-    function, or of one of the classes here. That exception is its `__cause__`. The message says how to go on.
+    The caller gets an instance of this class *and* of the class of the cause: the exception of the user's function, or
+    one of the classes here. That exception is its `__cause__`. The message says how to continue.
     """
 
     failure: Exception | None = None
@@ -217,18 +225,18 @@ class TrainingFailedError(RaySGDError, RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """One worker's exception in a form that crosses process boundaries.
+    """One worker's exception in a form that can be sent to another process.
 
     Attributes:
-        rank: World rank of the worker, or -1 while ranks are not assigned yet.
-        node: Address of the node it ran on.
-        error: The exception itself, or None when it could not be pickled.
+        rank: World rank of the worker, or -1 before ranks are assigned.
+        node: Address of its node.
+        error: The exception itself, or None if it could not be pickled.
         type_name: Name of the exception's class.
-        message: The exception's own text, without frames of libraries that it quotes.
+        message: Text of the exception, without quoted frames of libraries.
         location: The innermost line of user code, as ``file:line in function``.
-        traceback_text: The traceback from the first line of user code on; empty where `error` has its live frames.
-        callers: The lines of user code that led to it, the last one first; empty where `error` has its live frames.
-        causes: The exceptions that Python would show before this one, the last one first, in words.
+        traceback_text: The traceback from the first line of user code on; empty if `error` has its live frames.
+        callers: The lines of user code that led to it, innermost first; empty if `error` has its live frames.
+        causes: The exceptions that Python would show before this one, latest first, in words.
     """
 
     rank: int
@@ -251,7 +259,10 @@ class WorkerFault:
 
 @dataclass(frozen=True)
 class _Packed:
-    """An exception in parts. Many classes cannot be pickled as they are: their constructor takes what `args` lacks."""
+    """An exception in parts.
+
+    Many classes cannot be pickled otherwise, because `args` lacks what the constructor needs.
+    """
 
     user_class: type[BaseException]
     args: tuple[Any, ...]
@@ -262,14 +273,14 @@ class _Packed:
     def of(error: BaseException | None) -> _Packed | BaseException | None:
         if error is None or _pickles_in_its_own_way(type(error)):
             return error
-        slots = tuple((owner, name, value) for owner, name, value in _slots(error) if name != "obj")  # may be large
+        slots = tuple((owner, name, value) for owner, name, value in _slots(error) if name != "obj")  # it may be large
         return _Packed(type(error), error.args, dict(error.__dict__), slots)
 
     def unpacked(self) -> BaseException:
         return _made(self.user_class, self.args, self.attributes, self.slots)
 
     def portable(self, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str]) -> _Packed:
-        """With `in_words(value)` for each value that is not."""
+        """Replace each value that is not portable by `in_words(value)`."""
 
         def shown(value: Any) -> Any:
             return value if is_portable(value) else in_words(value)
@@ -285,7 +296,7 @@ class _Packed:
 def portable_copy(
     error: BaseException, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str] = repr
 ) -> BaseException:
-    """A copy of an exception in which a lock, an open file and the like are replaced by words."""
+    """Return a copy of an exception in which values such as locks and open files are replaced by words."""
     packed = _Packed.of(error)
     return packed.portable(is_portable, in_words).unpacked() if isinstance(packed, _Packed) else error
 
@@ -297,16 +308,16 @@ def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:
 
 
 def _slots(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """Return what an exception keeps outside its `__dict__`: `args`, `errno`, what a class lists in `__slots__`."""
+    """Yield what an exception keeps outside of its `__dict__`: `args`, `errno`, and what a class has in `__slots__`."""
     for owner in type(error).__mro__:
         for name, descriptor in vars(owner).items():
             if name.startswith("__") or not isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType):
                 continue
             try:
                 value = descriptor.__get__(error)
-            except AttributeError:  # not set
+            except AttributeError:  # the slot is empty
                 continue
-            if value is not None or owner.__module__ != "builtins":  # an `OSError` that was given None says so
+            if value is not None or owner.__module__ != "builtins":  # an `OSError` stores None for arguments it lacks
                 yield owner, name, value
 
 
@@ -316,19 +327,19 @@ def _made(
     attributes: dict[str, Any],
     slots: tuple[tuple[type, str, Any], ...],
 ) -> BaseException:
-    """An exception from its parts, past the constructor of the user's class."""
+    """Make an exception from its parts, without the constructor of the user's class."""
     error: BaseException = _builtin_base(user_class).__new__(user_class, *args)
     error.__dict__.update(attributes)
     for owner, name, value in slots:
         try:
             vars(owner)[name].__set__(error, value)
-        except (AttributeError, TypeError):  # read only: made by `__new__` already
+        except (AttributeError, TypeError):  # read-only, and set by `__new__`
             continue
     return error
 
 
 def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
-    """The class of Python itself that has the memory layout of `user_class`: only that one may make its instances."""
+    """Return the built-in base class with the memory layout of `user_class`. Only its `__new__` can make instances."""
     base = user_class
     while base.__module__ != "builtins":
         base = base.__base__  # type: ignore[assignment]  # an exception has one
@@ -338,9 +349,9 @@ def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
 class WorkerError(RaySGDError):
     """User code failed in a worker.
 
-    What reaches the caller is an instance of this class *and* of the class that the user code raised, so that
-    ``except ValueError`` works as if the code had run in the driver. `faults` holds every rank's fault, the earliest
-    first; `aftermath` says what became of the workers and their state, where that is not just as the exception left it.
+    The caller gets an instance of this class *and* of the class that the user code raised, so that ``except
+    ValueError`` works as if the code had run in the driver. `faults` contains the faults of all ranks, earliest first.
+    `aftermath` says what happened to the workers and their state, if they are not as the exception left them.
     """
 
     faults: tuple[WorkerFault, ...] = ()
@@ -354,9 +365,9 @@ class WorkerError(RaySGDError):
 
 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
-    """Build the exception for `faults`: a `WorkerError` that is also of the first fault's own class.
+    """Return the exception for `faults`: a `WorkerError` that also has the class of the first fault.
 
-    It stands in the original's place: with its live frames where the worker is this process, and with its cause.
+    It replaces the original. It keeps the original's cause, and its live frames if the worker is this process.
     """
     original = faults[0].error
     error = _as_both(original) if original is not None else WorkerError(faults[0].message)
@@ -370,7 +381,7 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
 
 
 def _as_both(original: BaseException) -> WorkerError:
-    """An exception of both classes, with the original's arguments and attributes; a plain one where that cannot be."""
+    """Return an exception of both classes with the original's arguments and attributes; if impossible, a plain one."""
     error = _joined(WorkerError, original)
     assert isinstance(error, WorkerError)
     return error
@@ -380,16 +391,16 @@ def _joined(own: type[Exception], original: BaseException, also: type[Exception]
     try:
         both = _class_of_both(own, type(original), also)
         return _made(both, original.args, original.__dict__, tuple(_slots(original)))
-    except Exception:  # a class that refuses to be subclassed or built this way; the original is still the cause
+    except Exception:  # the class cannot be subclassed or made this way; the original is still the cause
         return own(str(original))
 
 
 def _class_of_both(
     own: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
 ) -> type[BaseException]:
-    if issubclass(user_class, own):  # of workers that have workers
+    if issubclass(user_class, own):  # raised in a worker that itself has workers
         return user_class
-    if not issubclass(user_class, Exception):  # SystemExit and the like must not end the driver
+    if not issubclass(user_class, Exception):  # `SystemExit` and the like must not end the driver
         user_class = RuntimeError
     bases = (own, user_class) if also is None or issubclass(user_class, also) else (own, user_class, also)
     return type(f"{own.__name__}({user_class.__name__})", bases, {"__module__": __name__})
@@ -398,11 +409,11 @@ def _class_of_both(
 def training_failed_error(
     failure: Exception, advice: str = "", also: type[Exception] | None = None
 ) -> TrainingFailedError:
-    """Build the exception for a run that has failed: a `TrainingFailedError` that is also of the class of its cause.
+    """Return the exception for a failed run: a `TrainingFailedError` that also has the class of its cause.
 
     Args:
-        failure: What ended the run; of a `WorkerError` the exception of the user is the cause.
-        advice: How to go on.
+        failure: What ended the run. If it is a `WorkerError`, the user's exception is the cause.
+        advice: How to continue.
         also: Another class under which programs catch it.
     """
     original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
@@ -415,7 +426,7 @@ def training_failed_error(
 
 
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
-    """Word the faults of one call: each distinct one once with its ranks, the user's own line first."""
+    """Describe the faults of one call: each distinct one once with its ranks, the user's own line first."""
     groups: dict[tuple[str, str, str], list[WorkerFault]] = {}
     for fault in faults:
         groups.setdefault((fault.type_name, fault.message, fault.location), []).append(fault)

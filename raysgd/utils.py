@@ -1,6 +1,6 @@
-"""Small helpers that user code imports: the names of special metrics, meters, timers, and three functions.
+"""Small helpers that user code imports: names of special metrics, meters, timers, and three functions.
 
-The meters and timers live in modules of their own; this one keeps their public address.
+The meters and timers are defined in other modules; this is their public address.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Key of a trainer's config that holds the batch size of the whole group. The asterisk keeps it apart from
-# user keys.
+# Key of a trainer's config for the batch size of the whole group. The asterisk keeps it apart from keys of users.
 BATCH_SIZE = "*batch_size"
-# Key of a training batch's `batch_info`: whether the batch repeats samples, with weight 0, because other workers have
-# some left and this one has none.
+# Key of a training batch's `batch_info`: True if the batch repeats samples, with weight 0, because only other workers
+# have samples left.
 IS_PADDING = "is_padding"
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def check_for_failure(remote_values: Iterable[Any]) -> bool:
-    """Wait for results of Ray actors and say whether all workers lived.
+    """Wait for results of Ray actors. Return True if all workers lived.
 
     Args:
-        remote_values: Object references, looked at in the order in which they get ready.
+        remote_values: Object references. They are read in the order in which they get ready.
 
     Returns:
-        True once all succeeded, False as soon as one shows that its worker or node died (which is logged).
+        True if all succeeded; False as soon as one shows that its worker or node died, which is logged.
 
     Raises:
-        Exception: Whatever else a task raised, unchanged.
+        Exception: Any other error of a task, unchanged.
     """
     import ray
     from ray.exceptions import NodeDiedError, RayActorError, WorkerCrashedError
@@ -68,7 +67,7 @@ def check_for_failure(remote_values: Iterable[Any]) -> bool:
 
 
 def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
-    """Mark a method as one that overrides a method of a class or interface.
+    """Mark a method as an override of a method of a class or interface.
 
     Examples:
         >>> class Greeter:
@@ -77,7 +76,7 @@ def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
         ...         return "hello"
 
     Raises:
-        AssertionError: When the method is defined, if the class has no attribute of that name.
+        AssertionError: The class has no attribute of that name. Raised when the method is defined.
     """
 
     def check(method: FunctionT) -> FunctionT:
@@ -92,7 +91,7 @@ def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port that no one listens on at the moment, on any interface of this machine."""
+    """Return a TCP port on which nothing listens at the moment, on any interface of this machine."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", 0))

@@ -39,7 +39,7 @@ from raysgd.tf.checkpoints import former_optimizer
 from raysgd.tf.objects import datasets, naming, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
-from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving
+from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving, remade
 from raysgd.torch.parallel import ddp
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
 from raysgd.torch.step import advice, undo
@@ -290,6 +290,8 @@ def test_no_model_gets_its_numbers_without(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "Tensor", type("Tensor", (), {"__module__": "torch"}))
     with gone(name, "torch"):
         filling._reset(layer, [])
+    with gone(name, "torch"):
+        remade.RemadeParameters([layer], object)
 
 
 @without("_reset_parameters")

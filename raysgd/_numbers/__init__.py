@@ -1,1 +1,1 @@
-"""Numbers: averages, timers, results of all workers, rankings."""
+"""Numbers: averages, timers, merged results, rankings."""

@@ -1,4 +1,4 @@
-"""Names of metrics: those of a validation, and those inside of dicts."""
+"""Names of metrics: in a validation, in a test, and inside nested dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LAST = "last_"
 
 
 def validation_name(name: str) -> str:
-    """Return what a metric of validation is called beside those of training.
+    """Return the name of a validation metric among those of training.
 
     Examples:
         >>> [validation_name(name) for name in ("accuracy", "val_loss", "last_x", "validation_loss")]
@@ -22,7 +22,7 @@ def validation_name(name: str) -> str:
 
 
 def name_in_test(name: str) -> str:
-    """Return what a metric of validation is called in the result of `test`.
+    """Return the name of a validation metric in the result of `test`.
 
     Examples:
         >>> [name_in_test(name) for name in ("val_loss", "last_val_loss", "validation_loss", "num_samples")]
@@ -37,7 +37,7 @@ def name_in_test(name: str) -> str:
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A dict without dicts inside: their keys are joined by slashes.
+    """Return a dict without nested dicts. Their keys are joined by slashes.
 
     >>> flattened({"loss": 0.5, "config": {"lr": 0.1, "model": {}}})
     {'loss': 0.5, 'config/lr': 0.1, 'config/model': {}}
@@ -52,7 +52,7 @@ def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_at(metrics: Mapping[str, Any], name: str) -> Any:
-    """A metric by its name, in which slashes may lead into nested dicts; None if there is none.
+    """Return a metric by its name, in which slashes may lead into nested dicts; None if there is none.
 
     >>> value_at({"val": {"loss": 0.5}}, "val/loss")
     0.5

@@ -1,4 +1,4 @@
-"""Scores, and the rule which checkpoints of a run stay: decisions only, nothing here reads or writes."""
+"""Scores, and the rule for which checkpoints of a run stay. Only decides; nothing here reads or writes files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SavedCheckpoint(Generic[T]):
     """One checkpoint of a run.
 
     Attributes:
-        number: Its number in the run, the higher the newer; or its epoch and its step.
-        score: What it is judged by; None for a missing score.
-        content: The checkpoint itself, or what its owner finds it by.
+        number: Its number in the run, or its epoch and its step. Newer checkpoints have higher ones.
+        score: The value by which it is ranked; None if it has none.
+        content: The checkpoint itself, or what its owner needs to find it.
     """
 
     number: Any
@@ -41,10 +41,10 @@ class SavedCheckpoint(Generic[T]):
 
 @dataclass(frozen=True)
 class BestCheckpoints:
-    """The rule which checkpoints of a run stay: so many of the best ones, and so many of the newest ones as well.
+    """The rule for which checkpoints of a run stay: the best ones, and in addition the newest ones.
 
-    NaN and a missing score are worse than any number. Of equals the newer one is better, so that checkpoints without
-    a score are in the order of their time.
+    NaN and a missing score are worse than any number. Of equal checkpoints, the newer one is better. So checkpoints
+    without a score are ordered by time.
 
     >>> losses = [SavedCheckpoint(*each, None) for each in enumerate([math.nan, 3.0, 7.0, 5.0])]
     >>> kept, dropped = BestCheckpoints(num_best=2, order="min").divide(losses)
@@ -53,8 +53,8 @@ class BestCheckpoints:
 
     Attributes:
         num_best: How many of the best stay; None for all.
-        order: Whether "max" or "min" of the score is best.
-        num_newest: How many of the newest stay, be they good or not; None for all.
+        order: "max" if a high score is best, "min" if a low one is.
+        num_newest: How many of the newest stay, good or not; None for all.
     """
 
     num_best: int | None
@@ -62,18 +62,19 @@ class BestCheckpoints:
     num_newest: int | None = 0
 
     def best(self, saved: Iterable[SavedCheckpoint[T]]) -> list[SavedCheckpoint[T]]:
-        """Return the best ones, worst first. A checkpoint that only stays for being new is not among them."""
+        """Return the best checkpoints, worst first, without those that stay only because they are new."""
         ranked = sorted(saved, key=self._rank)
         return ranked if self.num_best is None else ranked[max(0, len(ranked) - self.num_best) :]
 
     def divide(
         self, saved: Iterable[SavedCheckpoint[T]], pending: Iterable[Any] = ()
     ) -> tuple[list[SavedCheckpoint[T]], list[SavedCheckpoint[T]]]:
-        """Return the checkpoints that stay, and those to be deleted, each oldest first.
+        """Return the checkpoints that stay, and those to delete, each oldest first.
 
         Args:
-            saved: All that there are.
-            pending: The numbers of those whose score is not known yet. They stay, and take no other one's place.
+            saved: All checkpoints.
+            pending: Numbers of checkpoints whose score is not known yet. They stay, and do not take the place of
+                others.
         """
         by_age = sorted(saved, key=attrgetter("number"))
         newest = by_age if self.num_newest is None else by_age[max(0, len(by_age) - self.num_newest) :]
@@ -90,7 +91,7 @@ class BestCheckpoints:
 
 
 def as_score(value: Any) -> float | None:
-    """Return a value as a number to compare by; None when it is not one. Tensors of one element count."""
+    """Return a value as a number for comparisons; None if it is not one. Tensors with one element count as numbers."""
     if isinstance(value, str | bytes | None):
         return None
     try:
@@ -100,12 +101,12 @@ def as_score(value: Any) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether this is a number, also as a NumPy scalar or a tensor of one element."""
+    """Return True for a number, including NumPy scalars and tensors with one element."""
     return as_score(value) is not None
 
 
 def mode_of(metric: str) -> str | None:
-    """Return whether "max" or "min" of a metric is best, as its name says; None if it does not. The last word counts.
+    """Return "max" or "min", whichever is best for a metric by its name; None if unknown. The last word counts.
 
     >>> [mode_of(name) for name in ("val_accuracy", "val/top_5_acc", "MulticlassF1Score", "mIoU", "mAP50")]
     ['max', 'max', 'max', 'max', 'max']

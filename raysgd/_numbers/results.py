@@ -1,10 +1,10 @@
-"""Pure: the metrics of all workers -> one result.
+"""Merges the metrics of all workers into one result. Pure functions.
 
-Metrics are merged by name. What the library averaged itself arrives as sum and count and is divided once, here, so
-that N workers report what one process over the same samples would. What a user computed counts by the `num_samples`
-beside it.
+Metrics are merged by name. Averages that the library computed arrive as sum and count and are divided once, here, so
+that N workers report the same as one process with the same samples. Values that a user computed are weighted by the
+`num_samples` of their worker.
 
-Why metrics are weighted by samples: ADR 1.
+ADR 1 explains why metrics are weighted by samples.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary
 
-_PER_WORKER = ("epoch", BATCH_COUNT)  # counters that mean "per worker": the plain mean over workers
+_PER_WORKER = ("epoch", BATCH_COUNT)  # counters of one worker, merged by their plain mean
 _LAST = "last_"
 
 
 class Metrics(dict[str, Any]):
-    """The result of a call of `train` or `validate`: a dict, in which what the library counts has types.
+    """The result of a call of `train` or `validate`: a dict with typed properties for what the library counts.
 
     >>> result = Metrics(num_samples=64, epoch=1, batch_count=2, train_loss=0.5)
     >>> result.epoch, result["train_loss"]
@@ -31,21 +31,21 @@ class Metrics(dict[str, Any]):
 
     @property
     def num_samples(self) -> float:
-        """Samples of all workers; NaN if an operator does not count them."""
+        """Number of samples of all workers; NaN if an operator does not count them."""
         return self._counted(NUM_SAMPLES)
 
     @property
     def batch_count(self) -> float:
-        """Batches of one worker, on average."""
+        """Number of batches of one worker, on average."""
         return self._counted(BATCH_COUNT)
 
     @property
     def epoch(self) -> int:
-        """Passes over the training data so far; only calls of `train` have it."""
+        """Number of passes over the training data so far. Only results of `train` have it."""
         return int(self._counted("epoch"))
 
     def _repr_html_(self) -> str:
-        """A card for a notebook."""
+        """Return a card for a notebook."""
         from raysgd._text.cards import card, two_column_table
 
         shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value)[:80] for name, value in self.items()}
@@ -62,7 +62,7 @@ class Metrics(dict[str, Any]):
 
 
 def merge(workers: Sequence[MetricSummary]) -> Metrics:
-    """Merge the workers' metrics, `num_samples` first, then in the order in which names are first met."""
+    """Merge the workers' metrics: `num_samples` first, then in the order of first appearance."""
     if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
     counts = any(NUM_SAMPLES in worker for worker in workers)
@@ -74,7 +74,7 @@ def merge(workers: Sequence[MetricSummary]) -> Metrics:
 
 
 def _of_one(worker: MetricSummary) -> Metrics:
-    """Return the result of a single worker with samples, whose means are those of all."""
+    """Return the result of a single worker with samples, whose means are already the overall ones."""
     merged = Metrics({NUM_SAMPLES: math.nan, **worker})
     objects = worker.objects
     for name, value in merged.items():
@@ -87,22 +87,22 @@ def _of_one(worker: MetricSummary) -> Metrics:
 
 
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
-    """Return the metrics of a worker that also counts what other workers had averaged until they were lost.
+    """Return the metrics of a worker, including what other workers had averaged before they were lost.
 
-    What the user computed or removed stays as it is. So does a result that is none of the library's. Metric objects
-    count what this worker has seen alone.
+    Values that the user computed or removed stay unchanged, and so does a result that is not the library's. Metric
+    objects count only what this worker has seen.
 
     Args:
         worker: The metrics of the worker.
-        lost: Those of the others.
-        known: What the worker has measured itself, before user code saw it.
+        lost: The metrics of the lost workers.
+        known: Names of what the worker measured itself, before user code saw it.
     """
     if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
         return worker
     values, totals = dict(worker), worker.totals
     for each in lost:
         for name, total in each.totals.items():
-            if name in totals or name not in known:  # it still stands, or the worker never had it
+            if name in totals or name not in known:  # the user left it alone, or the worker never had it
                 values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), total)
     if NUM_SAMPLES in values:
         values[NUM_SAMPLES] = _total_samples([worker, *lost])
@@ -110,7 +110,7 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
 
 
 def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
-    """Return a mean, and its sum and count."""
+    """Return the mean of several totals, and their sum and count."""
     total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
     return total / count if count else math.nan, (total, count)
 
@@ -131,7 +131,7 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
         return objects[0].merged_with(objects[1:]).value()
     values = [as_number(worker[name]) for worker in workers]
     present = [value for value in values if value is not None]
-    if len(present) < len(values):  # not a number: one worker's value stands for all
+    if len(present) < len(values):  # not a number: one worker's value represents all
         return workers[0][name]
     if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
         return _plain_mean(present)
@@ -139,12 +139,12 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
 
 
 def _is_last_value(name: str, worker: MetricSummary) -> bool:
-    """Return whether it stands beside a metric whose last value it is; other metrics may have a name like that."""
+    """Return True if it is the last value of a metric that is also present. Other metrics may have such names, too."""
     return name.startswith(_LAST) and name.removeprefix(_LAST) in worker and worker.total_of(name) is None
 
 
 def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
-    """The exact total where the library averaged and the user left the value alone; else value times samples."""
+    """Return the exact total if the library averaged and the user changed nothing; otherwise value times samples."""
     total = worker.total_of(name)
     if total is not None and total[1]:
         return total
@@ -154,13 +154,13 @@ def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
 
 
 def _plain_mean(values: Sequence[Any]) -> Any:
-    """The mean; equal integers (an epoch, say) stay the integer that they are."""
+    """Return the mean. Equal integers, such as the epoch, stay integers."""
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
 def as_number(value: Any) -> Any:
-    """`value` as a Python number; None when it is not a number. 0-d tensors and arrays count as numbers."""
-    if type(value) in (float, int, bool):  # exactly: a number of NumPy may be a `float`, too
+    """Return `value` as a Python number; None if it is not one. Tensors and arrays without dimensions are numbers."""
+    if type(value) in (float, int, bool):  # exactly, because some NumPy numbers are instances of `float`
         return value
     if isinstance(value, numbers.Number) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
         return value.item() if hasattr(value, "item") else value
@@ -175,14 +175,14 @@ class CallProgress:
     """The progress of a running call, seen from rank 0.
 
     Attributes:
-        num_steps: Batches that it has drawn.
-        total: How many there are; None if that is not known.
-        epoch_idx: The pass over the train data, from 0.
-        num_epochs: How many there will be; None if that is not known.
-        loss: `train_loss` of the last batch, `val_loss` in an evaluation; None where there is none.
+        num_steps: Number of batches drawn so far.
+        total: Number of all batches; None if it is not known.
+        epoch_idx: Index of the pass over the training data, from 0.
+        num_epochs: Number of all epochs; None if it is not known.
+        loss: `train_loss` of the last batch, or `val_loss` in an evaluation; None if there is none.
         kind: What the call does.
         metrics: All numbers that the last batch reported, by name.
-        is_done: Whether the call has returned.
+        is_done: True if the call has returned.
     """
 
     num_steps: int

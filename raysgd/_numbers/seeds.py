@@ -1,4 +1,4 @@
-"""Seeds that follow from names and numbers; the same on every machine."""
+"""Seeds derived from names and numbers. They are the same on every machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def digest(*parts: object) -> int:
-    """Return 64 bits that differ when any of the parts does.
+    """Return a 64-bit number that changes with any of the parts.
 
     >>> digest("1/2") == digest(1, 2)
     True
@@ -16,5 +16,5 @@ def digest(*parts: object) -> int:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed that differs when any of the parts does: 63 bits, for it is a signed integer, 0 or more."""
+    """Return a seed that changes with any of the parts: 63 bits, so that it fits a signed integer."""
     return digest(*parts) >> 1

@@ -1,8 +1,7 @@
 """Timers for the phases of training, cheap enough to leave in the code.
 
-A `TimerStat` keeps the latest durations of one phase in a window; a `TimerCollection` holds one per name and
-can be switched off as a whole. Pure Python, and the clock is an argument: tests pass one in. All durations are in
-seconds.
+A `TimerStat` keeps the latest durations of one phase. A `TimerCollection` holds timers by name and can be switched off
+as a whole. Pure Python, with the clock as an argument for tests. All durations are in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 class TimerStat(AbstractContextManager[None]):
-    """Durations of one repeated piece of work, over a window of the latest ones.
+    """The latest durations of a repeated piece of work, and statistics of them.
 
     Examples:
         >>> timer = TimerStat(window_size=2)
@@ -29,11 +28,11 @@ class TimerStat(AbstractContextManager[None]):
         (3.0, 2.0, 4.0, 3)
 
     Args:
-        window_size: How many of the latest durations the statistics look at.
-        clock: Returns the current time in seconds; only differences are used.
+        window_size: Number of latest durations that the statistics use.
+        clock: Returns the current time in seconds. Only differences are used.
 
     Attributes:
-        count: How many durations were pushed since construction or `reset`, also those that left the window.
+        count: Number of durations since construction or `reset`, including those that left the window.
     """
 
     def __init__(self, window_size: int = 10, clock: Clock = time.perf_counter) -> None:
@@ -49,29 +48,29 @@ class TimerStat(AbstractContextManager[None]):
         """Start the clock.
 
         Raises:
-            AssertionError: If the timer already runs: one timer times one thing at a time.
+            AssertionError: The timer is already running. One timer times one thing at a time.
         """
         if self._started_at is not None:
             raise AssertionError("this `TimerStat` already runs: nest two timers instead of entering one twice.")
         self._started_at = self._clock()
 
     def __exit__(self, *error: object) -> None:
-        """Stop the clock and keep the duration, also when the timed work raised."""
-        if self._started_at is not None:  # else `reset` was called inside the block
+        """Stop the clock and keep the duration, even if the timed work raised."""
+        if self._started_at is not None:  # otherwise `reset` was called inside the block
             self.push(self._clock() - self._started_at)
             self._started_at = None
 
     def push(self, duration_s: float) -> None:
-        """Add one duration that was measured elsewhere."""
+        """Add a duration that was measured elsewhere."""
         self._durations_s.append(duration_s)
         self.count += 1
 
     def push_units_processed(self, num_units: float) -> None:
-        """Add how many units (samples, tokens) one duration was spent on."""
+        """Add the number of units (samples, tokens) that were processed in one duration."""
         self._units_processed.append(num_units)
 
     def reset(self) -> None:
-        """Forget everything, a running measurement included."""
+        """Forget everything, including a running measurement."""
         self._durations_s.clear()
         self._units_processed.clear()
         self._started_at = None
@@ -79,12 +78,12 @@ class TimerStat(AbstractContextManager[None]):
 
     @property
     def mean(self) -> float:
-        """Mean duration in the window; NaN when it is empty."""
+        """Mean duration in the window; NaN if the window is empty."""
         return _mean(self._durations_s)
 
     @property
     def median(self) -> float:
-        """Median duration in the window; NaN when it is empty."""
+        """Median duration in the window; NaN if the window is empty."""
         return float(statistics.median(self._durations_s)) if self._durations_s else float("nan")
 
     @property
@@ -97,33 +96,33 @@ class TimerStat(AbstractContextManager[None]):
         """Longest duration in the window.
 
         Raises:
-            ValueError: If the window is empty.
+            ValueError: The window is empty.
         """
         return max(self._durations_s)
 
     @property
     def first(self) -> float | None:
-        """Oldest duration in the window; None when it is empty."""
+        """Oldest duration in the window; None if the window is empty."""
         return self._durations_s[0] if self._durations_s else None
 
     @property
     def last(self) -> float | None:
-        """Latest duration; None when the window is empty."""
+        """Latest duration; None if the window is empty."""
         return self._durations_s[-1] if self._durations_s else None
 
     @property
     def size(self) -> int:
-        """The number of durations in the window."""
+        """Number of durations in the window."""
         return len(self._durations_s)
 
     @property
     def mean_units_processed(self) -> float:
-        """Mean units per push in the window; NaN when none were pushed."""
+        """Mean units per push in the window; NaN if none were pushed."""
         return _mean(self._units_processed)
 
     @property
     def mean_throughput(self) -> float:
-        """Units per second over the window; 0.0 while no time has passed."""
+        """Units per second over the window; 0.0 if no time has passed."""
         return float(sum(self._units_processed)) / self.sum if self.sum else 0.0
 
 
@@ -138,7 +137,7 @@ class TimerCollection:
         {'mean_fwd_s': 2.0, 'last_fwd_s': 2.0}
 
     Args:
-        clock: Returns the current time in seconds; handed to every timer.
+        clock: Returns the current time in seconds. Passed to every timer.
     """
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
@@ -147,7 +146,7 @@ class TimerCollection:
         self._enabled = True
 
     def record(self, key: str) -> AbstractContextManager[None]:
-        """Time the body of a `with` block under a name; does nothing while disabled."""
+        """Time the body of a `with` block under a name. Does nothing while the timers are disabled."""
         if not self._enabled:
             return _NOTHING
         timer = self._timers.get(key)
@@ -156,20 +155,20 @@ class TimerCollection:
         return timer
 
     def enable(self) -> None:
-        """Let `record` measure."""
+        """Make `record` measure."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Make `record` free of cost and without effect; what was measured stays."""
+        """Make `record` do nothing, at no cost. Keep what was measured."""
         self._enabled = False
 
     def reset(self) -> None:
-        """Forget what every timer measured."""
+        """Forget everything that the timers measured."""
         for timer in self._timers.values():
             timer.reset()
 
     def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
-        """Report the timers that fired since the last reset.
+        """Return statistics of the timers that were used since the last reset.
 
         Args:
             mean: Include `mean_<key>_s`, the mean over each timer's window.

@@ -1,1 +1,1 @@
-"""Files that may come from anyone: read without running what is in them."""
+"""Files from anyone: they are read without running code in them."""

@@ -1,6 +1,6 @@
-"""NumPy values in files of the old library: our functions stand for those of NumPy that its pickles name.
+"""Reads NumPy values in files of the old library. Our functions replace the NumPy functions that its pickles name.
 
-NumPy's own trust what a file says: an array of objects takes its pointers out of it. Ours make arrays of numbers alone,
+NumPy's functions trust the file: an array of objects would take its pointers from it. Ours make only arrays of numbers,
 exactly as large as their bytes.
 """
 
@@ -21,7 +21,7 @@ _DTYPE = re.compile(r"[?biufc]\d{0,2}")
 
 
 class FormerValue:
-    """A dtype or an array, which a pickle makes first and describes later."""
+    """A dtype or an array, which a pickle first makes and then describes."""
 
     def __init__(self, code: Any = None) -> None:
         if code is not None and not (isinstance(code, str) and _DTYPE.fullmatch(code)):
@@ -67,30 +67,30 @@ def _no_bytes() -> bytes:
 
 
 def _array_class() -> None:
-    """Stand for `numpy.ndarray`, which is named and not called."""
+    """Stand for `numpy.ndarray`, which pickles name but do not call."""
 
 
 FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "builtins.bytes": _no_bytes,  # how protocol 2 writes empty ones
+    "builtins.bytes": _no_bytes,  # protocol 2 calls it for empty bytes
     "numpy.dtype": _dtype,
     "numpy.ndarray": _array_class,
     **{
         f"numpy.{core}.multiarray.{name}": function
-        for core in ("core", "_core")  # as NumPy 1 and NumPy 2 call it
+        for core in ("core", "_core")  # in NumPy 1 and NumPy 2
         for name, function in (("_reconstruct", _new_array), ("scalar", _scalar))
     },
 }
-"""What a pickle may call, by the names in it."""
+"""The functions that a pickle may call, by the names in it."""
 
 
 class _FormerUnpickler(pickle.Unpickler):
     """Reads a pickle of plain values and arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name.
+        """Return our function for a name.
 
         Raises:
-            NotPlainError: Nothing does.
+            NotPlainError: There is none.
         """
         full_name = f"{module}.{name}"
         if full_name not in FORMER_FUNCTIONS:
@@ -99,13 +99,13 @@ class _FormerUnpickler(pickle.Unpickler):
 
 
 def read_pickle(content: bytes) -> Any:
-    """Return what a pickle holds; in the place of each array is a `FormerValue`.
+    """Return the content of a pickle, with a `FormerValue` in place of each array.
 
     Raises:
         NotPlainError: It needs something else to be loaded.
         Exception: It is damaged.
     """
-    for opcode, argument, _ in pickletools.genops(content):  # which looks whether the bytes are there that it promises
+    for opcode, argument, _ in pickletools.genops(content):  # raises an error if announced bytes are missing
         if opcode.name in ("PUT", "LONG_BINPUT"):
             require(argument is not None and argument < len(content), "it numbers more values than it has")
     return _FormerUnpickler(io.BytesIO(content)).load()

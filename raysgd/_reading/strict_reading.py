@@ -1,4 +1,4 @@
-"""Checkpoint files that may come from anyone: limits on what they hold, and the words of refusals."""
+"""Checkpoint files from anyone: limits for their content, and the errors that refuse them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 
 _MAX_DEPTH = 100
-"""The deepest nesting of containers."""
+"""Deepest allowed nesting of containers."""
 
 
 class DamagedFileError(ValueError):
-    """The file contradicts itself, or is larger or deeper than a state may be."""
+    """The file contradicts itself, or is larger or more nested than a state may be."""
 
 
 class NotPlainError(Exception):
-    """The file needs more than plain data.
+    """The file contains more than plain data.
 
     Attributes:
-        needed: What it needs.
+        needed: What it needs to be loaded.
     """
 
     def __init__(self, needed: str) -> None:
@@ -30,26 +30,26 @@ class NotPlainError(Exception):
 
 
 def require(holds: bool, finding: str) -> None:
-    """Refuse a file.
+    """Refuse a file unless a condition holds.
 
     Raises:
-        DamagedFileError: `holds` is not so. The message is `finding`.
+        DamagedFileError: `holds` is False. The message is `finding`.
     """
     if not holds:
         raise DamagedFileError(finding)
 
 
 def check_depth(value: Any, what: str = "it") -> None:
-    """Refuse what is nested too deeply: everything that walks through a state does it by recursion.
+    """Refuse a value that is nested too deeply, because a state is walked through by recursion.
 
     Args:
         value: A structure of containers, which may contain themselves.
-        what: What the message calls it.
+        what: The name of the value in the message.
 
     Raises:
-        DamagedFileError: It is. A `ValueError`.
+        DamagedFileError: It is nested too deeply. This is a `ValueError`.
     """
-    heights: dict[int, int] = {}  # of containers, by their identity
+    heights: dict[int, int] = {}  # heights of containers, by identity
 
     def height(item: Any, depth: int) -> int:
         if not isinstance(item, dict | list | tuple):
@@ -57,7 +57,7 @@ def check_depth(value: Any, what: str = "it") -> None:
         is_shallow = depth + heights.get(id(item), 1) <= _MAX_DEPTH
         require(is_shallow, f"{what} is nested more than {_MAX_DEPTH} levels deep")
         if id(item) not in heights:
-            heights[id(item)] = 0  # as long as its parts are looked at
+            heights[id(item)] = 0  # while its parts are visited
             parts = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
             heights[id(item)] = 1 + max((height(part, depth + 1) for part in parts), default=0)
         return heights[id(item)]
@@ -66,10 +66,10 @@ def check_depth(value: Any, what: str = "it") -> None:
 
 
 def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse an archive of so many bytes that could become larger than it is.
+    """Refuse an archive that could become larger than its `num_bytes` bytes.
 
     Raises:
-        DamagedFileError: Members of it are compressed, overlap, or begin ahead of it.
+        DamagedFileError: Members are compressed, overlap, or begin before the archive.
     """
     for member in archive.infolist():
         is_plain = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
@@ -81,15 +81,15 @@ def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def refusals_of(name: str, advice: str = "") -> Iterator[None]:
-    """Turn what goes wrong while a file is read into the errors that users know; an `OSError` stays unchanged.
+    """Turn errors in reading a file into errors that users know. An `OSError` stays unchanged.
 
     Args:
-        name: What errors call the file.
-        advice: What to do about one that needs more than plain data.
+        name: The name of the file in errors.
+        advice: What to do about a file with more than plain data.
 
     Raises:
-        UnsafeCheckpointError: It needs more than plain data.
-        CheckpointCorruptedError: It is damaged.
+        UnsafeCheckpointError: The file contains more than plain data.
+        CheckpointCorruptedError: The file is damaged.
     """
     try:
         yield
@@ -98,12 +98,12 @@ def refusals_of(name: str, advice: str = "") -> Iterator[None]:
     except NotPlainError as error:
         text = f"`{name}` needs `{error.needed}` to be loaded, which can run code."
         raise UnsafeCheckpointError(f"{text} {advice}".rstrip()) from error
-    except Exception as error:  # damaged bytes may say anything
+    except Exception as error:  # damaged bytes may cause any error
         raise corrupted(name, f"it cannot be read ({in_short(error)})") from error
 
 
 def corrupted(name: str, finding: str) -> CheckpointCorruptedError:
-    """Return the error of a file that is not what was written."""
+    """Return the error for a file that differs from what was written."""
     return CheckpointCorruptedError(
         f"`{name}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it again from "
         "where it came from, or load an earlier checkpoint."
@@ -111,7 +111,7 @@ def corrupted(name: str, finding: str) -> CheckpointCorruptedError:
 
 
 def in_short(error: Exception) -> str:
-    """Return the first line of an error."""
+    """Return the first line of an error message."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
@@ -119,7 +119,7 @@ def check_format(name: str, found: Any, newest: int) -> None:
     """Refuse a file of a later version of raysgd.
 
     Raises:
-        ValueError: `found` is a later format than `newest`, or no number.
+        ValueError: `found` is later than the format `newest`, or not a number.
     """
     if not isinstance(found, int) or found > newest:
         raise ValueError(
@@ -129,10 +129,10 @@ def check_format(name: str, found: Any, newest: int) -> None:
 
 
 def checked_state(loaded: Any, name: str, keys: Collection[str]) -> dict[str, Any]:
-    """Return what was loaded, if it is a training state.
+    """Return what was loaded if it is a training state.
 
     Raises:
-        ValueError: It is no dict, or lacks one of these keys.
+        ValueError: It is not a dict, or lacks one of these keys.
     """
     hint = f"a training state, as a trainer's `state_dict()` returns it, has {list(keys)}."
     if not isinstance(loaded, dict):

@@ -1,1 +1,1 @@
-"""States on their way between processes: encoded with one copy, in memory that stays warm."""
+"""States that travel between processes: encoded with one copy, into memory that is reused."""

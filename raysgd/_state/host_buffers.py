@@ -1,7 +1,7 @@
-"""Host memory for copies of states, kept when a copy is gone because its pages are there already the next time.
+"""Host memory for copies of states. It is reused, because then its pages already exist.
 
-The first touch of a page costs several times as much as the copy into it. (Huge pages are no way around it: to find
-room for them can take longer than all the small ones.)
+The first touch of a page costs several times as much as copying into it. Huge pages do not help, because finding room
+for them can take longer than touching all the small ones.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import numpy as np
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MAX_BUFFERS = 2
-"""The number of those that are kept: one holds the last copy while the next one is written to the other."""
+"""Number of buffers to keep: one holds the last copy while the next copy is written to the other."""
 
-_M_MMAP_THRESHOLD = -3  # in `malloc.h` of the GNU C library
-_LARGE_BYTES = 2**17  # parts of parameters of 1 MiB, on eight workers
+_M_MMAP_THRESHOLD = -3  # from `malloc.h` of the GNU C library
+_LARGE_BYTES = 2**17  # the size of a part of a 1 MiB parameter, divided over eight workers
 
 
 @cache
 def return_large_blocks() -> None:
-    """From now on this process returns memory of 128 KiB and more to the system as soon as it is free.
+    """Make this process return freed blocks of 128 KiB and more to the system at once.
 
-    The C library would keep it for the next time. Where small pieces that stay are taken from it meanwhile, it is too
-    small the next time, so that more and more is kept.
+    The C library would keep them for reuse. If small pieces with a longer life are taken from a kept block, it is too
+    small the next time, and so more and more memory is kept.
     """
-    with suppress(OSError, AttributeError):  # another C library, which does what it does
+    with suppress(OSError, AttributeError):  # another C library, without this setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class HostBuffers:
-    """Memory that comes back by itself when the last view of it is gone."""
+    """Lends memory, and takes it back by itself when the last view of it is gone."""
 
     def __init__(self) -> None:
         self._spare: list[_Memory] = []
-        self._lent: set[int] = set()  # identities, because several threads may give back at once
+        self._lent: set[int] = set()  # identities of lent memory; several threads may give back at once
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
-        """Return that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
+        """Return `num_bytes` bytes with any content. A GPU can write into `pinned` memory directly."""
         fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
         memory = next(fitting, None)
         if memory is None:
-            self._spare.clear()  # Too small, or of the other kind. Before the new one is there.
+            self._spare.clear()  # too small, or of the other kind; freed before the new memory is allocated
             memory = _Memory(num_bytes, pinned)
         else:
             self._spare.remove(memory)
@@ -59,14 +59,14 @@ class HostBuffers:
         return content
 
     def _give_back(self, memory: _Memory) -> None:
-        """Called in whichever thread let go of the last view."""
+        """Take memory back. Called in whichever thread dropped the last view."""
         self._lent.discard(id(memory))
         if len(self._lent) + len(self._spare) < _MAX_BUFFERS:
             self._spare.append(memory)
 
 
 class _Memory:
-    """Some memory, ordinary or such as the system never moves."""
+    """A block of memory, ordinary or pinned."""
 
     def __init__(self, num_bytes: int, is_pinned: bool) -> None:
         self.num_bytes, self.is_pinned = num_bytes, is_pinned
@@ -78,6 +78,6 @@ class _Memory:
             self._content = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def view(self) -> Bytes:
-        """A new array over all of it."""
+        """Return a new array over the whole block."""
         content: Bytes = self._content.numpy() if self.is_pinned else np.frombuffer(self._content, dtype=np.uint8)
         return content

@@ -1,16 +1,16 @@
-"""Moves a training state between processes with one copy.
+"""Sends a training state to another process with one copy.
 
-An encoded state is a small pickle in which every tensor is a number (the skeleton), and the bytes of all
-tensors: in one flat array (the buffer), or, where the state is only lent, large ones where they lie. Pickle
-protocol 5 ships such arrays out of band, so Ray places them in its object store with a single memory copy, and
-the receiver can use the tensors where they lie.
+An encoded state consists of a small pickle with a number in place of each tensor (the skeleton), and the bytes of all
+tensors. These are in one flat array (the buffer). If the state is only lent, large tensors are not copied into it but
+sent from where they are. Pickle protocol 5 sends such arrays out of band. So Ray copies them into its object store
+once, and the receiver can use the tensors there without another copy.
 
-What is kept: types and order of containers, classes of other objects (through cloudpickle), which tensors are
-one and the same, dtypes, strides of dense tensors, `requires_grad`. What is not: the device (everything
-arrives on the CPU), views that share part of another tensor's memory, attributes that were hung on a
-tensor, and `DistributedDataParallel` around a model, which belongs to a group of processes.
+It preserves types and order of containers, classes of other objects (through cloudpickle), which tensors are identical,
+dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on the CPU),
+views of a part of another tensor's memory, attributes set on a tensor, or a `DistributedDataParallel` around a model,
+which belongs to a process group.
 
-PyTorch is not needed: without it there are no tensors, and numpy arrays travel alike.
+PyTorch is not needed. Without it there are no tensors, and NumPy arrays work the same way.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
-"""Bytes to whose multiple every part starts: a cache line, and the widest vector register."""
+"""Alignment of every part in bytes: a cache line, and the widest vector register."""
 
 _INLINE_ARRAY_BYTES = 4096
-"""numpy arrays up to this size stay in the skeleton: their own part costs more than the copy it saves."""
+"""NumPy arrays up to this size stay in the skeleton, because a part of its own would cost more than the copy."""
 
 _LENT_BYTES = 2**16
-"""Tensors from this size on are not copied when a state is lent; smaller ones are, into one array."""
+"""When a state is lent, tensors from this size on are not copied. Smaller ones are copied into one array."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedState:
-    """A state ready to travel: pickled with protocol 5, as by Ray, the arrays move without a further copy.
+    """A state ready to travel. Pickled with protocol 5, as Ray does it, its arrays are not copied again.
 
     Attributes:
-        skeleton: The pickled structure, with a number in the place of each tensor.
-        buffer: The bytes of the tensors, each starting at a multiple of 64.
-        apart: The bytes of those that are not in the buffer, one array for each.
+        skeleton: The pickled structure, with a number in place of each tensor.
+        buffer: The bytes of the tensors, each aligned to a multiple of 64.
+        apart: The bytes of tensors that are not in the buffer, one array for each.
     """
 
     skeleton: bytes
@@ -57,16 +57,16 @@ class EncodedState:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors' bytes, padding included."""
+        """Size of the tensors' bytes, including padding."""
         return sum(int(content.nbytes) for content in (self.buffer, *self.apart))
 
 
 class StateEncoder:
-    """Encodes states into host buffers that are kept, so that their pages are already there the next time.
+    """Encodes states into host buffers that are reused, because their pages then already exist.
 
-    A buffer is used again once nothing refers to the encoded state or to what was decoded from it with
-    `copy=False`, and not before. Two are kept at most. Not safe for use from several threads at once; the
-    encoded states may go to any thread.
+    A buffer is reused only when nothing refers to the encoded state any more, or to what was decoded from it with
+    `copy=False`. At most two buffers are kept. An encoder must not be used from several threads at once; the encoded
+    states may go to any thread.
 
     Examples:
         >>> import torch
@@ -80,13 +80,12 @@ class StateEncoder:
         self._buffers = HostBuffers()
 
     def encode(self, state: Any) -> EncodedState:
-        """Copy `state` into host memory; later changes to its tensors do not show.
+        """Copy `state` into host memory. Later changes of its tensors do not affect the copy.
 
-        Tensors on a GPU are copied straight into the buffer, behind the work queued on the current stream.
+        Tensors on a GPU are copied directly into the buffer, after the work queued on the current stream.
 
         Raises:
-            pickle.PicklingError: Something in the state cannot be pickled; many classes say so by a
-                `TypeError`.
+            pickle.PicklingError: Something in the state cannot be pickled. Many classes raise a `TypeError` instead.
         """
         parts = _Parts()
         skeleton = _skeleton(state, parts)
@@ -96,7 +95,7 @@ class StateEncoder:
 
 
 def lend(state: Any) -> EncodedState:
-    """Encode `state` without copying its large tensors, to send it off at once: later changes to them show.
+    """Encode `state` without copying its large tensors, to send it at once. Later changes of these are visible.
 
     Raises:
         pickle.PicklingError: As in `StateEncoder.encode`.
@@ -109,14 +108,13 @@ def lend(state: Any) -> EncodedState:
 
 
 def decode(encoded: EncodedState, copy: bool) -> Any:
-    """Rebuild the state.
+    """Rebuild a state.
 
     Args:
-        encoded: What `StateEncoder.encode` returned, here or in another process.
-        copy: True: the tensors own their memory. False: they are views of `encoded.buffer`, made without a
-            copy, and keep it alive. Those are for reading only: out of Ray's object store, the memory is
-            shared with other processes. Either way each tensor has its own storage, exactly over its
-            bytes.
+        encoded: The result of `StateEncoder.encode`, from this or another process.
+        copy: If True, the tensors own their memory. If False, they are views of `encoded.buffer` and keep it alive.
+            Only read from these, because memory from Ray's object store is shared with other processes. In both cases
+            each tensor has a storage of its own with exactly its bytes.
     """
     tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
     tensors = _build_tensors(tensor_parts, encoded, copy)
@@ -125,14 +123,14 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
 
 
 class _ArrayPart(NamedTuple):
-    """The place of the bytes of a NumPy array."""
+    """Where the bytes of a NumPy array are."""
 
     start: int
     num_bytes: int
 
 
 class _TensorPart(NamedTuple):
-    """The place of a tensor's bytes, in the buffer or in one of the arrays apart, and the way to read them."""
+    """Where a tensor's bytes are, in the buffer or in a separate array, and how to read them."""
 
     apart: int | None
     start: int
@@ -145,10 +143,9 @@ class _TensorPart(NamedTuple):
 
 
 class _Parts:
-    """Collects the tensors and arrays of a state, each once, and lays them out one behind the other.
+    """Collects the tensors and arrays of a state, each once, and assigns them consecutive places.
 
-    It must not know the pickler: the two would form a cycle that keeps the tensors alive until a garbage
-    collection.
+    It must not refer to the pickler, because such a cycle would keep the tensors alive until a garbage collection.
     """
 
     def __init__(self, lends: bool = False) -> None:
@@ -167,7 +164,7 @@ class _Parts:
         return any(tensor.is_cuda for tensor in self._tensors)
 
     def add_tensor(self, tensor: torch.Tensor) -> int:
-        """Note a tensor and return its number; one that was seen before has the same number again."""
+        """Add a tensor and return its number. A tensor that was added before keeps its number."""
         key = _identity(tensor)
         index = self._index_of.get(key)
         if index is None:
@@ -177,7 +174,7 @@ class _Parts:
         return index
 
     def add_array(self, buffer: pickle.PickleBuffer) -> bool:
-        """Note the memory of a large numpy array; return whether it should stay in the skeleton instead."""
+        """Add the memory of a large NumPy array. Return True if the array should stay in the skeleton instead."""
         content = buffer.raw()
         if content.nbytes <= _INLINE_ARRAY_BYTES:
             return True
@@ -186,7 +183,7 @@ class _Parts:
         return False
 
     def copy_into(self, memory: Bytes) -> None:
-        """Fill the bytes `memory` with all that was noted."""
+        """Copy everything that was added into `memory`."""
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
             _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
         if self._tensors:
@@ -227,7 +224,7 @@ class _Parts:
 
 
 def _skeleton(state: Any, parts: _Parts) -> bytes:
-    """Pickle `state` without the contents of its tensors, which are noted in `parts`."""
+    """Pickle `state` without the contents of its tensors, which are added to `parts`."""
     structure = io.BytesIO()
     _skeleton_pickler()(structure, parts).dump(state)
     return pickle.dumps((parts.tensor_parts, parts.array_parts, structure.getvalue()), protocol=5)
@@ -235,7 +232,7 @@ def _skeleton(state: Any, parts: _Parts) -> bytes:
 
 @cache
 def _skeleton_pickler() -> Any:
-    """The class that pickles skeletons, made on first use because Ray is imported no earlier than needed."""
+    """Return the class that pickles skeletons. It is made on first use, to import Ray as late as possible."""
     from ray.cloudpickle import CloudPickler
 
     class SkeletonPickler(CloudPickler):
@@ -251,7 +248,7 @@ def _skeleton_pickler() -> Any:
             return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            """Replace what cannot leave its process; everything else goes the usual way."""
+            """Replace what cannot leave its process. Everything else is pickled as usual."""
             torch = self._torch
             if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return _itself, (obj.module,)
@@ -263,7 +260,7 @@ def _skeleton_pickler() -> Any:
 
 
 class _SkeletonUnpickler(pickle.Unpickler):
-    """Puts the tensors back into the places where they were."""
+    """Puts the tensors back into their places."""
 
     def __init__(self, structure: bytes, arrays: list[Bytes], tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(structure), buffers=arrays)
@@ -274,7 +271,7 @@ class _SkeletonUnpickler(pickle.Unpickler):
 
 
 def _loaded_torch() -> Any:
-    """PyTorch if this process uses it: without it there are no tensors."""
+    """Return PyTorch if this process has imported it; otherwise there are no tensors."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "nn") else None
 
@@ -298,19 +295,19 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain_tensor(value: Any, torch: Any) -> bool:
-    """Return whether `value` is a tensor whose contents are its elements in memory; others pickle themselves."""
+    """Return True if `value` is a tensor that consists of its elements in memory. Other tensors pickle themselves."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's elements lie one behind the other in host memory, as they are."""
+    """Return True if the tensor's elements are consecutive and unmodified in host memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Return what two mentions of one tensor share. Empty tensors have no address, so each stands for itself."""
+    """Return a key that is equal for two references to one tensor. Empty tensors have no address: all differ."""
     if tensor.numel() == 0:
         return id(tensor)
     return (
@@ -327,19 +324,19 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
-    """Copy a tensor's elements into the bytes `target`; a copy from a GPU is only queued."""
+    """Copy a tensor's elements into the bytes `target`. A copy from a GPU is only queued."""
     import torch
 
     source = tensor.detach().resolve_conj().resolve_neg()
     if part.stride is None and source.is_contiguous():
-        source = source.reshape(-1).view(torch.uint8)  # Bytes: quick, and good for any dtype.
+        source = source.reshape(-1).view(torch.uint8)  # as bytes: fast, and works for any dtype
     else:
         target = _shaped(part, target)
     target.copy_(source, non_blocking=source.is_cuda)
 
 
 def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
-    """Make the tensors of their bytes. torch warns about read-only ones: we promise not to write."""
+    """Make the tensors from their bytes. Suppress PyTorch's warning about read-only ones, which we never write to."""
     if not parts:
         return []
     import torch
@@ -356,7 +353,7 @@ def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) 
 
 
 def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
-    """Make one tensor of its bytes, in the storage that these have."""
+    """Make one tensor from its bytes, in the same storage."""
     import torch
 
     tensor = _shaped(part, content) if part.num_bytes else torch.empty(part.shape, dtype=part.dtype)
@@ -366,13 +363,13 @@ def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
-    """See the flat bytes `content` as a tensor of the part's dtype, shape and strides."""
+    """Return the flat bytes `content` as a tensor with the part's dtype, shape and strides."""
     elements = content.view(part.dtype)
     return elements.view(part.shape) if part.stride is None else elements.as_strided(part.shape, part.stride)
 
 
 def _array(part: _ArrayPart, buffer: Bytes, copy: bool) -> Bytes:
-    """Get the bytes of one numpy array."""
+    """Return the bytes of one NumPy array."""
     content = _slice(buffer, part)
     return content.copy() if copy else content
 

@@ -1,1 +1,1 @@
-"""Text for people: cards, log lines, ranks in words, warnings said once, secrets masked."""
+"""Text for people: cards, log lines, ranks in words, one-time warnings, masked secrets."""

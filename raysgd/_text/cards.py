@@ -1,4 +1,4 @@
-"""Facts for people: as cards in notebooks, readable on light and on dark ground, and as lines that fit a terminal.
+"""Shows facts to people: as cards in notebooks, readable on light and dark backgrounds, and as lines for a terminal.
 
 All text in HTML is escaped.
 """
@@ -32,12 +32,12 @@ _STYLE = """<style>
 
 
 def card(title: str, *parts: str, note: str = "") -> str:
-    """A card.
+    """Return a card.
 
     Args:
-        title: Its heading; text.
-        parts: What it has below; HTML.
-        note: Beside the heading; text.
+        title: The heading, as text.
+        parts: The content below, as HTML.
+        note: Text next to the heading.
     """
     beside = f"<span>{safe(note)}</span>" if note else ""
     heading = f'<div class="raysgd-title">{safe(title)}{beside}</div>'
@@ -45,47 +45,47 @@ def card(title: str, *parts: str, note: str = "") -> str:
 
 
 def two_column_table(rows: Iterable[tuple[str, str]], kind: str = "raysgd-facts") -> str:
-    """Names and values, side by side, as a table of this class."""
+    """Return names and values side by side, as a table with the CSS class `kind`."""
     body = "".join(f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>" for name, value in rows)
     return f'<table class="{kind}">{body}</table>'
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "raysgd-grid") -> str:
-    """A table with a head, of this class."""
+    """Return a table with a head and the CSS class `kind`."""
     top = "".join(f"<th>{safe(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def folded(summary: str, lines: Sequence[str]) -> str:
-    """Lines that open on a click; nothing if there are none."""
+    """Return lines that open on a click; empty if there are none."""
     items = "".join(f"<li>{safe(line)}</li>" for line in lines)
     return f"<details><summary>{safe(summary)}</summary><ul>{items}</ul></details>" if lines else ""
 
 
 def note(text: str) -> str:
-    """A line of text."""
+    """Return a line of text."""
     return f'<div class="raysgd-note">{safe(text)}</div>'
 
 
 def fitted(text: str, indent: int = 2) -> str:
-    """A line as wide as the terminal at most. What is left goes into more lines, indented.
+    """Return a text in lines that fit the terminal. Lines after the first are indented.
 
-    Where there is no terminal, 80 columns are one; the environment variable COLUMNS says otherwise.
+    Without a terminal, the width is 80 columns, or that of the environment variable COLUMNS.
     """
     return textwrap.fill(text, width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def width() -> int:
-    """The columns of the terminal, 40 at least."""
+    """Return the number of columns of the terminal, at least 40."""
     return max(40, shutil.get_terminal_size().columns)
 
 
 def named_lines(rows: Iterable[tuple[str, str]], indent: int = 12) -> list[str]:
-    """Names and values, one below the other, as lines that fit the terminal."""
+    """Return names and values, one below the other, as lines that fit the terminal."""
     return [fitted(f"{name + ':':<{indent}}{value}", indent) for name, value in rows]
 
 
 def safe(text: object) -> str:
-    """Text as HTML shows it."""
+    """Return text escaped for HTML."""
     return html.escape(str(text))

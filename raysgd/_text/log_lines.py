@@ -1,8 +1,8 @@
-"""Log lines: warnings are shown by default, and those of workers are shown by the driver, with their rank.
+"""Log lines: warnings are shown by default, and the driver shows those of workers with their ranks.
 
-A library usually leaves logging to its user. raysgd warns of what changes the numbers of a training, and of lost
-workers, so it shows warnings until the user sets up logging. From then on the user's handlers alone decide. A warning
-that would say the same on every batch comes once, and ranks are named in few words.
+A library usually leaves logging to its user. raysgd warns of lost workers and of what changes the results of a
+training, so it shows warnings until the user sets up logging. From then on, only the user's handlers decide. A warning
+that would repeat on every batch is shown once, and lists of ranks are kept short.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NAME = "raysgd"
 _FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
-_MOST_NOTES = 1000  # lines of a worker that wait for the driver; then the oldest go
-_MOST_TOLD = 10_000  # different lines that a driver remembers, so as not to repeat them
+_MOST_NOTES = 1000  # lines of a worker that wait for the driver; older ones are dropped
+_MOST_TOLD = 10_000  # different lines that a driver remembers in order not to repeat them
 
 
 @dataclass(frozen=True)
 class WorkerLogLine:
-    """A log line of a worker on its way to the driver."""
+    """A log line on its way from a worker to the driver."""
 
     name: str
     level: int
@@ -35,7 +35,7 @@ class WorkerLogLine:
 
 
 class DefaultHandler(logging.Handler):
-    """Writes to the standard error stream where the user has set up no handler for the lines of raysgd."""
+    """Writes the log lines of raysgd to the standard error stream if the user has set up no handler for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,22 +66,22 @@ class LogBuffer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:
             self._notes.append(WorkerLogLine(record.name, record.levelno, self.format(record)))
-        elif logging.lastResort is not None:  # a loader's process, which sends no notes
+        elif logging.lastResort is not None:  # in a loader process, which cannot send lines to the driver
             logging.lastResort.handle(record)
 
     def glance(self) -> tuple[WorkerLogLine, ...]:
-        """The lines since the last time. `drain` brings them again: a sign of life that has them may stay unread."""
+        """Return the lines since the last time. `drain` returns them again, because a heartbeat may stay unread."""
         notes = _taken_from(self._notes)
         self._glanced_at.extend(notes)
         return notes
 
     def drain(self) -> tuple[WorkerLogLine, ...]:
-        """The lines since the last `drain`. Lines that other threads add meanwhile wait for the next time."""
+        """Return the lines since the last `drain`. Lines that other threads add during it wait for the next time."""
         return (*_taken_from(self._glanced_at), *_taken_from(self._notes))
 
 
 class LogRelay:
-    """Logs in the driver what workers logged: each line once, with the ranks that said it."""
+    """Logs the lines of workers in the driver: each line once, with the ranks that logged it."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
@@ -90,7 +90,7 @@ class LogRelay:
         """Log the lines that were not logged yet.
 
         Args:
-            notes: By who they come from: `"0"` and so on for a rank, any other words for a worker without one.
+            notes: Lines by their source: `"0"` and so on for a rank, other words for a worker without a rank.
         """
         speakers: dict[WorkerLogLine, list[str]] = {}
         for speaker, said in notes.items():
@@ -108,7 +108,7 @@ class LogRelay:
 
 
 def install() -> None:
-    """Show warnings by default, or what the environment variable asks for, in any process that imports raysgd."""
+    """Show warnings by default, or the level of the environment variable, in every process that imports raysgd."""
     logger = logging.getLogger(_NAME)
     if not any(isinstance(handler, DefaultHandler | LogBuffer) for handler in logger.handlers):
         logger.addHandler(DefaultHandler())
@@ -122,12 +122,12 @@ def install() -> None:
 
 
 def level() -> int:
-    """From which level on lines of raysgd count in this process."""
+    """Return the lowest level that is logged in this process."""
     return logging.getLogger(_NAME).getEffectiveLevel()
 
 
 def collect(from_level: int) -> None:
-    """Keep lines for the driver, in a worker process, instead of showing them."""
+    """Keep log lines for the driver instead of showing them. For worker processes."""
     global _notebook
     logger = logging.getLogger(_NAME)
     logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | LogBuffer)]
@@ -137,12 +137,12 @@ def collect(from_level: int) -> None:
 
 
 def glance() -> tuple[WorkerLogLine, ...]:
-    """The lines that wait for the driver and go on waiting; none in a process that is no worker."""
+    """Return the lines that wait for the driver, and let them wait; empty in a process that is no worker."""
     return () if _notebook is None else _notebook.glance()
 
 
 def drain() -> tuple[WorkerLogLine, ...]:
-    """The lines that wait for the driver; none in a process that is no worker."""
+    """Return the lines that wait for the driver; empty in a process that is no worker."""
     return () if _notebook is None else _notebook.drain()
 
 
@@ -159,7 +159,7 @@ def _named(who: Sequence[str]) -> str:
 
 
 class Once:
-    """Tells the first time from all others, for each key and from any thread.
+    """Tells the first call for a key from later ones, in any thread.
 
     >>> once = Once()
     >>> once.is_first("weights"), once.is_first("weights"), once.is_first("accuracy")
@@ -170,13 +170,13 @@ class Once:
         self._first: dict[Hashable, object] = {}
 
     def is_first(self, key: Hashable) -> bool:
-        """Return whether this is the first call for `key`."""
+        """Return True at the first call for `key`."""
         mark = object()
-        return self._first.setdefault(key, mark) is mark  # one operation: of two threads one wins
+        return self._first.setdefault(key, mark) is mark  # atomic: only one of two threads wins
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Ranks in order, for sentences; four or more in a row as a range."""
+    """Return ranks in order, for sentences. Four or more consecutive ranks become a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -187,7 +187,7 @@ def listed(ranks: Collection[int]) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """The same with the word before them.
+    """Return ranks as in `listed`, after the word "rank" or "ranks".
 
     >>> named([2]), named(range(4)), named([0, 2])
     ('rank 2', 'ranks 0-3', 'ranks 0, 2')

@@ -1,4 +1,4 @@
-"""Keys and passwords: the one table of their names, and the one function that masks them where something is shown."""
+"""Keys and passwords: the only list of their names, and the only function that masks them in what is shown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, overload
 
 _HIDDEN = "***"
 
-# Wherever they stand in a name, where a name ends, and as a word of their own there.
+# Secret words: anywhere in a name, at the end of a name, and as the last separate word of a name.
 _ANYWHERE = r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str"
 _AT_THE_END = (
     r"(?:(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)|(?:db|smtp|user|root)_?pass"
@@ -18,7 +18,7 @@ _AS_A_WORD = r"sig|sas|dsn|jwt|auth|authorization|bearer"
 _NAME = rf"(?:(?:{_ANYWHERE})\w{{0,40}}|(?:{_AT_THE_END}|(?<![a-z0-9])(?:{_AS_A_WORD}))\d*)"
 _IS_SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
 
-# A user and a key before an `@`, up to it also where the key has slashes; but in a URI of no bucket a port is no key.
+# User and key before an `@`, even if the key has slashes. In a URI without a bucket, a port is not a key.
 _USER = re.compile(
     r"""(?:\b(s3[an]?|gs|gcs|az|abfss?|wasbs?|oss):)?(?<=:)(?P<slashes>//?)"""
     r"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))[^@\s'"`]{0,1000}@(?:[^/@\s'"`]*@)*)""",
@@ -36,7 +36,7 @@ _ENTRY = re.compile(
 
 
 def has_secret(text: str) -> bool:
-    """Return whether there are keys or passwords in a text, such as a URI.
+    """Return True if a text, such as a URI, contains keys or passwords.
 
     >>> has_secret("s3://id:secret@bucket/a"), has_secret("s3://bucket/a")
     (True, False)
@@ -45,7 +45,7 @@ def has_secret(text: str) -> bool:
 
 
 def user_of(uri: str) -> str:
-    """Return what stands before the bucket or the host of a URI, with its `@`.
+    """Return the part before the bucket or the host of a URI, including its `@`.
 
     >>> user_of("s3://id:a/secret@bucket/a"), user_of("s3://bucket/a")
     ('id:a/secret@', '')
@@ -63,10 +63,10 @@ def masked(value: Any) -> Any: ...
 
 
 def masked(value: Any) -> Any:
-    """Return a value as it may be shown: without the keys and passwords in it.
+    """Return a value without the keys and passwords in it, so that it can be shown.
 
-    These are the entries that are called so, and those in texts. An object whose `repr` shows one becomes that text,
-    masked. What has none is returned as it is.
+    Masks entries with such names, and secrets in texts. An object whose `repr` shows a secret becomes that text,
+    masked. A value without secrets is returned unchanged.
 
     >>> masked({"lr": 0.1, "db": {"password": "abc"}, "data": ["s3://id:secret@bucket/a?region=x&sig=y"]})
     {'lr': 0.1, 'db': {'password': '***'}, 'data': ['s3://***@bucket/a?region=x&sig=***']}
@@ -111,7 +111,7 @@ def _masked_entry(name: Any, value: Any, inside: frozenset[int]) -> Any:
 def _masked_object(value: Any) -> Any:
     try:
         text = repr(value)
-    except Exception:  # a value of the user: showing it must not end a run
+    except Exception:  # the user's `repr` failed; showing a value must not end a run
         return value
     shown = _masked_text(text)
     return value if shown == text else shown

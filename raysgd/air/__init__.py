@@ -1,7 +1,7 @@
-"""The values of a run that `fit` makes: configs, checkpoints and results, under the names of `ray.air`.
+"""The values of a run of `fit`: configs, checkpoints and results, under the names of `ray.air`.
 
-What it guarantees: one class stands behind each name, whether you write `raysgd.air` or `raysgd.train`, and none of
-them starts Ray or imports a framework. What it leaves to others: the trainers read them, storage holds the files.
+`raysgd.air` and `raysgd.train` have the same class under each name, and none of them starts Ray or imports a framework.
+The trainers use these values; `raysgd.storage` holds the files.
 """
 
 from __future__ import annotations

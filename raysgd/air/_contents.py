@@ -1,10 +1,10 @@
-"""The contents of checkpoints: a dict, a folder, or an object reference; each can be read as a dict and as files.
+"""The contents of checkpoints: a dict, a folder, or an object reference. Each can be read as a dict and as files.
 
-* A dict is one file in a folder, `dict_checkpoint.pkl`. Other entries of that folder are part of the dict, packed.
-* A folder without that file is a dict with one archive of all it holds, and with the content of each `KEY.meta.pkl`.
+* A dict is one file in a folder, `dict_checkpoint.pkl`. Other entries of that folder are part of the dict, as archives.
+* A folder without that file becomes a dict with one archive of all its files, and the content of each `KEY.meta.pkl`.
 
-Reading a pickle runs what it says: read checkpoints only from where you trust. Names and archives never lead out of the
-folder that is written.
+Reading a pickle may run code: read checkpoints only from sources that you trust. Names and archives never write outside
+of the target folder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ EXTRA_FILES_KEY = "_ray_additional_checkpoint_files"
 
 
 class DictContent:
-    """A dict.
+    """The content of a dict.
 
     Args:
-        data: The dict; or the `ray.ObjectRef` of one that Ray's object store holds, fetched whenever it is used.
-        metadata: What was noted beside it.
+        data: The dict; or the `ray.ObjectRef` of one in Ray's object store, fetched at each use.
+        metadata: The user's metadata.
     """
 
     def __init__(self, data: Any, metadata: Mapping[str, Any] | None = None) -> None:
@@ -47,16 +47,16 @@ class DictContent:
 
     @property
     def is_stored(self) -> bool:
-        """True if Ray's object store holds it."""
+        """True if the dict is in Ray's object store."""
         return not isinstance(self._data, dict)
 
     @property
     def representation(self) -> tuple[str, Any]:
-        """The kind, in the words of the old library, and the data."""
+        """The kind, by its name in the old library, and the data."""
         return "object_ref" if self.is_stored else "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, in memory."""
+        """Return the whole content in memory."""
         data: Any = self._data
         if self.is_stored:
             import ray
@@ -67,31 +67,31 @@ class DictContent:
         return dict(data)
 
     def write_to(self, target: Path) -> None:
-        """Write all of it into a folder that is there."""
+        """Write the whole content into an existing folder."""
         write_dict(self.as_dict(), target)
         if self._metadata:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
 
     def metadata(self) -> dict[str, Any]:
-        """Return what its user has noted beside it."""
+        """Return the user's metadata."""
         return dict(self._metadata)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Note it, instead of what there was."""
+        """Replace the metadata."""
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:
-        """Return what goes to another process, perhaps on another machine."""
+        """Return the content in a form for other processes, possibly on another machine."""
         return self
 
 
 class FolderContent:
-    """A folder, on a disk or in a remote storage.
+    """The content of a folder, on disk or in remote storage.
 
     Args:
         folder: The folder.
-        goes_by_place: Whether it goes to other processes by its place, and not with its files. A dict in it goes along,
-            for machines that do not see the folder.
+        goes_by_place: True to pickle its location instead of its files. A dict in it is included, for machines that
+            cannot see the folder.
     """
 
     def __init__(self, folder: Folder, goes_by_place: bool = False) -> None:
@@ -107,7 +107,7 @@ class FolderContent:
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
-        """The folder, or a copy of it for as long as the block lasts."""
+        """Yield the folder, or a temporary copy of it."""
         if self.folder.is_local:
             if not self.folder.exists():
                 raise FileNotFoundError(
@@ -136,7 +136,7 @@ class FolderContent:
         self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode())
 
     def portable(self) -> Content:
-        """Return it by value where only this machine can reach it, else as it is."""
+        """Return the content by value if only this machine can reach the folder, else unchanged."""
         is_here_only = self.folder.is_local or self.folder.is_in_memory
         return self._copied() if is_here_only and not self._goes_by_place else self
 
@@ -152,11 +152,11 @@ def _arrived(folder: Folder, copy: DictContent | None) -> Content:
 
 
 Content = DictContent | FolderContent
-"""All of them: the others derive from these two."""
+"""The type of all contents: the other classes derive from these two."""
 
 
 def folder_as_dict(folder: Path) -> dict[str, Any]:
-    """Return what a folder holds, as a dict, without the metadata.
+    """Return the content of a folder as a dict, without the metadata.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -175,10 +175,10 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 
 
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
-    """Write a dict into a folder, which may have been a folder before.
+    """Write a dict into a folder, or unpack a dict that was made from a folder.
 
     Raises:
-        CheckpointCorruptedError: A name or an archive in it leads out of the folder, or the archive is no archive.
+        CheckpointCorruptedError: A name or archive in it leads outside of the folder, or an archive is invalid.
     """
     if FOLDER_KEY in content:
         for key, value in content.items():
@@ -197,7 +197,7 @@ def _is_meta(entry: Path) -> bool:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the place of an entry of a folder."""
+    """Return the path of an entry of a folder."""
     if len(PurePosixPath(name).parts) != 1 or name in (".", ".."):
         raise CheckpointCorruptedError(f"The checkpoint has the key {name!r}, which cannot be the name of a file.")
     return folder / name
@@ -212,7 +212,7 @@ def _packed(entries: Iterable[Path]) -> bytes:
 
 
 def _unpack(data: Any, folder: Path) -> None:
-    """Unpack an archive; the filter refuses absolute names, names and links that lead out of it, and devices."""
+    """Unpack an archive. The filter refuses absolute names, names and links outside of the folder, and devices."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             archive.extractall(folder, filter="data")

@@ -1,6 +1,6 @@
-"""The training function that runs in this process: its session, and what it can ask about its trial.
+"""The training function that runs in this process: its session, and facts about its trial.
 
-Ray Tune may run it itself as a trial, as in programs for Ray AIR; then there is no session.
+If Ray Tune itself runs the function as a trial, as in programs for Ray AIR, there is no session.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """The facts that a function can ask about its run, and that its worker needs to store checkpoints.
+    """Facts about a run that its function can query, or that its workers need to store checkpoints.
 
     Attributes:
         folder: The folder of the trial.
-        experiment_name: The name of the run.
-        name: The name of the trial.
-        id: The trial's identity.
-        scaling: What the run was asked to use.
-        metadata: What the trainer was given as `metadata`.
-        workdir: The working directory of the function; None to leave it alone.
-        keeps_files: Whether checkpoints are written; otherwise the newest one is kept in memory.
+        experiment_name: Name of the run.
+        name: Name of the trial.
+        id: Id of the trial.
+        scaling: The scaling config of the run.
+        metadata: The `metadata` of the trainer.
+        workdir: Working directory for the function; None to leave it unchanged.
+        keeps_files: True if checkpoints are written as files; otherwise the newest one is kept in memory.
     """
 
     folder: Folder
@@ -53,7 +53,7 @@ class TrialFacts:
 
 
 class RunningSession(Protocol):
-    """One run of a function in this process, as far as the function can ask it."""
+    """One run of a function in this process, as the function sees it."""
 
     facts: TrialFacts | None
     accelerator: Any
@@ -62,16 +62,16 @@ class RunningSession(Protocol):
 
     @property
     def world(self) -> World:
-        """The place of this worker."""
+        """This worker's rank and the number of workers."""
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
+        """Return True if the keywords of `report` are a dict of metrics and a checkpoint, False if each is a metric."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
-        """Send metrics, and perhaps a checkpoint with them."""
+        """Send metrics, optionally with a checkpoint."""
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Return what the driver answers to a question that all ranks ask, each with its data."""
+        """Ask the driver, and return its answer. All ranks ask, each with its own data."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Send a checkpoint."""
@@ -80,52 +80,52 @@ class RunningSession(Protocol):
         """Return the newest checkpoint, or the one that the function started from."""
 
     def current_checkpoint(self) -> Any:
-        """Return the same as a `Checkpoint`."""
+        """Return the checkpoint of `load_checkpoint` as a `Checkpoint`."""
 
     def dataset_shard(self, name: str | None) -> Any:
         """Return this worker's part of a dataset."""
 
 
 class Alone:
-    """What helpers share where a function is called by itself: it has the place of a worker alone, and no driver."""
+    """Replaces the session for helpers of a function outside a run, as the only worker and without a driver."""
 
     accelerator: Any = None
     membership: Any = None
 
     @property
     def world(self) -> World:
-        """The place of a worker alone."""
+        """The rank and size of a single worker."""
         return place()
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Return what the only rank sends."""
+        """Return the data of the only rank."""
         return data
 
 
 _alone = Alone()
 
-# One function runs at a time in a worker process; threads that it starts see the same session.
+# A worker process runs one function at a time; threads of the function see the same session.
 _current: RunningSession | None = None
 
 
 def current_session() -> RunningSession | None:
-    """Return the session of the function that runs in this process; None outside a run."""
+    """Return the session of the function that runs in this process, or None outside a run."""
     return _current
 
 
 def helper_session() -> RunningSession | Alone:
-    """Return what the helpers of the function that runs in this process share; outside a run, those of one worker."""
+    """Return the session of the function in this process; outside a run, that of a single worker."""
     return _current or _alone
 
 
 def open_session(session: RunningSession) -> None:
-    """Make a session the one of this process."""
+    """Set the session of this process."""
     global _current
     _current = session
 
 
 def close_session(session: RunningSession | None) -> None:
-    """Leave this process without a session, if it has this one."""
+    """Remove the session of this process, if it is this one."""
     global _current
     if _current is session:
         _current = None
@@ -135,13 +135,13 @@ _once = Once()
 
 
 def place() -> World:
-    """Return this worker's place; outside a run, that of a worker alone."""
+    """Return this worker's rank and the number of workers; outside a run, those of a single worker."""
     session = current_session()
     return session.world if session is not None else World(rank=0, size=1, local_size=0)
 
 
 def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | None:
-    """Return the current session; without one, warn, once for each function."""
+    """Return the current session. If there is none, warn, once for each function, and return None."""
     session = current_session()
     if session is not None:
         return session
@@ -153,7 +153,7 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
 
 
 def tune_here() -> Any:
-    """Return `ray.tune` where that runs the function itself; None elsewhere. Ray keeps this question private."""
+    """Return `ray.tune` if it runs the function as a trial, else None. This uses a private function of Ray."""
     if _current is not None:
         return None
     tune = sys.modules.get("ray.tune")
@@ -162,7 +162,7 @@ def tune_here() -> Any:
 
 
 def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-    """Hand a report to the trial, which stores the files of a checkpoint before this returns."""
+    """Pass a report to the trial, which stores the files of a checkpoint before this returns."""
     if checkpoint is None:
         tune.report(dict(metrics))
         return
@@ -171,8 +171,8 @@ def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | No
 
 
 def checkpoint_of(tune: Any) -> Checkpoint | None:
-    """Return what the trial goes on from."""
-    from raysgd.air.checkpoint import Checkpoint  # not for every function: it loads what reads stores
+    """Return the checkpoint that the trial continues from."""
+    from raysgd.air.checkpoint import Checkpoint  # not at the top, because it loads the storage modules
 
     found = tune.get_checkpoint()
     return Checkpoint(found.path, found.filesystem) if found is not None else None

@@ -1,6 +1,6 @@
-"""`Checkpoint`: a state that a run saved, as a dict in memory, as a folder on a disk or in a remote storage.
+"""`Checkpoint`: the saved state of a run, as a dict in memory, or a folder on disk or in remote storage.
 
-One class for what `ray.air.Checkpoint` and `ray.train.Checkpoint` were (ADR 86).
+One class replaces both `ray.air.Checkpoint` and `ray.train.Checkpoint` (ADR 86).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _short.maxstring = _short.maxother = 200
 
 
 class Checkpoint:
-    """A saved state. What you made it from, you can get out of it in any other form.
+    """A saved state. You can make it from any of its forms, and convert it to any other.
 
     Examples:
         >>> checkpoint = Checkpoint.from_dict({"epoch": 3})
@@ -50,19 +50,20 @@ class Checkpoint:
         ...     Checkpoint.from_directory(folder).to_dict()
         {'epoch': 3}
 
-    A checkpoint in a folder of this machine is pickled with all that it holds, one in a remote storage by its place.
-    Reading one runs code that it may hold: read only those you trust.
+    A checkpoint in a folder of this machine is pickled with its content, one in remote storage with its location only.
+
+    Reading a checkpoint may run code that it contains: read only those you trust.
 
     Args:
         path: A folder, the URI of one, or a `raysgd.storage.Folder`.
-        filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+        filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
         local_path: A folder.
         data_dict: The state itself.
         uri: The URI of a folder.
         obj_ref: A reference to a dict in Ray's object store.
 
     Raises:
-        ValueError: None of them, or more than one.
+        ValueError: None of these was passed, or more than one.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class Checkpoint:
         else:
             self._content = FolderContent(_opened(path or local_path or uri, filesystem, named[0]))
 
-    # ------------------------------------------------------------------------------------------------------- as a dict
+    # -------------------------------------------------------------------------------------------------------- as a dict
 
     @classmethod
     def from_dict(cls: type[CheckpointType], data: Mapping[str, Any]) -> CheckpointType:
-        """Return a checkpoint of a dict.
+        """Return a checkpoint with the content of a dict.
 
         Raises:
             RuntimeError: It is no dict.
@@ -103,17 +104,17 @@ class Checkpoint:
         return cls(data_dict=_checked_dict(data))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as a dict. A folder without a dict comes as one archive, under the key `fs_checkpoint`."""
+        """Return the content as a dict. A folder without a dict becomes one archive, under the key `fs_checkpoint`."""
         return self._content.as_dict()
 
     @classmethod
     def from_bytes(cls: type[CheckpointType], data: bytes) -> CheckpointType:
-        """Return a checkpoint of what `to_bytes` returned, or of another pickle: `{"bytes_data": ...}`."""
+        """Return a checkpoint from the result of `to_bytes`, or from another pickle, as `{"bytes_data": ...}`."""
         content = pickle.loads(data)
         return cls(data_dict=content if isinstance(content, dict) else {_BYTES_KEY: content})
 
     def to_bytes(self) -> bytes:
-        """Return all of it, pickled."""
+        """Return the pickled content."""
         import cloudpickle
 
         content = self.to_dict()
@@ -126,18 +127,18 @@ class Checkpoint:
         return cls(obj_ref=obj_ref)
 
     def to_object_ref(self) -> ray.ObjectRef[Any]:
-        """Return a reference to all of it, in Ray's object store."""
+        """Return a reference to the content in Ray's object store."""
         if isinstance(self._content, DictContent) and self._content.is_stored:
             return self._content.representation[1]
         import ray
 
         return ray.put(self.to_dict())
 
-    # ---------------------------------------------------------------------------------------------------- as a folder
+    # ------------------------------------------------------------------------------------------------------ as a folder
 
     @classmethod
     def from_directory(cls: type[CheckpointType], path: str | Path) -> CheckpointType:
-        """Return a checkpoint of a folder, which is left where it is.
+        """Return a checkpoint of a folder, which stays where it is.
 
         Raises:
             RuntimeError: There is no such folder.
@@ -149,10 +150,10 @@ class Checkpoint:
         return cls(path=folder)
 
     def to_directory(self, path: str | Path | None = None) -> str:
-        """Write all of it into a folder, and return its path.
+        """Write the content into a folder, and return its path.
 
         Args:
-            path: The folder; None for a new one among the temporary files, which you delete yourself.
+            path: The folder; None for a new temporary one, which you delete yourself.
         """
         target = Path(path).expanduser() if path is not None else Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         target.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ class Checkpoint:
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """A folder with all of it: its own, which stays, or a temporary one, which is deleted after the block."""
+        """Yield a folder with the content: its own one, or a temporary one that is deleted after the block."""
         if isinstance(self._content, FolderContent):
             with self._content.on_disk() as folder:
                 yield str(folder)
@@ -171,7 +172,7 @@ class Checkpoint:
 
     @classmethod
     def from_uri(cls: type[CheckpointType], uri: str) -> CheckpointType:
-        """Return a checkpoint of a folder in a remote storage, such as `s3://bucket/folder`.
+        """Return a checkpoint of a folder in remote storage, such as `s3://bucket/folder`.
 
         Raises:
             RuntimeError: There is no file system for such a URI.
@@ -179,11 +180,11 @@ class Checkpoint:
         return cls(_storage(uri))
 
     def to_uri(self, uri: str) -> str:
-        """Upload all of it to a folder in a remote storage, and return its URI.
+        """Upload the content to a folder in remote storage, and return its URI.
 
         Raises:
             RuntimeError: There is no file system for such a URI.
-            OSError: It cannot be reached, or does not take the files.
+            OSError: The storage cannot be reached, or refuses the files.
         """
         target = _storage(uri)
         if not (isinstance(self._content, FolderContent) and self._content.folder.uri == target.uri):
@@ -196,7 +197,7 @@ class Checkpoint:
         """The folder, without the scheme of a URI.
 
         Raises:
-            AttributeError: It is in memory and has no folder.
+            AttributeError: The checkpoint is in memory and has no folder.
         """
         return self._folder("path").path
 
@@ -205,7 +206,7 @@ class Checkpoint:
         """The `pyarrow.fs.FileSystem` of the folder.
 
         Raises:
-            AttributeError: It is in memory and has no folder.
+            AttributeError: The checkpoint is in memory and has no folder.
         """
         return self._folder("filesystem").filesystem
 
@@ -221,11 +222,11 @@ class Checkpoint:
             f"This checkpoint is in memory and has no `{name}`: use `to_dict()`, or write it with `to_directory()`."
         )
 
-    # ------------------------------------------------------------------------------------------------- what it carries
+    # ------------------------------------------------------------------------------------------ conversion and metadata
 
     @classmethod
     def from_checkpoint(cls: type[CheckpointType], other: Checkpoint) -> CheckpointType:
-        """Return the same checkpoint as one of this class: `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
+        """Convert a checkpoint to this class: `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
 
         Raises:
             TypeError: It is no checkpoint.
@@ -237,18 +238,18 @@ class Checkpoint:
         return made
 
     def by_place(self: CheckpointType) -> CheckpointType:
-        """Return the same checkpoint, which travels as the folder that it is, also where that is on a disk."""
+        """Return a copy that is pickled with its location only, even if its folder is on disk."""
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):
             made._content = FolderContent(self._content.folder, goes_by_place=True)
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """Return what it is made from and its data: `local_path`, `data_dict`, `uri` or `object_ref`."""
+        """Return the kind of the content (`local_path`, `data_dict`, `uri` or `object_ref`) and its data."""
         return self._content.representation
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor that was saved with it; None if there is none."""
+        """Return the preprocessor that was saved with the checkpoint, or None."""
         if not isinstance(self._content, FolderContent):
             return self.to_dict().get(PREPROCESSOR_KEY)
         folder = self._content.folder
@@ -258,29 +259,29 @@ class Checkpoint:
         return self.to_dict().get(PREPROCESSOR_KEY) if folder.has(DICT_FILE) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what was noted with `set_metadata` and `update_metadata`."""
+        """Return the metadata set by `set_metadata` and `update_metadata`."""
         return self._content.metadata()
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Note a dict beside the state, instead of what was noted before. In a folder it is `.metadata.json`.
+        """Replace the metadata of the checkpoint. In a folder it is stored in `.metadata.json`.
 
         Raises:
-            TypeError: It is no dict.
-            ValueError: It holds something that JSON cannot.
+            TypeError: `metadata` is no dict.
+            ValueError: JSON cannot hold it.
         """
         self._content.set_metadata(checked_metadata(metadata))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Note a dict beside the state, over what was noted before.
+        """Merge a dict into the metadata of the checkpoint.
 
         Raises:
-            TypeError: It is no dict.
-            ValueError: It holds something that JSON cannot.
+            TypeError: `metadata` is no dict.
+            ValueError: JSON cannot hold it.
         """
         self._content.set_metadata({**self.get_metadata(), **checked_metadata(metadata)})
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both are the same folder; a checkpoint in memory equals only itself."""
+        """Return True if both have the same folder. A checkpoint in memory only equals itself."""
         if not isinstance(other, Checkpoint) or self.uri is None:
             return self is other
         return self.uri == other.uri
@@ -324,7 +325,7 @@ def _checked_dict(data: Any) -> Mapping[str, Any]:
 
 
 def checked_metadata(metadata: Any) -> Mapping[str, Any]:
-    """Return what a checkpoint says of itself.
+    """Check the metadata of a checkpoint, and return it.
 
     Raises:
         TypeError: It is no dict.
@@ -348,7 +349,7 @@ class TensorflowCheckpoint(Checkpoint):
 
         Args:
             model: The Keras model, built.
-            preprocessor: What its data goes through first.
+            preprocessor: The preprocessor of the model's inputs.
 
         Raises:
             TypeError: It is no Keras model.
@@ -359,10 +360,10 @@ class TensorflowCheckpoint(Checkpoint):
 
     @classmethod
     def from_h5(cls, file_path: str | Path, *, preprocessor: Any = None) -> TensorflowCheckpoint:
-        """A checkpoint with the weights of a model that Keras has saved as a whole, `model.save("model.h5")`.
+        """Return a checkpoint with the weights of a whole model that Keras has saved, by `model.save("model.h5")`.
 
         Raises:
-            ValueError: It is no such file.
+            ValueError: There is no such file, or it does not end in `.h5`.
         """
         import tensorflow as tf
 
@@ -372,7 +373,7 @@ class TensorflowCheckpoint(Checkpoint):
         return cls.from_model(model, preprocessor=preprocessor)
 
     def get_model_weights(self) -> list[Any]:
-        """Return the weights that were saved: NumPy arrays, in the order of `model.get_weights()`.
+        """Return the saved weights: NumPy arrays, in the order of `model.get_weights()`.
 
         Raises:
             RuntimeError: The checkpoint has no weights, or a model of another framework.
@@ -391,10 +392,10 @@ class TensorflowCheckpoint(Checkpoint):
         return list(weights)
 
     def get_model(self, model: Any | Callable[[], Any]) -> Any:
-        """Return a model with the weights that were saved.
+        """Return a model with the saved weights.
 
         Args:
-            model: A Keras model, built; or a function that makes one.
+            model: A built Keras model, or a function that creates one.
 
         Raises:
             RuntimeError: The checkpoint has no weights.

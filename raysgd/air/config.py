@@ -1,6 +1,6 @@
-"""Configs of a run: the number of workers, the data, what is kept, and what happens when it fails.
+"""Configs of a run: number of workers, data, checkpoints, and handling of failures.
 
-All configs check what they are given when you make them. `ScalingConfig` leaves search spaces of Ray Tune alone.
+All configs check their values when you create them. `ScalingConfig` does not check search spaces of Ray Tune.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HINT_WORKERS = "Pass a number, `num_workers=2`, or the least and the most, `num
 
 
 def _shown(config: Any) -> str:
-    """Return a config as you would write it: what differs from its defaults, without the keys of its storage."""
+    """Return the source text of a config: the values that differ from the defaults, with keys and passwords masked."""
     default = type(config)()
     given = {each.name: getattr(config, each.name) for each in fields(config)}
     shown = [f"{name}={masked(value)!r}" for name, value in given.items() if value != getattr(default, name)]
@@ -53,18 +53,18 @@ def _shown(config: Any) -> str:
 
 @dataclass
 class CheckpointConfig:
-    """The rule that says which checkpoints of a run stay in its folder.
+    """The rule that decides which checkpoints of a run stay in its folder.
 
     Attributes:
-        num_to_keep: How many; None for all. With 0 none is written: the latest one is kept in memory only.
-        checkpoint_score_attribute: The metric by which they are judged, as you report it; None for their age. One
-            without that metric counts as the worst.
-        checkpoint_score_order: Whether "max" or "min" of it is best.
-        checkpoint_frequency: For trainers that save by themselves; a function decides for itself, so only 0 is allowed.
-        checkpoint_at_end: Also for trainers that save by themselves.
+        num_to_keep: Number of checkpoints; None for all. With 0, none is written: the latest is only kept in memory.
+        checkpoint_score_attribute: The reported metric by which they are ranked; None for their age. A checkpoint
+            without this metric ranks last.
+        checkpoint_score_order: "max" or "min", for which value is best.
+        checkpoint_frequency: For trainers that save automatically. Functions save themselves, so only 0 is allowed.
+        checkpoint_at_end: For trainers that save automatically.
 
     Raises:
-        ValueError: A value that cannot be.
+        ValueError: A value is not allowed.
     """
 
     num_to_keep: int | None = None
@@ -98,14 +98,13 @@ class FailureConfig:
     """The rule for failures of a run.
 
     Attributes:
-        max_failures: How often the run is started again, from its last checkpoint. 0, the default, ends the run at the
-            first failure; -1 starts it again any number of times. The death of a worker counts, and so does an
-            exception of your function. `fit` starts the count again at each new checkpoint, until your function raises
-            for the first time.
+        max_failures: How often the run restarts from its last checkpoint. 0, the default, ends the run at the first
+            failure; -1 is no limit. Both the death of a worker and an exception of your function count. `fit` counts
+            from zero again after each new checkpoint, until your function raises for the first time.
         fail_fast: For runs of several trials: True ends all of them when one fails, "raise" raises its error at once.
 
     Raises:
-        ValueError: A value that cannot be, or both at once.
+        ValueError: A value is not allowed, or both are set.
     """
 
     max_failures: int = 0
@@ -127,12 +126,12 @@ class FailureConfig:
 
 @dataclass
 class SyncConfig:
-    """The way of files to the storage. Accepted as the old library had it.
+    """Options for copying files to the storage, accepted for programs of the old library.
 
-    A run writes to its `storage_path` directly, so nothing is copied at intervals: the other fields than `upload_dir`
-    have no effect.
+    A run writes directly to its `storage_path`, so nothing is copied at intervals: only `upload_dir` has an effect.
 
     Attributes:
+        upload_dir: Former name of `RunConfig(storage_path=...)`.
         upload_dir: The former name of `RunConfig(storage_path=...)`.
         syncer: No effect.
         sync_period: No effect.
@@ -162,36 +161,36 @@ class SyncConfig:
 
 @dataclass
 class RunConfig:
-    """The place where a run writes, what it keeps, and when it stops.
+    """Options of a run: where it writes, what it keeps, and when it stops.
 
     Attributes:
-        name: The name of the run's folder; None for the trainer's class and the time.
-        storage_path: The folder or the URI that gets the run's folder; None for `~/ray_results`.
-        storage_filesystem: A `pyarrow.fs.FileSystem`, for which `storage_path` is a path.
-        failure_config: What happens when the run fails.
-        checkpoint_config: Which checkpoints stay.
-        sync_config: Accepted as the old library had it.
-        verbose: How much is shown: 0 for nothing, 3 for most.
-        stop: When the run stops, beside the end of your function: a dict of metrics and the values at which it stops,
-            or a function that gets the trial's id and the metrics and returns True.
+        name: Name of the run's folder; None for the trainer's class and the time.
+        storage_path: Folder or URI that contains the run's folder; None for `~/ray_results`.
+        storage_filesystem: A `pyarrow.fs.FileSystem` that contains `storage_path`.
+        failure_config: The rule for failures.
+        checkpoint_config: The rule for checkpoints.
+        sync_config: Accepted for programs of the old library.
+        verbose: Amount of output, from 0 for nothing to 3 for most.
+        stop: When the run stops before the end of your function: a dict of metrics and the values at which it stops, or
+            a function that gets the trial's id and the metrics and returns True to stop.
         callbacks: Callbacks of Ray Tune, such as loggers.
         progress_reporter: A reporter of Ray Tune, for a `Tuner`.
-        log_to_file: Whether what is printed goes to files in the trial's folder, for a `Tuner`: True, a file name, or
-            two, for standard output and for errors.
-        local_dir: The former name of `storage_path`. It is None again once it was taken over.
-        worker_runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It
-            does not reach this process.
+        log_to_file: For a `Tuner`: True to write printed text to files in the trial's folder, or a file name, or two,
+            for standard output and for errors.
+        local_dir: Former name of `storage_path`, to which it is moved.
+        worker_runtime_env: Ray's runtime environment of the worker processes, but not of this one; None for that of the
+            job.
 
     Raises:
-        ValueError: A value that cannot be, or two folders.
-        TypeError: Something else than the config of that name.
+        ValueError: A value is not allowed, or there are two folders.
+        TypeError: A value has the wrong type.
         ModuleNotFoundError: A package that the URI needs is missing.
     """
 
     name: str | None = None
     storage_path: str | Path | None = None
     storage_filesystem: Any = None
-    failure_config: FailureConfig = None  # type: ignore[assignment]  # never None once it is made
+    failure_config: FailureConfig = None  # type: ignore[assignment]  # `__post_init__` replaces None
     checkpoint_config: CheckpointConfig = None  # type: ignore[assignment]
     sync_config: SyncConfig = None  # type: ignore[assignment]
     verbose: int | None = None
@@ -212,7 +211,7 @@ class RunConfig:
         self._check()
 
     def _take_over_place(self) -> None:
-        """Make one folder of its three names."""
+        """Move the folder from any of its three names to `storage_path`."""
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
         if self.local_dir is not None and self.storage_path not in (None, self.local_dir):
@@ -249,10 +248,10 @@ def _is_name(name: Any) -> bool:
 
 
 def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:
-    """Return a config; a new one where none was given.
+    """Check the class of a config and return it, or return a new one for None.
 
     Raises:
-        ValueError: It is of another class.
+        ValueError: It has another class.
     """
     if value is None:
         return config_class()
@@ -271,7 +270,7 @@ def _check_place(name: str, value: Any) -> None:
 
 @dataclass(eq=False)
 class ScalingConfig:
-    """The number of workers of a run, and what each of them needs.
+    """The number of workers of a run, and their resources.
 
     Examples:
         >>> ScalingConfig(num_workers=2).total_resources
@@ -280,24 +279,24 @@ class ScalingConfig:
         (1, 4)
 
     Attributes:
-        trainer_resources: What the trial itself needs; None for one CPU. `fit` runs in the driver, so it reserves only
+        trainer_resources: Resources of the trial itself; None for one CPU. `fit` runs in the driver and only reserves
             what you pass.
-        num_workers: How many workers; or `(least, most)` for as many as there is room for.
-        use_gpu: Whether each worker gets a GPU.
-        resources_per_worker: What each worker needs; None for one CPU, or for one GPU with `use_gpu`. In a dict that
-            you pass, a missing "CPU" is 0 and a missing "GPU" is 1 with `use_gpu`.
+        num_workers: Number of workers; or `(least, most)` for as many as there is room for.
+        use_gpu: True to give each worker a GPU.
+        resources_per_worker: Resources of each worker; None for one CPU, or for one GPU with `use_gpu`. In a dict, a
+            missing "CPU" is 0, and a missing "GPU" is 1 with `use_gpu`.
         placement_strategy: How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        _max_cpu_fraction_per_node: Accepted for the old library's scripts. Today's Ray has no use for it.
-        elastic_resize_monitor_interval_s: How often a run on fewer workers than it might have looks for room, in
-            seconds; it grows after a checkpoint.
-        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
-        label_selector: The labels that a node has to have for a worker, as Ray selects nodes: `{"region": "us-west"}`.
-        elastic: Whether the workers that are left after a failure continue in the middle of the function, instead of
-            starting again from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
-        spare_workers: How many more workers are ready to replace lost ones; with `elastic` only.
+        _max_cpu_fraction_per_node: Accepted for programs of the old library. Current Ray does not use it.
+        elastic_resize_monitor_interval_s: How often a run with fewer workers than the maximum looks for room, in
+            seconds. It grows after a checkpoint.
+        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
+        label_selector: Labels that the nodes of workers must have, in Ray's form: `{"region": "us-west"}`.
+        elastic: True to let the workers that are left after a failure continue in the middle of the function, instead
+            of restarting it from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
+        spare_workers: Number of extra workers that are ready to replace lost ones; only with `elastic`.
 
     Raises:
-        ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
+        ValueError, TypeError: A value is not allowed, or GPUs contradict `use_gpu`.
     """
 
     trainer_resources: dict[str, float] | None = None
@@ -318,10 +317,10 @@ class ScalingConfig:
         self.check()
 
     def check(self) -> None:
-        """Check the values again, for instance after you have changed one. Search spaces are left alone.
+        """Check the values again, for example after you have changed one. Search spaces are not checked.
 
         Raises:
-            ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
+            ValueError, TypeError: A value is not allowed, or GPUs contradict `use_gpu`.
         """
         refuse_text(use_gpu=self.use_gpu, elastic=self.elastic)
         if not is_open(self.elastic_resize_monitor_interval_s):
@@ -366,14 +365,14 @@ class ScalingConfig:
         if self.use_gpu and num_gpus == 0:
             raise ValueError('`use_gpu=True`, and `resources_per_worker` has "GPU": 0: leave one of them out.')
 
-    # ------------------------------------------------------------------------------------------------ how many workers
+    # ------------------------------------------------------------------------------------------------ number of workers
 
     @property
     def worker_range(self) -> tuple[int, int]:
-        """The least and the most workers of the run; the same number twice where it is fixed.
+        """The minimum and maximum number of workers; equal if the number is fixed.
 
         Raises:
-            InvalidCountError: There is no number yet, or a search space in its place.
+            InvalidCountError: The number is not set, or is a search space.
         """
         workers = self.num_workers
         if workers is None or is_open(workers):
@@ -382,14 +381,14 @@ class ScalingConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """True if the number of workers may change while the run lasts."""
+        """True if the number of workers may change during the run."""
         return isinstance(self.num_workers, tuple) and self.num_workers[0] < self.num_workers[1]
 
     # ------------------------------------------------------------------------------------------------------- resources
 
     @property
     def worker_bundle(self) -> dict[str, float]:
-        """The resources that one worker needs, without zeros."""
+        """Resources of one worker, without zeros."""
         kind = accelerator(self.accelerator_type)
         if self.resources_per_worker is None:
             return {"GPU" if self.use_gpu else "CPU": 1.0, **kind}
@@ -397,12 +396,12 @@ class ScalingConfig:
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
-        """The resources that the trial itself needs, without zeros."""
+        """Resources of the trial itself, without zeros."""
         return {"CPU": 1.0} if self.trainer_resources is None else _without_zeros(self.trainer_resources)
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """The resources that the trial and its workers need together; of a range, with the least workers."""
+        """Resources of the trial and its workers together; for a range, with the minimum number of workers."""
         total: dict[str, float] = {}
         for bundle in self._bundles():
             for name, amount in bundle.items():
@@ -411,17 +410,17 @@ class ScalingConfig:
 
     @property
     def num_cpus_per_worker(self) -> float:
-        """CPUs of a worker."""
+        """CPUs of each worker."""
         return self.worker_bundle.get("CPU", 0.0)
 
     @property
     def num_gpus_per_worker(self) -> float:
-        """GPUs of a worker."""
+        """GPUs of each worker."""
         return self.worker_bundle.get("GPU", 0.0)
 
     @property
     def additional_resources_per_worker(self) -> dict[str, float]:
-        """The resources that a worker needs beside CPUs and GPUs."""
+        """Resources of each worker besides CPUs and GPUs."""
         return {name: amount for name, amount in self.worker_bundle.items() if name not in ("CPU", "GPU")}
 
     def _bundles(self) -> list[dict[str, float]]:
@@ -431,7 +430,7 @@ class ScalingConfig:
     def as_placement_group_factory(self) -> PlacementGroupFactory:
         """Return what Ray Tune reserves for a trial: a bundle for the trial, then one for each worker.
 
-        Of a range it reserves the least workers, without which the run cannot start.
+        For a range it reserves the minimum number of workers, without which the run cannot start.
         """
         from ray.tune import PlacementGroupFactory
 
@@ -439,7 +438,7 @@ class ScalingConfig:
 
     @classmethod
     def from_placement_group_factory(cls, pgf: PlacementGroupFactory) -> ScalingConfig:
-        """Return the config for which Ray Tune has made a reservation.
+        """Return the config that matches a reservation of Ray Tune.
 
         Raises:
             ValueError: Its workers have different resources.
@@ -460,10 +459,10 @@ class ScalingConfig:
     # ------------------------------------------------------------------------------------------------------ comparison
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both need the same: the same bundles, placed in the same way."""
+        """Return True if both need the same bundles, placed in the same way."""
         return isinstance(other, ScalingConfig) and self._needs() == other._needs()
 
-    __hash__ = None  # type: ignore[assignment]  # it can be changed
+    __hash__ = None  # type: ignore[assignment]  # it is mutable
 
     def _needs(self) -> Any:
         values = [getattr(self, each.name) for each in fields(self)]
@@ -476,7 +475,7 @@ class ScalingConfig:
 
 
 def is_open(value: Any) -> bool:
-    """Return whether Ray Tune still has to choose the value: a grid, or a space to sample from."""
+    """Return True if Ray Tune still has to choose the value: a grid, or a space to sample from."""
     if isinstance(value, Mapping):
         return set(value) == {"grid_search"}
     return any(owner.__module__.startswith("ray.tune.") for owner in type(value).__mro__)
@@ -513,17 +512,17 @@ _GIB = 1 << 30
 
 @dataclass
 class DatasetConfig:
-    """The treatment of one dataset. None leaves a field to the trainer's own config, and then to its default.
+    """Treatment of one dataset. None means the value of the trainer's own config, and then the default.
 
     Attributes:
-        fit: Whether the preprocessor is fit on it. Default: False; of `train`, True.
-        split: Whether each worker gets a part of it, or all of it. Default: False; of `train`, True.
-        required: Whether it has to be given. Default: False.
-        transform: Whether the preprocessor is applied to it. Default: True.
-        use_stream_api: Whether its blocks are read while training goes on. Default: False.
-        stream_window_size: How many bytes are read ahead then. Default: 1 GiB.
-        global_shuffle: Whether all its rows are shuffled before each epoch. Default: False.
-        randomize_block_order: Whether its blocks come in another order in each epoch. Default: True.
+        fit: True to fit the preprocessor on it. Default: False; for `train`, True.
+        split: True to divide it, False to give all of it to each worker. Default: False; for `train`, True.
+        required: True if it must be passed. Default: False.
+        transform: True to apply the preprocessor to it. Default: True.
+        use_stream_api: True to read its blocks during training. Default: False.
+        stream_window_size: Number of bytes to read ahead in that case. Default: 1 GiB.
+        global_shuffle: True to shuffle all its rows before each epoch. Default: False.
+        randomize_block_order: True to change the order of its blocks in each epoch. Default: True.
     """
 
     fit: bool | None = None
@@ -538,20 +537,20 @@ class DatasetConfig:
     __repr__ = _shown
 
     def fill_defaults(self) -> DatasetConfig:
-        """Return a config without None."""
+        """Return the config with defaults instead of None."""
         return _DATASET_DEFAULTS.updated(self)
 
     def updated(self, other: DatasetConfig) -> DatasetConfig:
-        """Return a config in which the fields that `other` sets have its values."""
+        """Return a copy with the values that `other` sets."""
         given = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     @staticmethod
     def merge(a: Mapping[str, DatasetConfig], b: Mapping[str, DatasetConfig] | None) -> dict[str, DatasetConfig]:
-        """Return the configs of a trainer, `a`, with those of a user, `b`, over them, field by field.
+        """Merge the configs of a user, `b`, into those of a trainer, `a`, field by field.
 
         Raises:
-            ValueError: `b` names a dataset that `a` does not know, and has no "*" for; or is no dict of configs.
+            ValueError: `b` names a dataset that `a` does not know, and `a` has no "*"; or `b` is no dict of configs.
         """
         merged = dict(a)
         if b is not None and not isinstance(b, Mapping):
@@ -567,10 +566,10 @@ class DatasetConfig:
 
     @staticmethod
     def validated(config: Mapping[str, DatasetConfig], datasets: Mapping[str, Any]) -> dict[str, DatasetConfig]:
-        """Return the configs with their defaults, once it is clear that they fit the datasets.
+        """Check that configs match the datasets, and return them with their defaults.
 
         Raises:
-            ValueError: They do not.
+            ValueError: They do not match.
         """
         filled = {name: each.fill_defaults() for name, each in config.items()}
         fit = [name for name, each in filled.items() if each.fit]

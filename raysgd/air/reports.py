@@ -1,4 +1,4 @@
-"""Reports: their options, the metrics that the driver fills in, and what the driver says of nodes that go away."""
+"""Reports: their options, the metrics that the driver adds, and information about nodes that go away."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SHOULD_CHECKPOINT = "should_checkpoint"
 
 
 class CheckpointUploadMode(Enum):
-    """The ways in which `report` stores a checkpoint.
+    """The way in which `report` stores a checkpoint.
 
-    `SYNC` returns when a folder is stored, `ASYNC` at once. A dict is copied and travels while the function goes on, in
-    either mode.
+    `SYNC` returns when a folder is stored, `ASYNC` at once. In both modes, a dict is copied, and sent while the
+    function continues.
     """
 
     ASYNC = "ASYNC"
@@ -40,8 +40,9 @@ class PreemptionInfo:
     """Nodes with workers that are about to be taken away.
 
     Attributes:
-        deadline_ms: The earliest time at which one goes, in milliseconds of Unix time; None if Ray was told none.
-        preempted_node_to_ranks: The ranks on each of them, by the ids of the nodes.
+        deadline_ms: The earliest time at which one is taken away, in milliseconds of Unix time; None if Ray does not
+            know it.
+        preempted_node_to_ranks: The ranks on each of them, by node id.
     """
 
     deadline_ms: int | None
@@ -49,21 +50,21 @@ class PreemptionInfo:
 
     @property
     def preempted_node_ids(self) -> list[str]:
-        """The nodes, in order."""
+        """Ids of the nodes, in order."""
         return sorted(self.preempted_node_to_ranks)
 
     @property
     def preempted_ranks(self) -> list[int]:
-        """The ranks on all of them, in order."""
+        """Ranks on these nodes, in order."""
         return sorted(rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks)
 
 
 @dataclass(frozen=True)
 class UploadOptions:
-    """The options that a report has for its checkpoint, as Ray's `report` takes them.
+    """Options of a report for its checkpoint, under the names of Ray's `report`.
 
     Raises:
-        ValueError: Something that is not done here.
+        ValueError: An option is not supported here.
     """
 
     checkpoint_dir_name: str | None = None
@@ -85,12 +86,12 @@ class UploadOptions:
 
     @property
     def is_async(self) -> bool:
-        """True if the function goes on while the checkpoint is stored."""
+        """True if the function continues while the checkpoint is stored."""
         return self.checkpoint_upload_mode is CheckpointUploadMode.ASYNC
 
     @property
     def deletes(self) -> bool:
-        """True if the function's own folder is deleted when it is stored."""
+        """True if the function's local folder is deleted after it is stored."""
         given = self.delete_local_checkpoint_after_upload
         return self.is_async if given is None else given
 
@@ -109,13 +110,13 @@ _NOT_DONE: Mapping[str, str] = {
 
 
 EXPERIMENT_TAG = "0"
-"""The tag of a trial, of which a run of `fit()` has one."""
+"""The tag of the only trial of a run of `fit()`."""
 
 OF_TRIAL = frozenset({"config", "trial_id", "experiment_tag"})
-"""The keys of a report that say which trial it is of."""
+"""Keys of a report that identify its trial."""
 
 OF_PLACE = frozenset({"date", "pid", "hostname", "node_ip"})
-"""Those that say where and when it was made, and are no numbers to look at."""
+"""Keys of a report with its time and place, which are no metrics."""
 
 FILLED_IN = (
     OF_TRIAL
@@ -132,31 +133,31 @@ FILLED_IN = (
         "time_since_restore",
     }
 )
-"""All that are filled in: they are no metrics of the user."""
+"""All keys that are added to reports, and are no metrics of the user."""
 
 _REPLACED = FILLED_IN - {DONE, SHOULD_CHECKPOINT, TIMESTAMP, TIME_THIS_ITER_S}
-"""Those that replace what was reported; of the others, that counts."""
+"""Keys that replace reported values; for the others, a reported value is kept."""
 
 
 def iteration_of(report: Mapping[str, Any]) -> int:
-    """Return which report it is, from 1; 0 where that is missing or damaged."""
+    """Return the number of a report, from 1; 0 if it is missing or damaged."""
     return int(_number(report.get(TRAINING_ITERATION)))
 
 
 def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) and abs(value) < 1e15 else 0  # also of a file that was damaged
+    return value if isinstance(value, int | float) and abs(value) < 1e15 else 0  # a damaged file may have anything
 
 
 class MetricsFiller:
-    """Adds to each report what Ray Tune adds: counters, times, where and with which config it ran.
+    """Adds to each report what Ray Tune adds: counters, times, host and config.
 
     Args:
-        trial_id: Identity of the trial.
+        trial_id: Id of the trial.
         config: The config of the trial.
-        clock: The time, in seconds since 1970.
+        clock: Returns the time, in seconds since 1970.
 
     Attributes:
-        iteration: The number of reports so far.
+        iteration: Number of reports so far.
     """
 
     def __init__(
@@ -172,13 +173,13 @@ class MetricsFiller:
         self.begin_attempt({})
 
     def begin_attempt(self, report: Mapping[str, Any]) -> None:
-        """Begin an attempt that continues behind a report. What is missing in it, or damaged, counts as 0."""
+        """Begin an attempt that continues after a report. Values that are missing or damaged count as 0."""
         self.iteration = self._began_at = iteration_of(report)
         self._time_total_s = self._began_at_s = float(_number(report.get(TIME_TOTAL_S)))
         self._last = self._clock()
 
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
-        """Return the whole report. Keys that are filled in replace those of the function, except for the two times."""
+        """Return the complete report. Added keys replace those of the function, except for the two times."""
         now = self._clock()
         self._warn_of_replaced(metrics)
         reported = metrics.get(TIME_THIS_ITER_S)
@@ -210,7 +211,7 @@ class MetricsFiller:
             )
 
     def initial(self) -> dict[str, Any]:
-        """Return what is known before the first report."""
+        """Return the values that are known before the first report."""
         return {**self._where_and_when(int(self._clock())), "config": self._constant["config"]}
 
     def _where_and_when(self, timestamp: Any) -> dict[str, Any]:
@@ -226,7 +227,7 @@ class MetricsFiller:
 
 @cache
 def node_ip() -> str:
-    """Return the address of this node, as Ray knows it."""
+    """Return the address of this node, according to Ray."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -1,4 +1,4 @@
-"""`Result`: what a run has come to, and how to read that from its folder later."""
+"""`Result`: the outcome of a run, and how to read it from the run's folder later."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Result:
     """The result of a run.
 
     Attributes:
-        metrics: What rank 0 reported last, with the values that every report has; None if it never did.
+        metrics: The last report of rank 0, with the values that every report has; None if there was none.
         checkpoint: The last checkpoint that was reported, not the best one; None if there was none.
-        error: What the run failed with; None if it ended well.
+        error: The error that ended the run; None if it succeeded.
         folder: The folder of the trial; None if it has none.
-        best_checkpoints: The checkpoints that were kept, with the metrics reported with them. From `fit()` the worst
-            come first, the best last; the newest is among them. From `from_path` the oldest come first, because the
-            folder does not say which metric counts: `get_best_checkpoint` takes it.
-        reports: All reports of rank 0, where they are not read from the folder.
-        return_value: What the function of rank 0 returned, if that is plain data: numbers, text, arrays of numbers, and
-            lists and dicts of them. Anything else stays in the worker. None where the result is read from a folder.
+        best_checkpoints: The checkpoints that were kept, including the newest, with the metrics reported with them.
+            `fit()` orders them from worst to best. `from_path` orders them from oldest to newest, because the folder
+            does not say which metric counts; pass it to `get_best_checkpoint`.
+        reports: All reports of rank 0, unless they are read from the folder.
+        return_value: Return value of the function on rank 0, if it is plain data: numbers, text, arrays of numbers, and
+            lists and dicts of these. Other values stay in the worker. None if the result is read from a folder.
     """
 
     metrics: dict[str, Any] | Any
@@ -65,12 +65,12 @@ class Result:
 
     @property
     def log_dir(self) -> Path | None:
-        """The folder of the trial on this machine's disks; None if it is in a remote storage."""
+        """The folder of the trial on this machine; None if it is in remote storage."""
         return self.folder.local_path if self.folder is not None and self.folder.is_local else None
 
     @property
     def filesystem(self) -> Any:
-        """The `pyarrow.fs.FileSystem` of that folder."""
+        """The `pyarrow.fs.FileSystem` of the trial's folder."""
         return self.folder.filesystem if self.folder is not None else None
 
     @property
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
-        """All reports of rank 0 as a `pandas.DataFrame`, a row for each. Keys of nested dicts are joined by slashes.
+        """All reports of rank 0 as a `pandas.DataFrame`, one row each. Keys of nested dicts are joined by slashes.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -100,11 +100,11 @@ class Result:
 
         Args:
             metric: The metric that was reported with them; slashes lead into nested dicts.
-            mode: Whether "max" or "min" of it is best.
+            mode: "max" or "min", for which value is best.
 
         Raises:
-            ValueError: Another mode.
-            RuntimeError: There are no checkpoints, or none was reported with that metric.
+            ValueError: The mode is neither of these.
+            RuntimeError: There are no checkpoints, or none was reported with this metric.
         """
         if mode not in (MAX, MIN):
             raise ValueError(f'`mode={mode!r}`: allowed are "{MAX}" and "{MIN}".')
@@ -123,14 +123,14 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
-        """Read the result of a run from the folder of its trial. Reading an error runs what its pickle says.
+        """Read the result of a run from the folder of its trial. Reading an error may run code, since it is a pickle.
 
         Args:
-            path: That folder, or its URI: `Result.path` of the run, inside the folder with the run's name.
-            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+            path: That folder, or its URI: the `Result.path` of the run, inside the folder with the run's name.
+            storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:
-            RuntimeError: There is no such folder, or no trial has written it.
+            RuntimeError: There is no such folder, or it is not that of a trial.
         """
         from raysgd.storage import open_folder
 
@@ -152,7 +152,7 @@ class Result:
 
 
 def read_reports(folder: Folder) -> list[dict[str, Any]]:
-    """Return the reports in the `result.json` of a trial. A line that is not whole, as after a kill, is left out."""
+    """Return the reports in the `result.json` of a trial. An incomplete line, as after a kill, is left out."""
     if not folder.has(RESULT_FILE):
         return []
     lines = folder.read(RESULT_FILE).decode(errors="replace").split("\n")
@@ -160,24 +160,24 @@ def read_reports(folder: Folder) -> list[dict[str, Any]]:
 
 
 def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the reports that came with a checkpoint, by the name of its folder."""
+    """Return the reports that have a checkpoint, by the name of its folder."""
     named = ((report.get(CHECKPOINT_DIR_NAME), report) for report in reports)
     return {name: dict(report) for name, report in named if isinstance(name, str)}
 
 
 def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
-    """Return the checkpoints of a trial with the reports that they came with, the oldest first."""
+    """Return the checkpoints of a trial, oldest first, each with its report."""
     by_name = by_checkpoint(reports)
     names = checkpoints_in(folder.committed())
     return [(Checkpoint(folder / name), by_name.get(name, {})) for name in names]
 
 
 def _read_error(folder: Folder) -> Exception | None:
-    """Return the error of a trial; in its own words where its class cannot be loaded any more."""
+    """Return the error of a trial, or a `RuntimeError` with its text if its class can no longer be loaded."""
     if folder.has(ERROR_PICKLE_FILE):
         try:
             error = pickle.loads(folder.read(ERROR_PICKLE_FILE))
-        except Exception:  # whatever its class raises, which may be another one by now
+        except Exception:  # its class may have changed, and raise anything
             error = None
         if isinstance(error, Exception):
             return error

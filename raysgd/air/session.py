@@ -1,7 +1,7 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
 
-They serve functions that `fit` runs as well as functions that `Trainer.run` runs. In a function that Ray Tune runs as a
-trial they reach that. Elsewhere they warn once and return a default, so you can call your function by itself.
+They work in functions of `fit` and of `Trainer.run`. In a function that Ray Tune runs as a trial, they use that trial.
+Elsewhere they warn once and return a default, so you can call your function directly.
 """
 
 from __future__ import annotations
@@ -46,27 +46,28 @@ __all__ = [
 
 
 def report(*args: Any, **kwargs: Any) -> None:
-    """Send metrics to the driver, and wait until the driver has read them.
+    """Send metrics to the driver, and wait until it has read them.
 
     Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
-    In a function that `fit` runs, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of
-    the lowest rank is kept; what several ranks have in folders is put together.
+    In a function of `fit`, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of the
+    lowest rank is kept; folders of several ranks are merged.
 
-    You may also pass the metrics as keywords, `report(loss=0.1)`, where `checkpoint` is a name like any other. In a
-    function that `fit` runs you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`: a dict
-    called `metrics` is all metrics there, and a `checkpoint` that is neither a number nor text is the checkpoint.
+    You may also pass the metrics as keywords, `report(loss=0.1)`, where `checkpoint` is a metric like any other. In a
+    function of `fit` you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`: there, a dict
+    called `metrics` contains all metrics, and a `checkpoint` that is neither a number nor text is the checkpoint.
 
-    In a function that `fit` runs, `checkpoint_upload_mode=CheckpointUploadMode.ASYNC` goes on while the files of a
-    folder are stored, and then deletes it; `delete_local_checkpoint_after_upload` says otherwise, or the same for
-    `SYNC`. What else Ray's `report` takes is refused with what to do instead; see `UploadOptions`.
+    In a function of `fit`, `checkpoint_upload_mode=CheckpointUploadMode.ASYNC` continues while the files of a folder
+    are stored, and deletes the folder afterwards; `SYNC`, the default, waits and keeps it.
+    `delete_local_checkpoint_after_upload` changes either. Other options of Ray's `report` raise an error with advice;
+    see `UploadOptions`.
 
-    In a function that `Trainer.run` runs, the checkpoint beside a dict of metrics may also be a dict.
+    In a function of `Trainer.run`, the checkpoint that is reported with a dict of metrics may also be a dict.
 
     Every worker must report the same number of times.
 
     Raises:
-        TypeError: Anything else.
-        ValueError: An option is not done here.
+        TypeError: The arguments have another form.
+        ValueError: An option is not supported.
     """
     session = current_session()
     is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
@@ -95,9 +96,9 @@ def _arguments_of(
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the checkpoint that was reported last, or the one that the function started from; None if there is none.
+    """Return the checkpoint that was reported last, or the one that the function started from, or None.
 
-    A function that is started again after a failure gets the newest checkpoint that was reported before.
+    A function that restarts after a failure gets the newest checkpoint that was reported before.
     """
     if (tune := tune_here()) is not None:
         return checkpoint_of(tune)
@@ -108,27 +109,26 @@ def get_checkpoint() -> Checkpoint | None:
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """Return this worker's part of a dataset that you passed to the trainer.
 
-    In a function that `fit` runs, the name says which, and is needed if there are several. For a name that does not
-    exist None is returned, and the log says which there are. In a function that `Trainer.run` runs, a name is needed if
-    you passed a dict of datasets.
+    In a function of `fit`, a name is needed if there are several datasets. If there is none with this name, None is
+    returned, and the log lists the names. In a function of `Trainer.run`, a name is needed if you passed a dict.
 
     Raises:
-        RuntimeError: There are several, and no name was given.
-        KeyError: There is none of that name, in a function that `Trainer.run` runs.
+        RuntimeError: There are several datasets, and no name was passed.
+        KeyError: There is no dataset with this name, in a function of `Trainer.run`.
     """
     session = session_or_warning("get_dataset_shard")
     return session.dataset_shard(dataset_name) if session is not None else None
 
 
 class TrainContext:
-    """The place where the function runs: which worker of how many, in which trial. See `get_context`."""
+    """Describes where the function runs: rank, number of workers, trial. See `get_context`."""
 
     def get_world_size(self) -> int:
         """Return the number of workers; 1 outside a run."""
         return _place_or_warning("get_world_size").size
 
     def get_world_rank(self) -> int:
-        """Return this worker's rank among all; 0 outside a run."""
+        """Return this worker's rank among all workers; 0 outside a run."""
         return _place_or_warning("get_world_rank").rank
 
     def get_local_rank(self) -> int:
@@ -140,11 +140,11 @@ class TrainContext:
         return _place_or_warning("get_local_world_size").local_size
 
     def get_node_rank(self) -> int:
-        """Return the rank of this node among those with workers; 0 outside a run."""
+        """Return the rank of this node among the nodes with workers; 0 outside a run."""
         return _place_or_warning("get_node_rank").node_rank
 
     def get_experiment_name(self) -> str | None:
-        """Return the name of the run; None where `fit` does not run the function, as with all of the following."""
+        """Return the name of the run, or None if `fit` does not run the function, as do all following methods."""
         return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
 
     def get_trial_name(self) -> str | None:
@@ -152,11 +152,11 @@ class TrainContext:
         return _of_trial("get_trial_name", lambda facts: facts.name)
 
     def get_trial_id(self) -> str | None:
-        """Return the identity of the trial."""
+        """Return the id of the trial."""
         return _of_trial("get_trial_id", lambda facts: facts.id)
 
     def get_trial_resources(self) -> Any:
-        """Return what the trial and its workers were given, as Ray Tune describes it."""
+        """Return the resources of the trial and its workers, in Ray Tune's form."""
         return _of_trial("get_trial_resources", lambda facts: facts.scaling.as_placement_group_factory())
 
     def get_trial_dir(self) -> str | None:
@@ -164,7 +164,7 @@ class TrainContext:
         return _of_trial("get_trial_dir", lambda facts: facts.directory)
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """Return what the trainer was given as `metadata`."""
+        """Return the `metadata` of the trainer."""
         return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
 
     def get_storage(self) -> Any:
@@ -187,18 +187,18 @@ get_metadata = _context.get_metadata
 
 
 def get_context() -> TrainContext:
-    """Return where the function runs: `get_context().get_world_rank()` and so on."""
+    """Return an object that describes where the function runs: `get_context().get_world_rank()` and so on."""
     return _context
 
 
 def _place_or_warning(function: str) -> World:
-    """Return the same; outside a run, with a warning."""
+    """Return this worker's rank and the number of workers. Warn outside a run."""
     session_or_warning(function, stacklevel=4)
     return place()
 
 
 def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
-    """Return something that the function can ask about its trial; None where neither `fit` nor Ray Tune runs it."""
+    """Return a fact about the trial, or None if neither `fit` nor Ray Tune runs the function."""
     if (tune := tune_here()) is not None:
         found: T = getattr(tune.get_context(), function)()
         return found

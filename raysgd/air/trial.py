@@ -1,11 +1,11 @@
-"""The trial of a run of `fit()`: its folders, and the view of it that callbacks are shown.
+"""The trial of a run of `fit()`: its folders, and the view of it for callbacks.
 
     <storage>/<name>/                               the experiment: trainer.pkl, run.json
       <Trainer>_<5 hex>_00000_0_<date>/             the trial: result.json, progress.csv, params.json, error.txt, ...
         checkpoint_000000/
 
-Programs that read the results of the old library find the same names here. The view has the attributes of a trial of
-Ray Tune.
+Programs that read results of the old library find the same names here. The view has the attributes of Ray Tune's
+trials.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class TrialFolder:
 
     Args:
         experiment: The folder of the experiment.
-        dir_name: The name of the trial's folder in it.
-        is_new: Whether there is nothing in it yet.
+        dir_name: Name of the trial's folder in it.
+        is_new: True if the folder is still empty.
 
     Attributes:
         experiment: The folder of the experiment.
         trial: The folder of the trial, which is `Result.path`.
-        dir_name: The name of the trial's folder.
-        name: The trial's name: the trainer's class and `id`.
-        id: The trial's identity, such as `1f3a9_00000`.
-        trainer_name: The name of the trainer's class.
-        is_new: Whether there was nothing in it when the run began.
+        dir_name: Name of the trial's folder.
+        name: Name of the trial: the trainer's class and `id`.
+        id: Id of the trial, such as `1f3a9_00000`.
+        trainer_name: Name of the trainer's class.
+        is_new: True if the folder was empty when the run began.
 
     Raises:
         ValueError: `dir_name` is not the name of a trial's folder.
@@ -97,8 +97,7 @@ class TrialFolder:
     def local_path(self) -> Path:
         """The folder in which this process writes the trial's files.
 
-        That is the trial's folder, or a temporary one when the storage is remote; its files are then copied to the
-        storage.
+        That is the trial's folder or, with remote storage, a temporary one whose files are then copied there.
         """
         if self.is_local:
             return self.trial.local_path
@@ -107,44 +106,44 @@ class TrialFolder:
         return self._staging
 
     def expect_little(self) -> None:
-        """Try the storage, which has just failed, only once for all that is left to write."""
+        """From now on, try the storage, which has just failed, only once for each write."""
         self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
 
     def make(self) -> None:
-        """Make the folders."""
+        """Create the folders."""
         self.experiment.make()
         self.trial.make()
         self.local_path.mkdir(parents=True, exist_ok=True)
 
     def remove_staging(self) -> None:
-        """Remove the temporary folder, if there is one."""
+        """Delete the temporary folder, if there is one."""
         if self._staging is not None:
             shutil.rmtree(self._staging.parents[1], ignore_errors=True)
             self._staging = None
 
     def checkpoint_names(self) -> list[str]:
-        """Return the names of the checkpoints that are there and complete, oldest first."""
+        """Return the names of the existing, complete checkpoints, oldest first."""
         return checkpoints_in(self.trial.committed())
 
     @property
     def next_index(self) -> int:
-        """The number that the next checkpoint gets: after all that are there, complete or not."""
+        """Number of the next checkpoint: after all existing ones, complete or not."""
         present = [] if self.is_new else checkpoints_in(self.trial.names())
         return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)
 
 
 def checkpoints_in(names: Iterable[str]) -> list[str]:
-    """Return the names that are those of checkpoints, oldest first."""
+    """Return the names among these that belong to checkpoints, oldest first."""
     found = {name: checkpoint_index(name) for name in names}
     return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
 
 
 def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
-    """Choose the folders of a new run. Make that of an experiment without a name, so that it is for this run alone.
+    """Choose the folders of a new run. Without a name, create a folder for this run alone.
 
     Args:
-        run_config: A `RunConfig`: `storage_path`, `storage_filesystem` and `name` count.
-        trainer_name: The name of the trainer's class.
+        run_config: A `RunConfig`. Only its `storage_path`, `storage_filesystem` and `name` are used.
+        trainer_name: Name of the trainer's class.
 
     Raises:
         StorageError: The storage cannot be used.
@@ -155,18 +154,18 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
 
 
 def new_name(trainer_name: str) -> str:
-    """Return the name of an experiment that was given none: the trainer's class and the time."""
+    """Return the default name of an experiment: the trainer's class and the time."""
     return f"{trainer_name}_{_now()}"
 
 
 def storage_of(run_config: Any) -> Folder:
-    """Return where runs with such a `RunConfig` have their folders."""
+    """Return the folder that contains the runs with such a `RunConfig`."""
     place = run_config.storage_path or DEFAULT_STORAGE
     return open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
 
 
 def new_trial(experiment: Folder, trainer_name: str) -> TrialFolder:
-    """Return a new trial in the folder of an experiment. Write nothing."""
+    """Return a new trial in the folder of an experiment, without creating anything."""
     identity = f"{secrets.token_hex(3)[:5]}_00000"
     return TrialFolder(experiment, f"{trainer_name}_{identity}_{EXPERIMENT_TAG}_{_now()}", is_new=True)
 
@@ -176,18 +175,18 @@ def _now() -> str:
 
 
 class FitTrialView:
-    """A run of `fit()`, as callbacks that are written for Ray Tune see it.
+    """A run of `fit()`, for callbacks that are written for Ray Tune.
 
     Attributes:
-        trainable_name: The name of the trainer's class.
-        trial_id: Identity of the trial, such as `1f3a9_00000`.
+        trainable_name: Name of the trainer's class.
+        trial_id: Id of the trial, such as `1f3a9_00000`.
         config: The config of the trial: `{"train_loop_config": ...}`.
         evaluated_params: Parameters that a search has chosen: none.
         experiment_tag: `"0"`.
         status: `"PENDING"`, `"RUNNING"`, `"TERMINATED"` or `"ERROR"`.
-        last_result: The metrics of the last report; before the first one, only what is known without it.
+        last_result: The metrics of the last report; before the first one, only values that do not need a report.
         checkpoint: The newest checkpoint, or None.
-        num_failures: The number of attempts that have failed.
+        num_failures: Number of attempts that have failed.
     """
 
     PENDING = "PENDING"
@@ -212,7 +211,7 @@ class FitTrialView:
 
     __repr__ = __str__
 
-    # ------------------------------------------------------------------------------------------------ where it is
+    # ---------------------------------------------------------------------------------------------------------- folders
 
     @property
     def local_path(self) -> str:
@@ -220,7 +219,7 @@ class FitTrialView:
         return str(self._folder.local_path)
 
     logdir = local_path
-    """The same, by its former name."""
+    """Former name of `local_path`."""
 
     @property
     def path(self) -> str:
@@ -233,7 +232,7 @@ class FitTrialView:
         return str(self._folder.local_path.parent)
 
     local_dir = local_experiment_path
-    """The same, by its former name."""
+    """Former name of `local_experiment_path`."""
 
     @property
     def experiment_dir_name(self) -> str:
@@ -242,22 +241,22 @@ class FitTrialView:
 
     @property
     def storage(self) -> Any:
-        """The storage of the trial, by the names that loggers of Ray Tune use."""
+        """The storage of the trial, with the attributes that Ray Tune's loggers use."""
         trial = self._folder.trial
         names = {"trial_fs_path": trial.path, "storage_filesystem": trial.filesystem}
         return SimpleNamespace(**names, experiment_dir_name=self.experiment_dir_name)
 
     def get_ray_actor_ip(self) -> str:
-        """Return the address of the machine that the driver runs on."""
+        """Return the address of the driver's machine."""
         return str(self.last_result.get("node_ip", ""))
 
     def init_local_path(self) -> None:
-        """Make `local_path`."""
+        """Create `local_path`."""
         Path(self.local_path).mkdir(parents=True, exist_ok=True)
 
     init_logdir = init_local_path
 
-    # ------------------------------------------------------------------------------------------------ how it is
+    # ----------------------------------------------------------------------------------------------------------- status
 
     @property
     def has_reported_at_least_once(self) -> bool:
@@ -266,9 +265,9 @@ class FitTrialView:
 
     @property
     def error_file(self) -> str | None:
-        """The file that says what went wrong; None when nothing did."""
+        """The file with the errors of failed attempts; None if none has failed."""
         return str(Path(self.local_path, ERROR_FILE)) if self.num_failures else None
 
     def has_checkpoint(self) -> bool:
-        """Return whether there is a checkpoint."""
+        """Return True if there is a checkpoint."""
         return self.checkpoint is not None

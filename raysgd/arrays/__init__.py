@@ -1,1 +1,1 @@
-"""Arrays and batches without a framework: nested, divided, put together again."""
+"""Arrays and batches without a framework: nesting, division, and joining."""

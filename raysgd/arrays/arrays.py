@@ -1,4 +1,4 @@
-"""Arrays and data frames as data: for `train`, `validate` and `predict`."""
+"""Arrays and data frames as data for `train`, `validate` and `predict`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from raysgd.arrays.ray_batches import BatchForm, Columns
 
 @dataclass(frozen=True)
 class Arrays:
-    """The rows of arrays or of a data frame, and the way they become batches.
+    """Arrays or a data frame, and how their rows become batches.
 
-    A name of a column stands for the column as it is, a list of names for one array with a column for each.
+    The name of a column stands for the column itself; a list of names stands for one array with these columns.
 
     Args:
         data: An array or tensor, a tuple or dict of them with one row for each sample, or a data frame of pandas.
-        batch_size: Rows in a batch of one worker, or with `split_batches=True` of all workers together. None: what the
-            config has under `BATCH_SIZE`, or under "batch_size".
-        feature_columns: Of a dict or a data frame: what the model gets.
-        label_column: What it is to predict. A batch is then a tuple of features and label.
-        shuffle: Whether each pass has a different order.
-        drop_last: Whether to leave out a last step that is not full.
-        transform: Called with each batch in the worker; returns what `train_batch` gets.
+        batch_size: Number of rows in a batch of one worker, or with `split_batches=True` of all workers together. None
+            for `BATCH_SIZE` or "batch_size" of the config.
+        feature_columns: Columns of a dict or a data frame that the model gets.
+        label_column: Column that the model predicts. A batch is then a tuple of features and label.
+        shuffle: True for a different order in each pass.
+        drop_last: True to leave out a last step that is not full.
+        transform: Called with each batch in the worker. Returns what `train_batch` gets.
 
     Raises:
         TypeError: The data are something else.
@@ -63,20 +63,20 @@ class Arrays:
 
     @property
     def form(self) -> BatchForm:
-        """The way columns become batches."""
+        """How columns become batches."""
         return BatchForm(self.batch_size, self.feature_columns, self.label_column, self.transform, 1)
 
 
 def is_frame(data: Any) -> bool:
-    """Return whether it is a data frame of pandas."""
+    """Return True if the data are a data frame of pandas."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 
 def check_columns(feature_columns: Any, data: Any) -> None:
-    """Refuse columns of data that have none.
+    """Check the names of columns for the data.
 
     Raises:
-        TypeError: They are no names.
+        TypeError: They are not names.
         ValueError: The data have no named columns.
     """
     if feature_columns is not None and not isinstance(feature_columns, str | Iterable):
@@ -89,7 +89,7 @@ def check_columns(feature_columns: Any, data: Any) -> None:
 
 
 def is_of_arrays(data: Any) -> bool:
-    """Return whether it is an array or tensor, or a tuple or dict of such."""
+    """Return True for an array or tensor, or a tuple or dict of these."""
     if isinstance(data, tuple):
         return bool(data) and all(map(is_of_arrays, data))
     if isinstance(data, Mapping):
@@ -102,14 +102,14 @@ def _is_array(data: Any) -> bool:
 
 
 def as_arrays(data: Any, in_columns: bool = False) -> Any:
-    """The data as arrays that can be cut by rows.
+    """Return the data as arrays that can be sliced by rows.
 
     Args:
-        data: Arrays, or a frame.
-        in_columns: Whether a frame is a dict of its columns; else it is one array, a row for each of its rows.
+        data: Arrays, or a data frame.
+        in_columns: True to return a data frame as a dict of its columns; False for one array with its rows.
 
     Raises:
-        ValueError: A frame has a column that is no number.
+        ValueError: A data frame has a column that is not numeric.
     """
     if not is_frame(data):
         return trees.mapped(data, lambda leaf: leaf.to_numpy() if hasattr(leaf, "iloc") else leaf)

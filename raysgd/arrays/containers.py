@@ -1,4 +1,4 @@
-"""Containers for the results of `predict`: of the same kind as the data came in."""
+"""Containers for the results of `predict`, of the same kind as the data."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 from raysgd.arrays import trees
 
 PREDICTION = "prediction"
-"""The name of a result, where results need names and `predict_batch` gives none."""
+"""Name of a result that needs a name and has none from `predict_batch`."""
 
 _BLOCK_BYTES = 2**20
 
 
 class ArrayContainer:
-    """The outputs as arrays.
+    """Returns the outputs as arrays.
 
     Args:
-        leaf: Makes of each array what the user gets.
-        is_dict: Whether they are in a dict, in which a single output gets a name.
+        leaf: Converts each array for the user.
+        is_dict: True to return a dict, in which a single output gets a name.
     """
 
     def __init__(self, leaf: Callable[[Any], Any] = trees.own, is_dict: bool = False) -> None:
         self._leaf, self._is_dict = leaf, is_dict
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """Arrays for each batch."""
+        """Return the arrays of each batch."""
         return (self._shown(output) for output in outputs)
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """Arrays with a row for each row of the data."""
+        """Return arrays with one row for each row of the data."""
         found = list(outputs)
         if not found:
             return {} if self._is_dict else self._leaf(np.zeros(0, np.float32))
@@ -44,17 +44,17 @@ class ArrayContainer:
 
 
 class DataFrameContainer:
-    """The outputs as columns of a data frame of pandas.
+    """Returns the outputs as columns of a pandas data frame.
 
     Args:
-        index: That of the frame that came in.
+        index: Index of the data frame with the data.
     """
 
     def __init__(self, index: Any) -> None:
         self._index = index
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """A frame for each batch."""
+        """Yield a data frame for each batch."""
         start = 0
         for output in outputs:
             frame = self._frame(output, start)
@@ -62,7 +62,7 @@ class DataFrameContainer:
             yield frame
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """One frame."""
+        """Return one data frame."""
         found = list(outputs)
         return self._frame(trees.joined(found) if found else {}, 0)
 
@@ -75,14 +75,14 @@ class DataFrameContainer:
 
 
 class RayDataContainer:
-    """The outputs as a dataset of Ray Data, which lies in Ray's object store and not in the driver."""
+    """Returns the outputs as a dataset of Ray Data, in Ray's object store instead of the driver's memory."""
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """A dict of arrays for each batch, as `iter_batches` gives them."""
+        """Return a dict of arrays for each batch, like `iter_batches`."""
         return ({name: trees.own(leaf) for name, leaf in named(output)} for output in outputs)
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """A dataset."""
+        """Return a dataset."""
         import ray
         import ray.data
 
@@ -91,11 +91,11 @@ class RayDataContainer:
 
 
 Container: TypeAlias = ArrayContainer | DataFrameContainer | RayDataContainer
-"""Makes of the outputs of batches what `predict` returns."""
+"""Turns the outputs of batches into the result of `predict`."""
 
 
 def named(output: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays of an output with a name for each, such as `prediction`, `prediction_0`, `box.x`."""
+    """Yield each array of an output with a name, such as `prediction`, `prediction_0`, `box.x`."""
     if isinstance(output, Mapping):
         for key, part in output.items():
             yield from ((_inside(str(key), name), leaf) for name, leaf in named(part))
@@ -113,7 +113,7 @@ def _inside(outer: str, inner: str) -> str:
 
 
 def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """A leaf as columns: a matrix has one for each of its columns, larger arrays lie in one as objects."""
+    """Yield a leaf as columns. A matrix has one for each of its columns; larger arrays become one column of objects."""
     shape: Sequence[int] = getattr(leaf, "shape", (len(leaf),))
     if len(shape) == 2 and shape[1] > 1:
         yield from ((f"{name}_{index}", leaf[:, index]) for index in range(shape[1]))
@@ -124,14 +124,14 @@ def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_frame(output: Any) -> Any:
-    """A block for Ray Data, which makes tensors of columns of arrays."""
+    """Return a block for Ray Data, which turns columns of arrays into tensors."""
     import pandas as pd
 
     return pd.DataFrame({name: leaf if np.ndim(leaf) < 2 else list(leaf) for name, leaf in named(output)})
 
 
 def _groups(outputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """The outputs in groups that are large enough for a block."""
+    """Yield the outputs in groups that are large enough for a block."""
     group: list[Any] = []
     num_bytes = 0
     for output in outputs:

@@ -1,6 +1,6 @@
-"""Data that one call brings along: who divides them over the workers, and what each worker is given.
+"""Data that a call brings along: what divides it over the workers, and what each worker gets.
 
-Why the driver does not cut them into parts: ADR 79.
+ADR 79 explains why the driver does not cut the data into parts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Kind = Literal["ray", "shards", "rows", "batches", "creator"]
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The place in the data where a call stopped, for any number of workers.
+    """The position in the data where a call stopped. It is valid for any number of workers.
 
     Attributes:
         pass_index: Index of the pass.
-        consumed: Samples of the pass that all workers have used.
-        state: What the source of the data says as well.
+        consumed: Number of samples of the pass that all workers have used.
+        state: Additional state of the source of the data.
     """
 
     pass_index: int
@@ -35,23 +35,23 @@ class DataPosition:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The same as a position that a source takes over."""
+        """The position as a source of data loads it."""
         return {"consumed": self.consumed, "pass_index": self.pass_index, "is_mid_pass": True, **self.state}
 
 
 @dataclass(frozen=True)
 class CallData:
-    """Data of one call; in a worker, its share of them.
+    """The data of one call; in a worker, its share.
 
     Attributes:
-        kind: Who divides them, and what `data` is.
-            "ray": Ray Data does. A `RayBatches`; in a worker a `RayShare`.
-            "shards": their owner does. An object with `set_num_shards(n)` and `get_shard(i)`; in a worker a shard.
-            All other kinds are whole: every worker is given all of them, and the library divides them there.
-            "rows": a function that makes a loader or a dataset over rows.
-            "batches": a loader, a dataset of batches or a stream.
-            "creator": the user's function, with its arguments.
-        data: What `kind` says.
+        kind: Says what divides the data, and what `data` is.
+            "ray": Ray Data divides it. `data` is a `RayBatches`; in a worker a `RayShare`.
+            "shards": The data divides itself. `data` has `set_num_shards(n)` and `get_shard(i)`; in a worker it is a
+            shard. For all other kinds, every worker gets all of the data, and the library divides it there.
+            "rows": A function that makes a loader or a dataset of rows.
+            "batches": A loader, a dataset of batches or a stream.
+            "creator": The user's function, with its arguments.
+        data: The data, see `kind`.
         place: Where the last call with the same data stopped; None for the beginning.
     """
 
@@ -61,16 +61,16 @@ class CallData:
 
     @property
     def is_whole(self) -> bool:
-        """True if every worker is given all of the data."""
+        """True if every worker gets all of the data."""
         return is_whole(self.kind)
 
     @property
     def keeps_position(self) -> bool:
-        """True if workers go on with the share they have; what other data give may be something else each time."""
+        """True if workers can continue with their shares. Other data may be different each time."""
         return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
 
     def shares(self, num_workers: int) -> list[CallData]:
-        """Return what each worker is given, by rank; one and the same object if the data are whole."""
+        """Return what each worker gets, by rank. If every worker gets all of the data, it is the same object."""
         if self.kind == "ray":
             return [replace(self, data=share) for share in self.data.shares(num_workers)]
         if self.kind == "shards":
@@ -80,7 +80,7 @@ class CallData:
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of data that need no framework; None for any other."""
+    """Return the kind of data that needs no framework; None for other data."""
     if ray_batches(dataset) is not None:
         return "ray"
     if hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard"):
@@ -93,16 +93,16 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def is_whole(kind: Kind | None) -> bool:
-    """Return whether every worker is given all data of this kind."""
+    """Return True if every worker gets all data of this kind."""
     return kind in ("rows", "batches", "creator")
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Return data whose kind is the same in every framework, ready for workers; None for any other.
+    """Return data that is the same in every framework, ready for workers; None for other data.
 
     Args:
-        dataset: What the call was given.
-        config: That of one worker.
+        dataset: The argument of the call.
+        config: The config of one worker.
 
     Raises:
         ValueError: There is no batch size, or a wrong one.
@@ -118,13 +118,13 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
 
 
 def size_in(config: Mapping[str, Any]) -> int | None:
-    """The batch size of one worker in its config, if there is one."""
+    """Return the batch size of one worker in its config, if there is one."""
     size = config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE))
     return None if size is None else check_count("config['batch_size']", size, "It is the number of rows in a batch.")
 
 
 def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
-    """The batch size of one worker: that of the data, or that of its config.
+    """Return the batch size of one worker: that of the data, or else that of its config.
 
     Raises:
         ValueError: There is none.
@@ -140,10 +140,10 @@ def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
 
 
 class RepeatedBatches:
-    """Batches that a function hands out again for each pass.
+    """Batches that a function makes again for each pass.
 
     Args:
-        open_pass: Called whenever a pass begins.
+        open_pass: Called at the beginning of each pass.
     """
 
     def __init__(self, open_pass: Callable[[], Iterator[Any]]) -> None:
@@ -154,11 +154,11 @@ class RepeatedBatches:
 
 
 def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Return this rank's batches of something that cannot be divided by samples: each is used once.
+    """Return this rank's batches of data that cannot be divided by samples. Each batch is used once.
 
     Args:
         batches: Yields the same batches on all workers.
-        rank: The place among them.
-        size: How many workers there are.
+        rank: Rank of this worker.
+        size: Number of workers.
     """
     return RepeatedBatches(lambda: islice(iter(batches), rank, None, size))

@@ -1,10 +1,10 @@
-"""Division of one global batch over workers by uneven shares: arithmetic on counts, without any data.
+"""Division of a global batch over workers by uneven shares: arithmetic on counts, without any data.
 
-A global batch of any size goes over any number of workers. Each worker has one run of its samples, lower ranks first.
-Above a cap a worker takes its run in several batches, whose gradients add up to one step. No batch has a single sample
-where another split exists, because layers such as batch norms cannot train on one.
+A global batch of any size can be divided over any number of workers. Each worker gets consecutive samples, lower ranks
+first. If a worker's share is larger than a cap, it takes several batches, whose gradients add up to one step. No batch
+has a single sample if another split exists, because layers such as batch normalization cannot train on one.
 
-Why the global batch stays what it is: ADR 98.
+ADR 98 explains why the global batch keeps its size.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 
 class BatchShare(NamedTuple):
-    """One batch of one worker, as a piece of a global batch.
+    """One batch of one worker, as a part of a global batch.
 
     Attributes:
-        start: First of its samples, counted from the first one of the global batch.
-        stop: After its last sample; the same as `start` where it has none.
-        num_together: Samples in the batches that all workers take at the same time.
+        start: Its first sample, counted from the first one of the global batch.
+        stop: End of its samples (exclusive); equal to `start` if it has none.
+        num_together: Number of samples in the batches that all workers take at the same time.
     """
 
     start: int
@@ -30,13 +30,13 @@ class BatchShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedGlobalBatch:
-    """A global batch of logical shards, which are cut alike for any number of workers.
+    """A global batch of logical shards, which are the same for any number of workers.
 
     Attributes:
-        global_size: Samples of a full global batch.
-        world_size: How many workers there are.
-        num_shards: How many shards. Each worker takes a run of them, one after the other.
-        cap: The most samples in a shard; None without a limit.
+        global_size: Number of samples of a full global batch.
+        world_size: Number of workers.
+        num_shards: Number of shards. Each worker takes consecutive shards, one after the other.
+        cap: Largest number of samples in a shard; None without a limit.
 
     Examples:
         >>> [len(ShardedGlobalBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
@@ -49,13 +49,13 @@ class ShardedGlobalBatch:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return how many batches a worker takes at most, one after the other."""
+        """Return the largest number of batches that a worker takes one after the other."""
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the shards that `rank` takes of a global batch: those with samples, or else one without any.
+        """Return the shards of a global batch that `rank` takes: those with samples, or else one empty shard.
 
-        Workers have as many of those with samples as of all, or fewer: there is room for the gradients of each.
+        No worker gets more of them than `num_batches`, so there is room for the gradients of each.
         """
         stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
         parts = [BatchShare(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
@@ -65,7 +65,7 @@ class ShardedGlobalBatch:
 
 
 def even_counts(num_samples: int, num_shares: int) -> list[int]:
-    """Shares that differ by one sample at most, the larger ones first.
+    """Return shares that differ by at most one sample, larger ones first.
 
     >>> even_counts(18, 7)
     [3, 3, 3, 3, 2, 2, 2]
@@ -75,12 +75,12 @@ def even_counts(num_samples: int, num_shares: int) -> list[int]:
 
 
 def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> list[int]:
-    """Return the same, but without shares of a single sample where another split exists: a batch norm refuses one.
+    """Return even shares, but none with a single sample if another split exists: batch normalization refuses one.
 
     Args:
-        num_samples: What is divided.
-        num_shares: How many shares; the last ones may be empty.
-        most: The most samples in a share; None without a limit.
+        num_samples: Number of samples to divide.
+        num_shares: Number of shares. The last ones may be empty.
+        most: Largest number of samples in a share; None without a limit.
 
     >>> even_shares(5, 3), even_shares(5, 3, most=2)
     ([3, 2, 0], [2, 2, 1])
@@ -93,12 +93,12 @@ def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> l
 
 @dataclass(frozen=True)
 class Division:
-    """The division of global batches.
+    """The division of global batches over workers.
 
     Attributes:
-        global_size: Samples of a full global batch, all workers together.
-        world_size: How many workers there are.
-        cap: The most samples in a batch of one worker; None without a limit.
+        global_size: Number of samples of a full global batch, all workers together.
+        world_size: Number of workers.
+        cap: Largest number of samples in a batch of one worker; None without a limit.
 
     Examples:
         >>> Division(global_size=18, world_size=7).counts(18)
@@ -117,17 +117,17 @@ class Division:
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int) -> list[int]:
-        """Return each worker's samples of a global batch."""
+        """Return how many samples of a global batch each worker gets."""
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the batches that `rank` takes for a global batch, one after the other: as many as any other rank."""
+        """Return the batches that `rank` takes for a global batch, one after the other, as many as any other rank."""
         batches = self._batches(num_samples)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
         return [BatchShare(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
 
     def _batches(self, num_samples: int) -> list[list[int]]:
-        """Return the samples in each batch of each worker."""
+        """Return the number of samples in each batch of each worker."""
         shares = even_shares(num_samples, self.world_size * self.num_batches(num_samples), self.cap)
         return [shares[rank :: self.world_size] for rank in range(self.world_size)]

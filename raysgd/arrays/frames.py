@@ -1,4 +1,4 @@
-"""Columns of data frames in shards: what `TorchMLDataset` and `TFMLDataset` share."""
+"""Columns of sharded data frames: the common part of `TorchMLDataset` and `TFMLDataset`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 Column = tuple[Any, Any, Any]
-"""Name, shape in a row, and type of a column; None stands for the usual shape and type of the framework."""
+"""Name of a column, its shape in a row, and its type. None stands for the framework's usual shape or type."""
 
 
 class ShardedFrames(ABC):
-    """Holds the data frames in shards, a `raysgd.util.data.MLDataset`, and the columns that are used of them.
+    """Holds sharded data frames (a `raysgd.util.data.MLDataset`), and which of their columns are used.
 
-    The docstrings of the subclasses say what each argument means.
+    The docstrings of the subclasses explain the arguments.
 
     Raises:
-        AssertionError: A list has another length than `feature_columns`, or no column is named.
+        AssertionError: A list is not as long as `feature_columns`, or no column is named.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ShardedFrames(ABC):
 
     @abstractmethod
     def _check(self, name: Any, shape: Any, kind: Any) -> None:
-        """Refuse a column that cannot become arrays of the framework."""
+        """Refuse a column that cannot become an array of the framework."""
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Divide the data again if there are not as many shards."""
+        """Divide the data again if the number of shards differs."""
         if num_shards != self._ds.num_shards():
             self._ds = self._ds.repartition(num_shards)
 
@@ -53,7 +53,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:
-    """Return one entry for each column; a tuple of numbers is the shape of a single one."""
+    """Return one entry for each column. If there is one column, a tuple of numbers is its shape."""
     if given is None:
         return [None] * number
     is_shape = isinstance(given, tuple) and number == 1 and all(isinstance(size, int) for size in given)

@@ -1,7 +1,7 @@
 """Datasets of Ray Data as the data of replicas: batches in the order of the rows, dealt to the workers one by one.
 
-Every row is in one batch of one worker. With `preserve_order` the batches of a step hold the rows that one process with
-a larger batch would have in that step.
+Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as the step
+of one process with a larger batch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from raysgd.engine.shared.types import World
 from raysgd.utils import BATCH_SIZE
 
 PLAIN_BATCH_SIZE = "batch_size"
-"""Under this key a config may hold the batch size of one worker."""
+"""Key of the config for the batch size of one worker, an alternative to `BATCH_SIZE`."""
 
 Columns = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The form of batches that rows become: see `RayBatches`."""
+    """How rows become batches; see `RayBatches`."""
 
     batch_size: int | None
     feature_columns: Columns
@@ -36,7 +36,7 @@ class BatchForm:
 
     @property
     def columns(self) -> list[str] | None:
-        """The names of all columns that are used; None where all are."""
+        """Names of all columns that are used; None for all columns."""
         if self.feature_columns is None:
             return None
         return [*_listed(self.feature_columns), *_listed(self.label_column)]
@@ -47,25 +47,26 @@ def _listed(columns: Columns) -> list[str]:
 
 
 PLAIN_FORM = BatchForm(None, None, None, None, 1)
-"""Batches that are the columns, or the arrays, as they are."""
+"""Batches that contain the columns, or the arrays, unchanged."""
 
 
 @dataclass(frozen=True)
 class RayBatches:
     """A dataset of Ray Data whose rows become batches: for `register_data`, and for `train(dataset=...)`.
 
-    A name of a column stands for the column as it is, a list of names for one array with a column for each.
+    The name of a column stands for the column itself; a list of names stands for one array with these columns.
 
     Args:
         dataset: The dataset.
-        batch_size: Rows in a batch of one worker. None: what the config has under `BATCH_SIZE`, or under "batch_size".
-        feature_columns: What the model gets. Needs `label_column`; without both a batch is a dict of all columns.
-        label_column: What it is to predict. A batch is then a tuple of features and label.
-        transform: Called with each batch in the worker; returns what `train_batch` gets.
-        preserve_order: Whether the rows come in the order of the dataset. Without, Ray Data may work faster.
-        prefetch_batches: How many batches are made ahead of their use.
-        batches_per_block: How many batches are dealt to a worker at a time. More cost Ray less for each row; but then
-            the batches of a step are not those that one process would have in it.
+        batch_size: Number of rows in a batch of one worker. None for `BATCH_SIZE` or "batch_size" of the config.
+        feature_columns: Columns that the model gets. Needs `label_column`. Without both, a batch is a dict of all
+            columns.
+        label_column: Column that the model predicts. A batch is then a tuple of features and label.
+        transform: Called with each batch in the worker. Returns what `train_batch` gets.
+        preserve_order: True to keep the rows in the order of the dataset. Otherwise Ray Data may work faster.
+        prefetch_batches: How many batches are made in advance.
+        batches_per_block: How many batches are dealt to a worker at a time. More of them reduce Ray's cost per row, but
+            the batches of a step then contain other rows than the step of one process.
 
     Raises:
         TypeError: The dataset is not one of Ray Data.
@@ -99,13 +100,13 @@ class RayBatches:
 
     @property
     def form(self) -> BatchForm:
-        """The same without the dataset."""
+        """How rows become batches, without the dataset."""
         return BatchForm(
             self.batch_size, self.feature_columns, self.label_column, self.transform, self.prefetch_batches
         )
 
     def sized(self, config: Mapping[str, Any]) -> RayBatches:
-        """The same with a batch size, if need be that of a worker's config.
+        """Return the batches with a batch size, if necessary that of a worker's config.
 
         Raises:
             ValueError: There is none.
@@ -121,7 +122,7 @@ class RayBatches:
         return replace(self, batch_size=size)
 
     def shares(self, num_workers: int) -> list[RayShare]:
-        """Return what each worker reads, by rank. All of them have to read at the same time."""
+        """Return what each worker reads, by rank. All workers have to read at the same time."""
         if num_workers == 1:
             iterators = [self._ordered(self.dataset).iterator()]
         else:
@@ -129,7 +130,7 @@ class RayBatches:
         return [RayShare(iterator, self.form) for iterator in iterators]
 
     def _in_blocks(self) -> Any:
-        """The dataset in blocks of whole batches: Ray deals whole blocks, and the one with the fewest rows is next."""
+        """Return the dataset in blocks of whole batches. Ray deals whole blocks to the worker with the fewest rows."""
         repartition = self.dataset.repartition
         if "strict" not in inspect.signature(repartition).parameters:
             import ray
@@ -151,18 +152,18 @@ class RayBatches:
 
 @dataclass(frozen=True)
 class RayShare:
-    """The batches of one worker, again in each pass.
+    """The batches of one worker, repeated in each pass.
 
     Args:
         iterator: Ray's iterator over them.
-        form: What becomes of the rows.
+        form: How rows become batches.
     """
 
     iterator: Any
     form: BatchForm
 
     def arrays(self) -> Iterator[Mapping[str, Any]]:
-        """The batches of a pass, as dicts of NumPy arrays."""
+        """Yield the batches of a pass as dicts of NumPy arrays."""
         form = self.form
         yield from self.iterator.iter_batches(
             batch_size=form.batch_size, batch_format="numpy", prefetch_batches=form.prefetch_batches
@@ -174,12 +175,12 @@ Convert = Callable[[Mapping[str, Any], BatchForm], Any]
 
 
 class RayLoader:
-    """The loader of a registered dataset, once the driver has given this worker its share.
+    """The loader of a registered dataset, of which the driver gives this worker a share.
 
     Args:
-        batches: What was registered, with its batch size.
+        batches: The registered dataset, with its batch size.
         world: This worker's place among those that share the dataset.
-        convert: For each batch.
+        convert: Makes a batch of the framework from arrays.
 
     Attributes:
         iterator: Ray's iterator over this worker's share; None before the driver has divided the dataset.
@@ -207,14 +208,14 @@ class RayLoader:
 
 
 def ray_batches(data: Any) -> RayBatches | None:
-    """`data` as batches of Ray Data; None if it is something else."""
+    """Return `data` as batches of Ray Data; None if it is something else."""
     if isinstance(data, RayBatches):
         return data
     return RayBatches(data) if is_of_ray(data) else None
 
 
 def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
-    """Return what of these the driver has to divide, as it needs to know it."""
+    """Return the datasets that the driver has to divide, without their transforms."""
     return {
         name: replace(loader.batches, transform=None)
         for name, loader in loaders.items()
@@ -223,14 +224,14 @@ def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
 
 
 def chosen(batch: Mapping[str, Any], columns: Columns, join: Callable[[list[Any]], Any]) -> Any:
-    """The columns that a name or a list of names stands for."""
+    """Return the column with a name, or the joined columns of a list of names."""
     if isinstance(columns, str):
         return _column(batch, columns)
     return join([_column(batch, name) for name in columns or ()])
 
 
 def stacked(values: Any) -> Any:
-    """Return a column as an array of NumPy: one array, too, where each value is an array itself."""
+    """Return a column as one NumPy array, even if each of its values is an array."""
     values = np.asarray(values)
     if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
         return np.stack(list(values))
@@ -238,12 +239,12 @@ def stacked(values: Any) -> Any:
 
 
 def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:
-    """The batch that columns make, or arrays without names.
+    """Return the batch for these columns, or for arrays without names.
 
     Args:
         columns: Arrays of the framework.
-        form: What becomes of them.
-        join: Puts columns side by side.
+        form: How they become a batch.
+        join: Joins columns into one array.
     """
     batch = columns
     if form.feature_columns is not None:

@@ -1,4 +1,4 @@
-"""Checks of datasets of Ray Data, for all front ends."""
+"""Checks of Ray Data datasets, for all front ends."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ logger = logging.getLogger(__name__)
 
 
 def is_of_ray(dataset: Any) -> bool:
-    """Return whether it is a dataset of Ray Data."""
+    """Return True if it is a dataset of Ray Data."""
     return hasattr(dataset, "streaming_split")
 
 
 def with_own_options(dataset: Any) -> Any:
-    """The same dataset with separate execution options, which can be changed without changing the user's."""
+    """Return a copy of the dataset whose execution options can be changed without changing the user's."""
     import ray
 
     return ray.get(ray.put(dataset))
 
 
 def are_cpus_free() -> bool:
-    """Return whether there is a CPU for the tasks of Ray Data; if not, the log says what follows."""
+    """Return True if a CPU is free for the tasks of Ray Data. If not, log what may happen."""
     import ray
 
     if ray.available_resources().get("CPU", 0) >= 1:

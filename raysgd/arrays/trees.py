@@ -1,6 +1,6 @@
-"""Pure: arrays in nested tuples and dicts, as `predict` takes and returns them.
+"""Arrays in nested tuples and dicts, as `predict` takes and returns them. Pure functions.
 
-A list is a leaf: it has one entry for each row.
+A list is a leaf, with one entry for each row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with `function` of each leaf."""
+    """Return the same structure with `function` applied to each leaf."""
     if isinstance(tree, Mapping):
         return {name: mapped(part, function) for name, part in tree.items()}
     if isinstance(tree, tuple):
@@ -22,7 +22,7 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each leaf with its name; that of the tree itself is empty."""
+    """Yield each leaf with its name. The name of the tree itself is empty."""
     if isinstance(tree, Mapping):
         for key, part in tree.items():
             yield from leaves(part, f"{name}[{key!r}]")
@@ -34,14 +34,14 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nbytes(tree: Any) -> int:
-    """Return how many bytes the arrays in it have; lists count as if each entry were a number."""
+    """Return the number of bytes of the arrays. An entry of a list counts like one number."""
     if isinstance(tree, list):
         return sum(nbytes(part) for part in tree)
     return sum(int(getattr(leaf, "nbytes", 8)) for _, leaf in leaves(tree))
 
 
 def rows_of(leaf: Any) -> int | None:
-    """Return how many rows a leaf has; None where it has none."""
+    """Return the number of rows of a leaf; None if it has no rows."""
     shape = getattr(leaf, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None
@@ -49,10 +49,10 @@ def rows_of(leaf: Any) -> int | None:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """The rows of all trees in one, in order.
+    """Join the rows of all trees, in order.
 
     Raises:
-        ValueError: They are not alike.
+        ValueError: Their structures differ.
     """
     first = trees[0]
     if isinstance(first, Mapping):
@@ -81,5 +81,5 @@ def _check_alike(trees: Sequence[Any], kind_of: Callable[[Any], Any]) -> None:
 
 
 def own(leaf: Any) -> Any:
-    """An array that its owner may change; those that Ray hands over are shared."""
+    """Return an array that its owner may change. Arrays from Ray are shared and read-only, so they are copied."""
     return leaf.copy() if isinstance(leaf, np.ndarray) and not leaf.flags.writeable else leaf

@@ -13,6 +13,7 @@ from raysgd.callbacks.worker_callback import (
     WorkerCallback,
     index_of,
     is_sharded,
+    left_out_of,
     models_of,
     optimizers_of,
     rank_of,
@@ -28,8 +29,9 @@ Weights = list[dict[str, Any]]
 class AveragedWeights(WorkerCallback):
     """The base of `EMA` and `SWA`: averages of the weights in each worker, alike in all, and the way to get at them.
 
-    Floating-point buffers, such as the statistics of batch norms, are averaged as well; other buffers are copied. A
-    second run of the same trainer continues them. For `TorchTrainer`, but not with `strategy="fsdp"`.
+    Floating-point buffers, such as the statistics of batch norms, are averaged as well; other buffers are copied. What
+    `setup` makes again (`remakes_frozen`) is left out. A second run of the same trainer continues them. For
+    `TorchTrainer`, but not with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class EMA(AveragedWeights):
                 f"`EMA` follows steps of optimizers and cannot see the steps of the registered ones ({names}): pass "
                 "objects of subclasses of `torch.optim.Optimizer` to `register`."
             )
-        self.weights = [_copied(model) for model in models_of(operator)]
+        self.weights = [_copied(tensors) for tensors in _tensors_in(operator)]
 
     def on_epoch_begin(self, operator: Any) -> None:
         self._saw_a_step = False
@@ -127,8 +129,8 @@ class EMA(AveragedWeights):
     def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
         optimizers = optimizers_of(operator)
         own = optimizers[index_of(operator, optimizer)]
-        for model, weights in zip(models_of(operator), self.weights, strict=True):
-            _mix(_trained_by(own, optimizers, model), weights, 1 - self.decay)
+        for tensors, weights in zip(_tensors_in(operator), self.weights, strict=True):
+            _mix(_trained_by(own, optimizers, tensors), weights, 1 - self.decay)
         self._saw_a_step = True
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
@@ -175,10 +177,10 @@ class SWA(AveragedWeights):
         since = self._num_epochs - self.start_epoch
         if since < 0 or since % self.every_n_epochs:
             return
-        self.weights = self.weights or [_copied(model) for model in models_of(operator)]
+        self.weights = self.weights or [_copied(tensors) for tensors in _tensors_in(operator)]
         self._num_updates += 1
-        for model, weights in zip(models_of(operator), self.weights, strict=True):
-            _mix(_tensors_of(model), weights, 1 / self._num_updates)
+        for tensors, weights in zip(_tensors_in(operator), self.weights, strict=True):
+            _mix(tensors, weights, 1 / self._num_updates)
 
     def state_key(self) -> str:
         return f"SWA(start_epoch={self.start_epoch}, every_n_epochs={self.every_n_epochs})"
@@ -198,16 +200,23 @@ def _tensors_of(model: Any) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def _tensors_in(operator: Any) -> list[dict[str, Any]]:
+    """Return the tensors of each model, without those that `setup` makes again."""
+    found, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
+    if not left_out:
+        return found
+    return [{name: each for name, each in tensors.items() if id(each) not in left_out} for tensors in found]
+
+
 def _parameters_of(optimizer: Any) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _trained_by(optimizer: Any, optimizers: Sequence[Any], model: Any) -> dict[str, Any]:
-    """Return the tensors of a model that an optimizer trains.
+def _trained_by(optimizer: Any, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the tensors of a model that an optimizer trains.
 
     What no optimizer trains, such as statistics of batch norms, goes with the first one that trains a part of it.
     """
-    tensors = _tensors_of(model)
     trained = [set(map(id, _parameters_of(each))) for each in optimizers]
     parts = [each for each, ids in zip(optimizers, trained, strict=True) if ids & set(map(id, tensors.values()))]
     own, all_trained = set(map(id, _parameters_of(optimizer))), set().union(*trained)
@@ -219,8 +228,8 @@ def _trained_by(optimizer: Any, optimizers: Sequence[Any], model: Any) -> dict[s
     }
 
 
-def _copied(model: Any) -> dict[str, Any]:
-    return {name: _precise(tensor.detach()).clone() for name, tensor in _tensors_of(model).items()}
+def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _precise(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
 def _precise(tensor: Any) -> Any:
@@ -234,6 +243,8 @@ def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> N
 
     with torch.no_grad():
         for name, tensor in tensors.items():
+            if name not in weights:  # it was unfrozen
+                weights[name] = _precise(tensor.detach()).clone()
             if weights[name].device != tensor.device:  # it came out of a state
                 weights[name] = weights[name].to(tensor.device)
             if tensor.is_floating_point() or tensor.is_complex():
@@ -247,7 +258,8 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
     with torch.no_grad():
         for name, tensor in _tensors_of(model).items():
-            tensor.copy_(weights[name])
+            if name in weights or tensor.requires_grad:  # else `setup` makes it again
+                tensor.copy_(weights[name])
 
 
 # ---------------------------------------------------------------------------------------------------- in the workers
@@ -259,11 +271,11 @@ def _state_of(operator: Any, key: str) -> dict[str, Any] | None:
 
 
 def _own_weights(operator: Any) -> Weights | None:
-    return [_copied_to_cpu(model) for model in models_of(operator)] if rank_of(operator) == 0 else None
+    return [_copied_to_cpu(tensors) for tensors in _tensors_in(operator)] if rank_of(operator) == 0 else None
 
 
-def _copied_to_cpu(model: Any) -> dict[str, Any]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in _tensors_of(model).items()}
+def _copied_to_cpu(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def _load_weights(operator: Any, weights: Sequence[Mapping[str, Any]]) -> None:

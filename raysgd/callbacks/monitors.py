@@ -191,8 +191,8 @@ class StepMetrics(WorkerCallback):
             return
         values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
         num_samples = values.pop(NUM_SAMPLES, 1)
-        with suppress(TypeError, ValueError):  # of what has no mean, only a loop of the user's can go on
-            self._open.update(values, num_samples)
+        with suppress(TypeError, ValueError):  # of a weight that is none, only a loop of the user's can go on
+            self._open.update(values, num_samples, is_strict=False)
         if step // self._every > last // self._every:
             self._closed[step], self._open = self._open, operator._raysgd.new_meters()
         self._last = step

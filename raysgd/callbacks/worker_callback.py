@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raysgd.exceptions import CallbackError
@@ -129,6 +129,12 @@ def optimizers_of(operator: Any) -> list[Any]:
 def models_of(operator: Any) -> list[Any]:
     """Return the registered models, without wrappers."""
     return list(operator._raysgd.registered.original_models)
+
+
+def left_out_of(operator: Any) -> Collection[int]:
+    """Return the identities of the parameters that no state holds, because `setup` makes them again."""
+    remade = operator._raysgd.remade
+    return () if remade is None else remade.ids
 
 
 def state_of(operator: Any, key: str) -> Any:

@@ -1,9 +1,10 @@
-"""Support for programs of the old library where the code they import has a new name or place.
+"""Support for programs of the old library whose imports have a new name or place.
 
-`install` lets those for `ray.util.sgd` run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd migrate`
-rewrites them, and those for the former `ray.train` and `ray.air`.
+`install` lets programs for `ray.util.sgd` run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd
+migrate` rewrites such programs, and those for the former `ray.train` and `ray.air`.
+
 `paths.py` has the one table of old and new names; `names.py` lists names that the old library had in other modules.
-The packages that are old addresses themselves, `raysgd.v2` and `raysgd.data`, stay where programs import them from;
+Two packages have old names themselves, `raysgd.v2` and `raysgd.data`. They stay where programs import them from;
 docs/adr/0086-old-imports-lead-to-raysgd.md says why.
 """
 

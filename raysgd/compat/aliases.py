@@ -1,7 +1,7 @@
-"""`install`, with which programs for `ray.util.sgd` run unchanged, and the stand-ins that they import.
+"""`install`, which lets programs for `ray.util.sgd` run unchanged, and the alias modules that they import.
 
-They are no copies: what a program reads from one, or sets on one, it reads from and sets on raysgd's module. Ray's own
-`ray.util.sgd`, which raises on import, is never executed.
+Aliases are not copies: reading or setting a name on one reads or sets it on raysgd's module. Ray's own `ray.util.sgd`,
+which raises on import, is never executed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from raysgd.compat.paths import Paths
 VARIABLE = "RAYSGD_COMPAT"
 """Tells worker processes that the driver called `install`."""
 _OLD = ("ray.util.sgd", "ray.experimental.sgd")
-"""The old library. Of the first one Ray has a package, but its import raises."""
+"""The packages of the old library. Ray still has the first one, but importing it raises."""
 
 
 class Alias(ModuleType):
-    """Stands for another module, under another name.
+    """An alias of a module: the module under another name.
 
     Args:
-        name: The name that a program knows.
+        name: The name that a program imports.
         target: The module that it gets.
     """
 
@@ -45,7 +45,7 @@ class Alias(ModuleType):
             return getattr(target, name)
         except AttributeError:
             if hasattr(target, "__path__") and importlib.util.find_spec(f"{target.__name__}.{name}") is not None:
-                return importlib.import_module(f"{target.__name__}.{name}")  # imported in another process only
+                return importlib.import_module(f"{target.__name__}.{name}")  # not yet imported in this process
             place = None if name.startswith("_") else Paths().find(f"{vars(self)['__name__']}.{name}")
             if place is None or place.new == f"{target.__name__}.{name}":
                 raise
@@ -54,7 +54,7 @@ class Alias(ModuleType):
             raise AttributeError(f"`{place.old}` has no successor in raysgd: {place.reason}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) or name.startswith("__"):  # the import system's own
+        if isinstance(value, ModuleType) or name.startswith("__"):  # set by the import system
             vars(self)[name] = value
         else:
             setattr(vars(self)["_raysgd_target"], name, value)
@@ -66,7 +66,7 @@ class Alias(ModuleType):
         return dir(vars(self)["_raysgd_target"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes need no `install` for what they are sent."""
+        """Pickle an alias so that other processes can load it without `install`."""
         return _alias_there, (vars(self)["__name__"], vars(self)["_raysgd_target"].__name__)
 
 
@@ -75,7 +75,7 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Finds the modules of the old library that Ray has no longer, and `ray.util.iter`, which goes with them."""
+    """Finds the modules of the old library that Ray no longer has, and `ray.util.iter`, which belongs to them."""
 
     def __init__(self) -> None:
         self._paths = Paths()
@@ -86,7 +86,7 @@ class _OldNames(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self, is_package=True)
         is_old = fullname.startswith(_OLD) or fullname.rpartition(".")[0] in self._modules
         gone = self._paths.find(fullname) if is_old else None
-        if gone is not None and gone.new is None:  # of `ModuleNotFoundError` a `from` import would drop the text
+        if gone is not None and gone.new is None:  # a `from` import would drop the text of a `ModuleNotFoundError`
             raise ImportError(f"`{fullname}` has no successor in raysgd: {gone.reason}", name=fullname)
         if self._paths.is_package(fullname) and not _is_rays(fullname):
             return ModuleSpec(fullname, self, is_package=True)
@@ -97,11 +97,11 @@ class _OldNames(MetaPathFinder, Loader):
         return ModuleType(spec.name) if new is None else Alias(spec.name, importlib.import_module(new))
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to execute: the module itself was imported."""
+        """Do nothing: the module has been imported already."""
 
 
 def _is_rays(name: str) -> bool:
-    """Return whether Ray has a package of this name, between `ray` and the names of the old library."""
+    """Return True if Ray has a package or module with this name."""
     parent, _, _ = name.rpartition(".")
     if not parent:
         return True
@@ -111,9 +111,9 @@ def _is_rays(name: str) -> bool:
 
 
 def install() -> None:
-    """Make imports of `ray.util.sgd`, and of what else Ray has no longer, lead to raysgd; in workers too.
+    """Make imports of `ray.util.sgd`, and of other modules that Ray no longer has, use raysgd; also in workers.
 
-    Call it before Ray is started, so that the worker processes inherit it. On a cluster that runs already pass
+    Call it before Ray starts, so that the worker processes inherit it. On a cluster that already runs, pass
     `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to `ray.init`.
     """
     os.environ[VARIABLE] = "1"

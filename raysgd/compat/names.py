@@ -1,4 +1,4 @@
-"""Names that programs for the old library import from where they no longer are, or under which they no longer go."""
+"""Names that programs for the old library import from their former modules, or under their former names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MOVED = {
         "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",
     },
 }
-"""For each module the names that are found there too, and where they are: `module`, or `module:name` if renamed."""
+"""For each module the names that it also offers, and their places: `module`, or `module:name` if renamed."""
 
 
 def former_names(module: str) -> None:
-    """Let a module, given by its `__name__`, find those of these names that are looked for in it."""
+    """Let a module, given by its `__name__`, offer its former names."""
     lazy_names(module, MOVED.get(module, {}))

@@ -1,7 +1,7 @@
-"""The one table of the old library's names: where each is now, or why it is gone.
+"""The one table of the old library's names: the current place of each, or why it is gone.
 
-`raysgd migrate` rewrites programs by it, `raysgd.compat.install` lets them run unchanged by it, and the tables of
-`docs/migration.md` are made of it.
+It is used by `raysgd migrate` to rewrite programs, by `raysgd.compat.install` to run them unchanged, and for the tables
+in `docs/migration.md`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from typing import Literal
 
 Group = Literal["sgd", "train"]
-"""Whose names they are: "sgd" for those that Ray has no longer, "train" for those under which today's Ray has something
-else. These are left alone unless the user says that they mean the old library."""
+"""Group of names: "sgd" if Ray no longer has them, "train" if they mean something else in current Ray. The latter are
+left alone unless the user says that they mean the old library."""
 
 _SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
 _CONFIGS = "CheckpointConfig FailureConfig RunConfig ScalingConfig"
@@ -191,17 +191,17 @@ _INSIDE_RAY = {
     ),
     "ray.tune.suggest.zoopt": ("ray.tune.search.zoopt", "ZOOptSearch"),
 }
-"""What today's Ray has in other modules."""
+"""Names that current Ray has in other modules."""
 _EXPERIMENTAL = "ray.experimental.sgd"
 _FORMERLY = ("", ".pytorch", ".tf", ".utils")
-"""What of `ray.util.sgd` was `ray.experimental.sgd` before."""
+"""Parts of `ray.util.sgd` that were in `ray.experimental.sgd` before."""
 _BESIDE_SGD = {
     "ray.util.iter": (
         "raysgd.util.iter",
         "LocalIterator ParallelIterator from_items from_iterators from_range",
     ),
 }
-"""Today's Ray has these too. In programs that use something of `_SGD` they mean ours: the two work together only."""
+"""Names that current Ray has, too. In programs that use a name of `_SGD` they mean ours: they only work together."""
 
 _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train": (
@@ -326,7 +326,7 @@ _KEPT_BY_RAY = {
     "ray.ml.train.integrations.lightgbm": ("ray.train.lightgbm", "LightGBMTrainer"),
     "ray.ml.train.integrations.xgboost": ("ray.train.xgboost", "XGBoostTrainer"),
 }
-"""What is today's Ray's in programs with a trainer that only Ray has."""
+"""Names that mean current Ray in programs with a trainer that only Ray has."""
 _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {
     "sgd": {**_SGD, **_BESIDE_SGD, **_INSIDE_RAY},
     "train": _TRAIN,
@@ -343,7 +343,7 @@ _RENAMED = {
     "ray.tune.trial.Trial": "ray.tune.experiment.Trial",
     "ray.services.get_node_ip_address": "ray.util.get_node_ip_address",
 }
-"""Single names that have another name, or stand in no module of the tables."""
+"""Single names that were renamed, or that are in no module of the tables."""
 _RENAMED_TRAIN = {
     "ray.tune.ResultGrid": "raysgd.tune.ResultGrid",
     "ray.tune.SyncConfig": "raysgd.air.SyncConfig",
@@ -360,11 +360,11 @@ _RENAMED_TRAIN = {
     "ray.train._internal.utils.check_for_failure": "raysgd.utils.check_for_failure",
     "ray.train._internal.utils.construct_path": "raysgd.train.utils.construct_path",
 }
-"""The same for those under which today's Ray has something else."""
+"""Such names that mean something else in current Ray."""
 
 _NUM_NAMES = 5
 RAY_TRAIN = "2.60"
-"""The version of Ray whose `ray.train` the tables were compared with: each of its public names is in one of them."""
+"""The version of Ray whose `ray.train` the tables cover: each of its public names is in one of them."""
 
 _TRANSFORMERS = (
     "run `transformers.Trainer` in the function of a `TorchTrainer`, with what "
@@ -519,10 +519,10 @@ class NewPlace:
 
     Attributes:
         old: The name, with its module.
-        new: Where it is now; None if it is gone.
+        new: Its current place; None if it is gone.
         reason: Why it is gone, and what to use instead.
         module: The module to import for it.
-        is_listed: Whether the tables have it; others are names that no program should have had.
+        is_listed: True if it is in the tables; other names should not occur in programs.
     """
 
     old: str
@@ -538,12 +538,12 @@ class NewPlace:
 
 
 class Paths:
-    """The table as a program sees it.
+    """The table as it applies to one program.
 
     Args:
-        ray_train: Whether `ray.train` and `ray.air` mean the old library, and not today's Ray.
-        beside_sgd: Whether the program uses `ray.util.sgd` or another name that Ray has no longer.
-        keeps_ray_train: Whether `ray.train` and `ray.air` mean today's Ray, and nothing else.
+        ray_train: True if `ray.train` and `ray.air` mean the old library, and not current Ray.
+        beside_sgd: True if the program uses `ray.util.sgd` or another name that Ray no longer has.
+        keeps_ray_train: True if `ray.train` and `ray.air` mean current Ray only.
     """
 
     def __init__(self, ray_train: bool = False, beside_sgd: bool = True, keeps_ray_train: bool = False) -> None:
@@ -554,9 +554,9 @@ class Paths:
         self._packages = {package for module, _ in self.modules() for package in _packages_of(module)}
 
     def find(self, old: str) -> NewPlace | None:
-        """Return what became of a dotted name; None for one that is not of the old library.
+        """Return the new place of a dotted name, or None if it is not a name of the old library.
 
-        A name of a class's attribute is found by its class.
+        An attribute of a class is found through the class.
         """
         if old in self._modules:
             return NewPlace(old, self._modules[old][0], module=self._modules[old][0])
@@ -571,21 +571,21 @@ class Paths:
         return None
 
     def today(self, name: str) -> str:
-        """Return what a dotted name is called today: another name, or the same one if it has not moved or is gone."""
+        """Return the current name for a dotted name, which is the same if it has not moved or is gone."""
         place = self.find(name)
         return (place and place.new) or name
 
     def is_of_ray(self, module: str) -> bool:
-        """Return whether Ray has to have a module, because it is neither the old library's nor may mean that."""
+        """Return True if Ray must have a module, because it is neither part of the old library nor ambiguous."""
         means_two = _means_two(module) and not self._keeps_ray_train
         return self.find(module) is None and not self.is_package(module) and not means_two
 
     def is_package(self, old: str) -> bool:
-        """Return whether something of the old library is below this name."""
+        """Return True if the old library has names below this one."""
         return old in self._packages
 
     def modules(self) -> Iterator[tuple[str, str]]:
-        """All old modules, each with where it is now."""
+        """Yield all old modules, each with its current place."""
         for old, (new, _) in self._modules.items():
             yield old, new
             part = old.removeprefix("ray.util.sgd")
@@ -607,7 +607,7 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return what became of a name that a listed package has not: its own, imported from a module within it?"""
+        """Return the place of a name that a listed module lacks: it may be a listed one, from a submodule."""
         new, names = self._modules[module]
         inside = old.removeprefix(f"{module}.")
         for known, rest in _cuts(inside):
@@ -616,12 +616,12 @@ class Paths:
                 place = self.find(f"{module}.{name}{rest}")
                 return place and replace(place, old=old)
         if module in _TRAIN and module.startswith("ray.tune."):
-            return None  # the rest of these modules is today's Ray's
+            return None  # the other names of these modules belong to current Ray
         return NewPlace(old, None, _has(new, module, names.split(), inside), is_listed=False)
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """Say which names a module has, for one that it has not: those like it, or the first ones."""
+    """Describe the names that a module has, for one that is missing: similar names, or else the first ones."""
     some = get_close_matches(missing.rpartition(".")[2], names, cutoff=0.5) or names[:_NUM_NAMES]
     if not some:
         return f"`{new}` has none of its names, and raysgd has no internals of the old library"
@@ -631,27 +631,27 @@ def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
 
 
 def _means_two(name: str) -> bool:
-    """Return whether a name means one thing in the old library, and another one in today's Ray."""
+    """Return True if a name has another meaning in the old library than in current Ray."""
     return name.startswith(("ray.train", "ray.air", "ray.ml"))
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """List, for each old module of a group, where it is now, and its names."""
+    """Return the current place and the names of each old module of a group."""
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 
 def gone() -> dict[str, str]:
-    """The names that have no successor, each with the reason."""
+    """Return the names without a successor, each with the reason."""
     return dict(_GONE)
 
 
 def renamed() -> dict[str, str]:
-    """The names that have another name now."""
+    """Return the names that were renamed."""
     return {**_RENAMED, **_RENAMED_TRAIN}
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """The name and all that it starts with, each with the rest: the longest first."""
+    """Yield each prefix of a dotted name with the rest of it, the longest prefix first."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         yield ".".join(parts[:end]), "".join(f".{part}" for part in parts[end:])

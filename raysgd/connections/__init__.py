@@ -1,5 +1,5 @@
-"""Ways in which the workers of a group find each other and talk: one module for each.
+"""Connections: how the workers of a group find each other and communicate. One module for each kind.
 
-A connection is a small picklable object. It travels to each worker and is used there only; the framework is imported
-inside its methods, so that the driver needs none.
+A connection is a small picklable object that is sent to each worker and used there. Its methods import the framework,
+so the driver needs none.
 """

@@ -1,12 +1,12 @@
 """Defers the import of PyTorch's compiler, `torch._dynamo`, until something needs it.
 
-That import takes nearly as long as PyTorch's own. Programs that compile nothing trigger it too: the first
-optimizer, `DistributedDataParallel` and process groups ask the compiler for things that mean nothing outside compiled
-code. A stand-in module answers those. Any other request imports the real module, which replaces the stand-in for good.
+That import takes nearly as long as PyTorch's own. Even programs that compile nothing trigger it, because the first
+optimizer, `DistributedDataParallel` and process groups ask the compiler for things that matter only in compiled code. A
+stand-in module answers these requests. Any other request imports the real module, which replaces the stand-in for good.
 
-`torch._dynamo` is private to PyTorch. A name that another version asks for is not among the answers, so it imports the
-real module: then nothing is saved, and nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off. What it saves,
-and what would make it unnecessary: docs/adr/0008-lazy-ray-and-frameworks.md.
+`torch._dynamo` is private to PyTorch. If another version asks for a name that the stand-in lacks, the real module is
+imported: nothing is saved, and nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off.
+docs/adr/0008-lazy-ray-and-frameworks.md has the time it saves, and what would make it unnecessary.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SWITCH = "RAYSGD_EAGER_COMPILER"
 """The environment variable that turns the stand-in off."""
 
 _NAME = "torch._dynamo"
-_KEPT = "__dynamo_disable"  # where PyTorch keeps what `disable` made of one of its functions
+_KEPT = "__dynamo_disable"  # attribute in which PyTorch keeps the result of `disable` for one of its functions
 
 
 def defer_compiler() -> None:
-    """Defer the import of the compiler, or leave it to PyTorch; a debug line in the log says which."""
+    """Defer the import of the compiler if possible. A debug line in the log says if it was."""
     import torch
 
     switch = os.environ.get(SWITCH, "")
@@ -54,7 +54,7 @@ def defer_compiler() -> None:
 
 
 class _DeferredImport(MetaPathFinder, Loader):
-    """The import that is deferred. It imports the compiler before any module inside it, as Python always does.
+    """The deferred import. It imports the compiler before any module inside it, as Python always does.
 
     Attributes:
         module: The real module, once it is imported.
@@ -64,16 +64,16 @@ class _DeferredImport(MetaPathFinder, Loader):
         self.module: ModuleType | None = None
         self.stand_in = _StandIn(spec, self)
         self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}  # whose own specs Python replaces for a moment
-        self._lock = threading.Lock()  # not held during the import, which has its own locks
+        self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}  # real specs, which Python replaces for a moment
+        self._lock = threading.Lock()  # not held during the import, which has locks of its own
 
     def real(self) -> ModuleType:
-        """The real module; imports it if that has not happened yet."""
+        """Return the real module. Import it if that has not happened yet."""
         if self.module is None:
             self._put(None)
             with OnFailure(functools.partial(self._put, self.stand_in)):
                 module = importlib.import_module(_NAME)
-            if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]  # its own import asks
+            if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]  # it asks for itself
                 return module
             self._take(module)
         assert self.module is not None
@@ -98,9 +98,9 @@ class _DeferredImport(MetaPathFinder, Loader):
                     function.renew(module)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Return what `torch._dynamo.disable` makes of a function: one that compiled code does not enter.
+        """Return a function that compiled code does not enter, like `torch._dynamo.disable`.
 
-        Until the compiler is imported it calls the function itself, and then what the real module makes of it.
+        It calls `fn` until the compiler is imported, and from then on the result of the real `disable`.
         """
         if not isinstance(fn, FunctionType):
             return self.real().disable(fn, *args, **options)
@@ -122,13 +122,16 @@ class _DeferredImport(MetaPathFinder, Loader):
     # ------------------------------------------------------------------------------------ modules inside the compiler
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find a module inside the compiler. What imports it is the loader: Python holds a lock during this call."""
+        """Find a module inside the compiler.
+
+        Leave importing to the loader, because Python holds a lock during this call.
+        """
         if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self.stand_in:
             return None
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that importing the compiler has loaded, or one to be loaded."""
+        """Return the module if the import of the compiler has loaded it; otherwise a new one to load."""
         real = self.real()
         module = sys.modules.get(spec.name)
         if module is not None:
@@ -142,16 +145,16 @@ class _DeferredImport(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         own, loader = self._parts.pop(vars(module)["__name__"])
-        vars(module)["__spec__"] = own  # Python has just set that of `find_spec`
+        vars(module)["__spec__"] = own  # Python has just set the spec from `find_spec`
         if loader is not None:
             loader.exec_module(module)
 
 
 class _StandIn(ModuleType):
-    """Answers in place of the real module."""
+    """Stands in for the real module."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
-        super().__init__(_NAME)  # before it a module of Python 3.10 has nothing to put attributes in
+        super().__init__(_NAME)  # first, because in Python 3.10 a module cannot have attributes before
         answers = {
             "graph_break": _do_nothing,
             "disable": deferred.disable,
@@ -159,7 +162,7 @@ class _StandIn(ModuleType):
             "trace_rules": _CompilerStandIn(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
         }
         vars(self).update(
-            answers,  # attributes: PyTorch asks for some in each step
+            answers,  # plain attributes, because PyTorch reads some in each step
             __name__=_NAME,
             __package__=_NAME,
             __spec__=spec,
@@ -175,7 +178,7 @@ class _StandIn(ModuleType):
             vars(self).pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        if self._deferred.module is None and name.startswith("__"):  # code that looks through all modules
+        if self._deferred.module is None and name.startswith("__"):  # asked by code that scans all modules
             raise AttributeError(name)
         return getattr(self._deferred.real(), name)
 
@@ -193,7 +196,7 @@ class _StandIn(ModuleType):
 
 
 class _CompilerStandIn:
-    """Answers in place of a module inside the compiler."""
+    """Stands in for a module inside the compiler."""
 
     def __init__(self, deferred: _DeferredImport, name: str, answers: Mapping[str, Any]) -> None:
         vars(self).update(_deferred=deferred, _name=name, _answers=answers)
@@ -211,4 +214,4 @@ class _CompilerStandIn:
 
 
 def _do_nothing(*args: Any, **options: Any) -> None:
-    """Do what these functions do outside compiled code."""
+    """Do nothing, as these functions do outside compiled code."""

@@ -1,10 +1,12 @@
-"""Gloo's connections between the ranks of a group, so that they can be cut at once.
+"""Gloo's sockets between the ranks of a group, which can be cut to end all waits at once.
 
-When a rank dies, only the ranks that were talking to it notice. The others wait for ranks which have given up, and gloo
-has no call that ends such a wait. Shutting their sockets down does, from any thread, and also where no packet will ever
-say that the other side is gone. Where ranks listen is read from what gloo writes on the board: ADR 55.
+When a rank dies, only the ranks that were exchanging data with it notice. The others wait for ranks that have given up,
+and gloo has no call that ends such a wait. Shutting down their sockets does. It works from any thread, even if no
+packet ever reports that the other side is gone. The addresses of the ranks are read from what gloo writes on the board:
+ADR 55.
 
-Linux only, as it reads `/proc`. Elsewhere nothing is found and nothing cut; such ranks are then replaced, not kept.
+Works on Linux only, because it reads `/proc`. On other systems it finds and cuts nothing; ranks that wait are then
+replaced, not kept.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from typing import TypeAlias
 
 from raysgd.connections.mesh.board import Board
 
-LATER_S = 1.0  # by then the first steps of a group are over
+LATER_S = 1.0  # the first steps of a new group take less time
 
-_HEAD = 256  # of what gloo writes: the address stands in the first bytes, and the rest grows with the number of ranks
-_FLOW = bytes(4)  # stands between port and host in an address of IPv6
+_HEAD = 256  # bytes to read of what gloo writes: the address comes first, and the rest grows with the number of ranks
+_FLOW = bytes(4)  # flow information, between port and host of an IPv6 address
 _FOLDER = "/proc/self/fd"
-_SIZE_OF_ADDRESS = 28  # that of IPv6
+_SIZE_OF_ADDRESS = 28  # of an IPv6 address, the larger kind
 
 
 class DelayedCalls:
-    """Calls functions in a separate thread, each of them a second after the one before."""
+    """Calls functions in a separate thread, one a second."""
 
     def __init__(self, *things: Callable[[], object]) -> None:
         self._things = things
@@ -42,11 +44,11 @@ class DelayedCalls:
 
     @property
     def has_ended(self) -> bool:
-        """True if all is done."""
+        """True if all functions have been called."""
         return not self._thread.is_alive()
 
     def hurry(self) -> None:
-        """Do now what is not done yet. Return when that is over."""
+        """Call the remaining functions now. Return when they have ended."""
         self._is_hurried.set()
         self._thread.join()
 
@@ -57,13 +59,13 @@ class DelayedCalls:
 
 
 class GlooConnections:
-    """Those of all groups that a rank forms with the same others.
+    """Gloo's sockets of all process groups that a rank forms with the same others.
 
     Args:
         board: Holds the addresses at which ranks listen, written by gloo or with `as_written`.
 
     Attributes:
-        found: Those of this rank; None until they have been looked for.
+        found: The sockets of this rank; None before `look`.
     """
 
     def __init__(self, board: Board) -> None:
@@ -71,21 +73,21 @@ class GlooConnections:
         self.found: list[OpenSocket] | None = None
 
     def look(self) -> None:
-        """Look for them. Call it when a group has just formed.
+        """Find the sockets. Call it right after a group has formed.
 
-        What is written from now on is of groups that others form, which may end at any time.
+        Addresses that are written later belong to groups that others form, which may end at any time.
         """
         self.found = self._find()
 
     def cut(self) -> None:
-        """End all of them, also while a group forms."""
+        """Shut down all sockets, even while a group forms."""
         found = self.found
         for connection in self._find() if found is None else found:
             connection.shut()
 
     @property
     def are_open(self) -> bool:
-        """True if all that were found are still there."""
+        """True if all sockets that were found are still open."""
         return all(connection.is_open for connection in self.found or ())
 
     def _find(self) -> list[OpenSocket]:
@@ -95,13 +97,13 @@ class GlooConnections:
 
 
 def as_written(address: str) -> bytes:
-    """The address of a socket as gloo writes it, which is how C has it: the port, then the host."""
+    """Return the address of a socket as gloo writes it, in the layout of C: port, then host."""
     host, _, port = address.rpartition(":")
     return int(port).to_bytes(2, "big") + _packed(host)
 
 
 def addresses_in(values: Iterable[bytes], hosts: Iterable[str]) -> set[str]:
-    """The addresses with one of these hosts that the values contain, as gloo writes them."""
+    """Return the addresses with one of these hosts that the values contain, as gloo writes them."""
     packed = {host: _packed(host) for host in hosts}
     heads = [value[:_HEAD] for value in values]
     return {f"{host}:{port}" for head in heads for host in packed for port in _ports(head, packed[host])}
@@ -113,7 +115,7 @@ def _packed(host: str) -> bytes:
 
 
 def _ports(value: bytes, host: bytes) -> Iterator[int]:
-    """Yield what stands before each `host`."""
+    """Yield the port before each occurrence of `host`."""
     at = value.find(host, 2)
     while at >= 0:
         yield int.from_bytes(value[at - 2 : at], "big")
@@ -121,14 +123,14 @@ def _ports(value: bytes, host: bytes) -> Iterator[int]:
 
 
 Ends: TypeAlias = tuple[str, str]
-"""Local and remote end of a connection, as text."""
+"""Local and remote address of a connection, as text."""
 
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 
 @dataclass(frozen=True)
 class OpenSocket:
-    """One open connection, by its socket; `identity` tells it from a later one under the same number."""
+    """An open connection. `identity` tells its socket from a later one with the same number."""
 
     number: int
     identity: int
@@ -136,13 +138,13 @@ class OpenSocket:
 
     @property
     def is_open(self) -> bool:
-        """True if this process has it still; gloo closes one that the other side has ended."""
+        """True if this process still has it. Gloo closes a connection that the other side has ended."""
         return _identity(self.number) == self.identity
 
     def shut(self) -> None:
-        """End it for both sides; nothing happens if it is closed already."""
-        with suppress(OSError):  # closed or ended already
-            duplicate = os.dup(self.number)  # no other thread closes it
+        """Shut down the socket for both sides. Does nothing if it is already closed."""
+        with suppress(OSError):  # it may be closed already
+            duplicate = os.dup(self.number)  # no other thread can close the duplicate
             try:
                 if _identity(duplicate) == self.identity:
                     _shut(duplicate)
@@ -151,13 +153,13 @@ class OpenSocket:
 
 
 def open_sockets() -> dict[int, int]:
-    """The sockets of this process by number, with their identity."""
+    """Return the sockets of this process, as identities by number."""
     found = {}
     try:
         names = os.listdir(_FOLDER)
     except OSError:
         return {}
-    for name in names:  # of which there are many: `_identity` would take twice as long
+    for name in names:  # there are many, and `_identity` would take twice as long
         number = int(name)
         try:
             status = os.fstat(number)
@@ -169,10 +171,10 @@ def open_sockets() -> dict[int, int]:
 
 
 def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
-    """The TCP sockets that exist now and did not when `before` was taken.
+    """Return the TCP sockets that were opened after `before` was taken.
 
     Returns:
-        Those with two ends; and where others listen.
+        The connected sockets, and the addresses of the listening ones.
     """
     connections, listening = list[OpenSocket](), list[str]()
     for number, identity in open_sockets().items():
@@ -185,12 +187,12 @@ def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
 
 
 def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:
-    """Those of `own` that lead to where some rank listens, this one or another."""
+    """Return the sockets of `own` that lead to an address at which a rank listens, this one or another."""
     return [connection for connection in own if listening & set(connection.ends)]
 
 
 def _identity(number: int) -> int:
-    """The inode of a socket; 0 for anything else."""
+    """Return the inode of a socket; 0 for anything else."""
     try:
         status = os.fstat(number)
     except OSError:
@@ -207,10 +209,10 @@ def _shut(number: int) -> None:
 
 
 def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
-    """Both ends of a TCP connection; of a socket that listens, its address; of anything else, nothing.
+    """Return both ends of a TCP connection, or the address of a listening socket; nothing for anything else.
 
-    C is asked, because an object of Python's would make the socket non-blocking where `socket.setdefaulttimeout` was
-    called, and most of these sockets belong to others.
+    This calls C, because a socket object of Python would make the socket non-blocking after `socket.setdefaulttimeout`,
+    and most of these sockets belong to other code.
     """
     c = _c()
     own = _address(c.getsockname, number)
@@ -230,7 +232,7 @@ def _c() -> ctypes.CDLL:
 
 
 def _address(ask: Callable[..., int], number: int) -> str | None:
-    """Return what C's `getsockname` or `getpeername` says; None for what is no TCP socket, or has no such end."""
+    """Return the result of C's `getsockname` or `getpeername`; None if it is not a TCP socket or has no such end."""
     room, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
     if ask(number, room, ctypes.byref(size)) != 0:
         return None

@@ -1,4 +1,4 @@
-"""Pure: whether a library raised an exception or other code did, as far as its traceback tells."""
+"""Finds out from its traceback if a library raised an exception. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
-    """Return whether an exception came out of a library rather than out of a `raise` in anybody else's Python code.
+    """Return True if an exception came out of a library, not out of a `raise` in other Python code.
 
-    Where compiled code raised, the traceback ends in the Python code that called it, at an instruction that is no
-    `raise`. Whose compiled code that was cannot be seen, so it counts as the library's.
+    If compiled code raised it, the traceback ends in the Python code that called it, at an instruction other than
+    `raise`. It does not show whose compiled code that was, so it counts as the library's.
 
     Args:
         error: The exception.
-        package: That of the library, by name; it does not count where it is not imported.
-        passing_on: A module in it that raises what was raised elsewhere before, such as in another process.
+        package: Name of the library's package. Nothing is from a package that is not imported.
+        passing_on: A module of the package that raises exceptions from elsewhere again, such as from another process.
     """
     where = error.__traceback__
     if where is None:
@@ -34,7 +34,7 @@ def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
 
 
 def _is_in(filename: str, name: str) -> bool:
-    """Return whether a file is that of an imported module, or lies in an imported package."""
+    """Return True if a file belongs to an imported module or package."""
     place: str | None = getattr(sys.modules.get(name), "__file__", None)
     if place is None:
         return False
@@ -43,7 +43,7 @@ def _is_in(filename: str, name: str) -> bool:
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, the one that it was raised because of, the one that that was raised because of, and so on."""
+    """Yield an exception, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,4 +1,4 @@
-"""Exchange of NumPy arrays over a mesh: an order of magnitude quicker than gloo where arrays are small."""
+"""Exchange of NumPy arrays over a mesh. For small arrays, it is ten times faster than gloo."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from raysgd.engine.shared.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # kinds of exchanges
+_SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # kinds of exchange
 _QUICK_BYTES_OF_MANY = 8 * 2**20
-"""Up to this size sums of more than `MOST` ranks are quicker than with gloo, as `examples/benchmarks/small_sums.py`
-measures. Those of fewer ranks always are."""
+"""Largest sum over more than `MOST` ranks that is faster than with gloo, as measured by
+`examples/benchmarks/small_sums.py`. With fewer ranks, sums of any size are faster."""
 
 _QUICK_BYTES_AT_PORTS = 2**20
-"""The same for more than two ranks of one node where there are no Unix sockets."""
+"""The same limit for more than two ranks on one node without Unix sockets."""
 
 
 class Group:
-    """The replicas as one of them sees them: sums over all ranks, values told and passed on.
+    """Sums and other exchanges over all ranks, as one rank makes them.
 
-    All ranks come to the same sums, to the bit; up to eight ranks on one node add in the order of ranks.
+    All ranks get the same sums, to the bit. Up to eight ranks on one node add in the order of ranks.
 
     Args:
-        world: The place among the replicas.
-        mesh: The connections; None for a replica that is alone.
-        hosts: The address of each rank's node, by rank. Nothing: all are on one node.
+        world: This rank's place.
+        mesh: The connections; None if there is only one rank.
+        hosts: The address of each rank's node, by rank. Empty if all are on one node.
     """
 
     def __init__(self, world: World, mesh: Mesh | None = None, hosts: Sequence[str] = ()) -> None:
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which this rank was at an exchange and another one was not."""
+        """Seconds that this rank waited in exchanges for a rank that had not begun them."""
         return 0.0 if self._connections is None else self._connections.waited_s
 
     @property
@@ -59,18 +59,18 @@ class Group:
         return self._connections
 
     def add_up(self, numbers: Array) -> None:
-        """Put the sums over all ranks into `numbers`."""
+        """Replace `numbers` by the sums over all ranks."""
         if self.size > 1:
             flat = _flat(numbers)
             assert self._adding is not None, "a group of several ranks needs connections"
             self._adding.add_up(flat, _kind(_SUM, flat))
 
     def add_up_with(self, numbers: Array, row: Array) -> list[Array]:
-        """Put the sums over all ranks into `numbers`; return every rank's row, which travels along if they are few.
+        """Replace `numbers` by the sums over all ranks. Return every rank's row, sent with the sum if possible.
 
         Args:
-            numbers: What is added up.
-            row: Bytes, as many on each rank.
+            numbers: The numbers to add up.
+            row: Bytes, the same number on each rank.
         """
         flat = _flat(numbers)
         if self._adding is not None and self._adding.can_carry(flat):
@@ -80,14 +80,14 @@ class Group:
         return rows
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """The sum of all ranks' rows, added in the order of ranks and rows, to the same bits on all of them.
+        """Return the sum of all ranks' rows, added in the order of ranks and rows. All ranks get the same bits.
 
         Args:
-            rows: This rank's, as many as `counts` says for it; maybe none.
-            counts: How many rows each rank has.
+            rows: This rank's rows, possibly none.
+            counts: Number of rows of each rank.
 
         Returns:
-            Memory that the next call uses again.
+            The sum, in memory that the next call reuses.
         """
         width = rows.shape[1]
         bounds = [width * rank // self.size for rank in range(self.size + 1)]
@@ -111,7 +111,7 @@ class Group:
         return sums
 
     def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
-        """Room for the parts of the other ranks' rows, in memory that is used again."""
+        """Return room for the parts of the other ranks' rows, in memory that is reused."""
         num_rows = sum(counts) - counts[self.rank]
         if len(self._scratch) < num_rows * width * dtype.itemsize:
             self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
@@ -124,16 +124,16 @@ class Group:
         return rooms
 
     def is_quick_for(self, num_bytes: int) -> bool:
-        """Return whether a sum of so many bytes takes no longer than with gloo. All ranks come to the same answer."""
+        """Return True if a sum of so many bytes is at least as fast as with gloo. All ranks get the same answer."""
         if self.size > 2 and len(self._nodes.ranks) == 1 and not has_names(self._nodes.hosts[0]):
             return num_bytes <= _QUICK_BYTES_AT_PORTS
         return self.size <= MOST or num_bytes <= _QUICK_BYTES_OF_MANY
 
     def gather(self, numbers: Array) -> list[Array]:
-        """Every rank's array, all of one shape, by rank."""
+        """Return every rank's array, by rank. All have the same shape."""
         if self.size == 1:
             return [numbers]
-        own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy makes a row of a single number
+        own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy would turn a single number into a row
         if self.size > MOST:
             return self._gathered_in_rounds(own)
         received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
@@ -142,8 +142,8 @@ class Group:
         return received
 
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
-        """Each round a rank passes on all that it has, to one that is twice as far away: log N messages."""
-        found = np.empty((self.size, *own.shape), own.dtype)  # beginning with that of this rank
+        """Gather in log N rounds. In each, a rank sends all that it has to a rank twice as far away as in the last."""
+        found = np.empty((self.size, *own.shape), own.dtype)  # starts with this rank's
         found[0] = own
         for distance in doubled(self.size):
             count = min(distance, self.size - distance)
@@ -153,18 +153,18 @@ class Group:
         return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """All ranks' rows one behind the other; `counts` says how many each rank has."""
+        """Return all ranks' rows in one array. `counts` has the number of rows of each rank."""
         padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
         padded[: len(rows)] = rows
         parts = self.gather(padded)
         return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def largest(self, number: float) -> float:
-        """The largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         return max(float(one[0]) for one in self.gather(np.array([number], np.float64)))
 
     def from_first(self, numbers: Array) -> None:
-        """Put rank 0's into `numbers`."""
+        """Replace `numbers` by rank 0's."""
         if self.size == 1:
             return
         flat, kind = _flat(numbers), _kind(_FIRST, numbers)
@@ -176,18 +176,18 @@ class Group:
             self._adding.tell(flat, kind)
 
     def send(self, value: Any, takers: Sequence[int]) -> None:
-        """Send anything that can be pickled to `takers`, which must all `receive` it at this time."""
+        """Send a picklable value to `takers`, which must all call `receive` now."""
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         self.send_parts([memoryview(head), *(buffer.raw() for buffer in buffers)], takers)
 
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Return what `source` sends to `takers`, of which this rank is one."""
+        """Return the value that `source` sends to `takers`. This rank is one of them."""
         head, *buffers = self.receive_parts(source, takers)
         return pickle.loads(head.data, buffers=buffers)
 
     def send_parts(self, parts: Sequence[Bytes], takers: Sequence[int]) -> None:
-        """Send some bytes to `takers`, which must all `receive_parts` at this time."""
+        """Send bytes in several parts to `takers`, which must all call `receive_parts` now."""
         if takers:
             chain = self._chain(self.rank, takers)
             chain.pass_on(as_bytes(np.array([len(parts)], np.int64)))
@@ -195,7 +195,7 @@ class Group:
             chain.pass_on(*parts)
 
     def receive_parts(self, source: int, takers: Sequence[int]) -> list[Array]:
-        """Return what `source` sends to `takers`, as rows of bytes."""
+        """Return the parts that `source` sends to `takers`, as byte arrays."""
         chain = self._chain(source, takers)
         count = np.zeros(1, np.int64)
         chain.pass_on(as_bytes(count))
@@ -210,7 +210,7 @@ class Group:
 
 
 class EarlyVotes:
-    """Votes on whether any rank says yes, held ahead. All ranks ask the same questions in the same order."""
+    """Votes that are held ahead of time: does any rank say yes? All ranks ask the same questions in the same order."""
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self._mesh, self._others = mesh, sorted(others(world.rank, world.size))
@@ -218,16 +218,16 @@ class EarlyVotes:
         self._num_asked = self._num_heard = 0
 
     def ask(self, says_yes: bool) -> Callable[[], bool]:
-        """Say what this rank says; return what waits until all ranks have and tells the answer, once."""
+        """Cast this rank's vote. Return a function that waits for all votes and returns the answer; call it once."""
         self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1
         return partial(self._hear, self._num_asked)
 
     def _hear(self, number: int) -> bool:
-        """Return whether any rank said yes to question `number`, counted from 1.
+        """Return True if any rank said yes to question `number`, counted from 1.
 
-        Answers before that one were not wanted any more, as when a `fit` ends before its data does.
+        Skips answers to earlier questions that nobody waited for, as when a `fit` ends before its data does.
         """
         while True:
             heard = {rank: bytearray(1) for rank in self._others}
@@ -239,13 +239,16 @@ class EarlyVotes:
 
 
 def _kind(exchange: int, numbers: Array) -> int:
-    """Return what is exchanged and how, as one number: ranks that differ would take each other's numbers for others."""
+    """Return a number for the kind of exchange and its type.
+
+    Ranks that disagree on it would misread each other's data.
+    """
     return exchange << 16 | ord(numbers.dtype.kind) << 8 | numbers.dtype.itemsize & 0xFF
 
 
 def _flat(array: Array) -> Array:
-    """The same memory as a row."""
-    if not array.flags.c_contiguous:  # a copy would be exchanged, and the array stay unchanged
+    """Return the same memory as one row."""
+    if not array.flags.c_contiguous:  # `reshape` would make a copy, and the array would stay unchanged
         raise ValueError(
             f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place: its numbers "
             "are not next to each other. Pass `numpy.ascontiguousarray(array)`."

@@ -1,4 +1,4 @@
-"""Horovod with Gloo: the workers connect through Horovod's rendezvous server, which rank 0 opens, without `mpirun`."""
+"""Horovod with Gloo. The workers connect through Horovod's rendezvous server on rank 0, without `mpirun`."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
-_SCOPE = "raysgd"  # our corner of the rendezvous server, beside those that Horovod uses itself
-_LONGEST_STALL_WARNING_S = 60  # Horovod's own
+_SCOPE = "raysgd"  # our keys on the rendezvous server, separate from Horovod's own
+_LONGEST_STALL_WARNING_S = 60  # Horovod's default
 
-# What Horovod says when the ranks are connected but ask for different things, which is a mistake in a program. Matched
-# in lower case; all else that it raises from a collective means that the group is broken.
+# Horovod's messages if connected ranks ask for different things, which is a mistake in a program. Compared in lower
+# case. Any other error of a collective means that the group is broken.
 _MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero tried to ", "not supported with join")
 
 
 class RendezvousFailed(RuntimeError):
-    """The ranks did not find each other; raised by `join` only."""
+    """The ranks did not find each other. Raised by `join` only."""
 
 
 @dataclass
 class HorovodConnection(Connection):
-    """Horovod, initialized over all ranks; also for a single one, so that `hvd.rank()` works in user code.
+    """Horovod, initialized over all ranks. Also for a single rank, so that `hvd.rank()` works in user code.
 
-    What it sets up are environment variables that Horovod reads, and its own they stay: whatever else the user set to
-    tune Horovod is left alone.
+    It sets environment variables that Horovod reads, except those that the user has set to tune Horovod.
 
     Attributes:
-        timeout_s: How long a collective may wait for the other ranks before it raises. Horovod counts whole seconds,
-            and looks four times in this time, or each minute, so it may take half as long again.
-        start_timeout_s: How long ranks that are there wait for those that are to come; None for as long as that.
-        interfaces: The network interfaces that may be used: each node takes the first that it has. Empty for the one
-            through which rank 0 is reached.
+        timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds and
+            checks four times in this period, at least once a minute, so it may take half as long again.
+        start_timeout_s: How long ranks wait for others at the start; None for `timeout_s`.
+        interfaces: The network interfaces that may be used. Each node takes the first that it has. Empty for the one
+            that leads to rank 0.
     """
 
     timeout_s: float = 1800.0
@@ -59,14 +58,14 @@ class HorovodConnection(Connection):
     _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as its settings. The one of the driver may have been interrupted in a group that is no more."""
+        """Pickle only the settings, because the driver's copy may have been interrupted in an earlier group."""
         return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
 
     def load(self) -> None:
         """Import Horovod.
 
         Raises:
-            ImportError: It is missing, or does not fit the PyTorch that is here.
+            ImportError: Horovod is missing, or does not fit the installed PyTorch.
         """
         self.load_in_driver()
         defer_compiler()
@@ -79,7 +78,7 @@ class HorovodConnection(Connection):
         return True
 
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Open Horovod's rendezvous server on rank 0; no other rank listens before `hvd.init`."""
+        """Open Horovod's rendezvous server on rank 0. The other ranks listen only from `hvd.init` on."""
         self._is_interrupted = False
         if rank:
             return 0
@@ -87,11 +86,11 @@ class HorovodConnection(Connection):
         return port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Initialize Horovod, also for a single rank.
+        """Initialize Horovod, even for a single rank.
 
         Raises:
-            RuntimeError: If this process has initialized Horovod already, which then belongs to someone else.
-            ValueError: If this node has none of the interfaces.
+            RuntimeError: Other code in this process has already initialized Horovod.
+            ValueError: This node has none of the interfaces.
         """
         hvd = import_horovod()
         if hvd.is_initialized():
@@ -108,7 +107,7 @@ class HorovodConnection(Connection):
             raise RendezvousFailed(f"Horovod could not connect {world.size} ranks: see its message above.") from error
 
     def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
-        """Wait until all ranks are here: what follows cannot be interrupted. Return this rank's crossing."""
+        """Wait until all ranks are here, because `hvd.init` cannot be interrupted. Return this rank's crossing."""
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
@@ -133,10 +132,10 @@ class HorovodConnection(Connection):
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        self._close_server()  # an `hvd.init` that is still looking for ranks gives up when the server is gone
+        self._close_server()  # makes an `hvd.init` give up that is still looking for ranks
 
     def leave(self) -> None:
-        if self._has_joined:  # Horovod that other code initialized is not ours to end
+        if self._has_joined:  # do not end a Horovod that other code initialized
             import_horovod().shutdown()
         self._has_joined = False
         self._close_server()
@@ -157,7 +156,7 @@ class HorovodConnection(Connection):
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return whether an exception means that the group is broken."""
+    """Return True if an exception means that the group is broken."""
     from horovod.common.exceptions import HorovodInternalError
 
     if isinstance(error, RendezvousFailed):
@@ -167,19 +166,19 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def import_horovod() -> Any:
-    """Horovod for PyTorch.
+    """Return Horovod's module for PyTorch.
 
     Raises:
-        ImportError: It is missing, then of the class `ModuleNotFoundError`, or does not fit the PyTorch that is here;
-            the message has the command that helps.
+        ImportError: Horovod is missing (then a `ModuleNotFoundError`), or does not fit the installed PyTorch. The
+            message has the command to install it.
     """
     try:
         import horovod.torch as hvd
-    except Exception as error:  # one that was built for another PyTorch fails in its own way
+    except Exception as error:  # a Horovod built for another PyTorch may fail in any way
         is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod"
         reason = "which is not installed" if is_missing else f"which fails to load ({type(error).__name__}: {error})"
         raise _unusable(reason, ModuleNotFoundError if is_missing else ImportError) from error
-    if not hasattr(hvd, "init"):  # without its library the package imports all the same
+    if not hasattr(hvd, "init"):  # the package can be imported even without its library
         raise _unusable("which was installed without its PyTorch part")
     return hvd
 
@@ -193,7 +192,7 @@ def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> Impo
 
 
 def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Give each rank its number, and their count, among the ranks that are the same one on their nodes."""
+    """Return each rank's cross rank and cross size: its place among the ranks with its local rank, and their number."""
     answer = []
     for node_rank, local_rank in places:
         nodes = sorted(other_node for other_node, other_local in places if other_local == local_rank)
@@ -202,7 +201,7 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
-    """The variables that tell Horovod who this rank is and where the others are to be found."""
+    """Return the variables that tell Horovod which rank this is and where the others are."""
     return {
         "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
         "HOROVOD_RANK": str(world.rank),
@@ -219,7 +218,7 @@ def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> di
 
 
 def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which Horovod keeps our timeout and interface, but for those that the user set."""
+    """Return the variables that give Horovod our timeout and interface, except those that the user set."""
     seconds = max(1, math.ceil(timeout_s))
     wanted = {
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
@@ -232,7 +231,7 @@ def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, st
 
 
 def first_of(interfaces: Sequence[str]) -> str:
-    """The first of these network interfaces that this machine has.
+    """Return the first of these network interfaces that this machine has.
 
     Raises:
         ValueError: It has none of them.
@@ -248,7 +247,7 @@ def first_of(interfaces: Sequence[str]) -> str:
 
 
 def _interface_towards(address: str) -> str | None:
-    """The network interface through which this machine reaches `address`; None if it cannot be told."""
+    """Return the network interface through which this machine reaches `address`; None if unknown."""
     import psutil
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
@@ -264,13 +263,13 @@ def _interface_towards(address: str) -> str | None:
 
 
 def _start_server(host: str) -> tuple[int, Callable[[], None]]:
-    """Start Horovod's rendezvous server in a thread; return its port, and what ends it.
+    """Start Horovod's rendezvous server in a thread. Return its port and a function that ends it.
 
-    Who reaches it may read and write what ranks tell there.
+    Any process that reaches the server can read and write the values on it.
     """
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    # Horovod gives a client 3 s to send its request, which is not enough for a worker on a machine that is busy.
+    # Horovod gives a client 3 s to send its request. On a busy machine a worker may need longer.
     handler = type("PatientHandler", (RendezvousHandler,), {"timeout": _REQUEST_TIMEOUT_S})
 
     def bind(server: Any) -> None:
@@ -278,10 +277,10 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
         server.socket = listen_at(host)
         server.server_address = server.socket.getsockname()
 
-    # Its own way to bind also looks the name of the machine up.
+    # Horovod's own bind would also look up the name of the machine.
     kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
     server: Any = kind((host, 0), handler, 0)
-    server.daemon_threads = True  # a stuck client holds nothing up
+    server.daemon_threads = True  # a stuck client does not block the end
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
 
@@ -294,12 +293,12 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
 
 
 def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
-    """Write a value in our corner of the rendezvous server."""
+    """Write a value under our scope of the rendezvous server."""
     _request(rendezvous, "PUT", key, json.dumps(value))
 
 
 def _get(rendezvous: Rendezvous, key: str) -> Any:
-    """Return a value from there; None if there is none yet."""
+    """Return a value under our scope; None if there is none yet."""
     status, body = _request(rendezvous, "GET", key)
     return json.loads(body) if status == http.HTTPStatus.OK else None
 

@@ -1,9 +1,8 @@
-"""Connections of TensorFlow replicas, by sockets of raysgd's own.
+"""Connections between TensorFlow replicas, over sockets of our own.
 
-Each worker of a group of several has `TF_CONFIG`, as TensorFlow documents it, so that code which reads its rank from
-there finds it.
+In a group of several workers, each has `TF_CONFIG` as TensorFlow documents it, for code that reads its rank there.
 
-Why there is a group beside TensorFlow: ADR 31.
+ADR 31 explains why TensorFlow's own groups are not used.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _TF_CONFIG = "TF_CONFIG"
 
 @dataclass
 class TensorFlowConnection(Connection):
-    """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own.
+    """Connects replicas that each run a separate TensorFlow, and exchange numbers over our own sockets.
 
     Attributes:
         variables: Environment variables to set in remote workers before TensorFlow is imported.
         timeout_s: How long to wait for the other ranks.
-        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
+        form_timeout_s: How long ranks may take to form a group, at most `timeout_s`.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +60,7 @@ class TensorFlowConnection(Connection):
         """Connect to all other ranks. A group of one rank needs no connections.
 
         Raises:
-            RuntimeError: This process is in another group.
+            RuntimeError: This process is already in another group.
         """
         global _JOINED
         if not world.is_distributed:
@@ -75,7 +74,7 @@ class TensorFlowConnection(Connection):
         deadline = Deadline(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
         lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
         self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
-        deadline.check()  # an interrupt that came before there was anything to cut
+        deadline.check()  # catch an interrupt that came before there was anything to cut
         addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
         os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
         gradients, votes = self._lanes
@@ -102,27 +101,27 @@ class TensorFlowConnection(Connection):
 
 
 _JOINED: tuple[Group, EarlyVotes] | None = None
-"""What exchanges gradients, metrics and states; and the votes on which ranks have data left, asked meanwhile."""
+"""The group for gradients, metrics and states; and the votes on which ranks have data left, held in the background."""
 
 
 def group_of(world: World) -> Group:
-    """Return what a rank at this place exchanges gradients through, in the group that this process joined.
+    """Return the group that this process joined, for a rank at this place.
 
-    Before it has joined one, as a worker that is made ready to step in, it is alone wherever its place will be.
+    A standby worker has not joined one yet. It gets a group of its own, whatever its place will be.
     """
     return _JOINED[0] if world.is_distributed and _JOINED is not None else Group(World(0, 1))
 
 
 def votes() -> EarlyVotes:
-    """The votes of the group that this process joined as one of several ranks."""
+    """Return the votes of the group that this process joined. There have to be several ranks."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED[1]
 
 
 def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
-    """Import TensorFlow, in a process of our own with these variables set and its threads limited.
+    """Import TensorFlow. In a worker process, set these variables and limit the threads.
 
-    `num_threads` is None in the driver, whose environment and threads are the user's business.
+    In the driver, whose environment and threads belong to the user, `num_threads` is None.
     """
     if num_threads is None:
         import tensorflow  # noqa: F401
@@ -133,14 +132,14 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
 
     try:
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
-        # One more, because an operation that waits for the other ranks holds a thread.
+        # One more thread, because an operation that waits for other ranks holds one.
         tf.config.threading.set_inter_op_parallelism_threads(num_threads + 1)
-    except RuntimeError:  # the user's hook has used TensorFlow already
+    except RuntimeError:  # the user's hook has already used TensorFlow
         return
 
 
 def cluster_of(addresses: Sequence[str], rank: int) -> str:
-    """The value of `TF_CONFIG` for one worker.
+    """Return the value of `TF_CONFIG` for one worker.
 
     >>> cluster_of(["a:1"], 0)
     '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -149,5 +148,5 @@ def cluster_of(addresses: Sequence[str], rank: int) -> str:
 
 
 def keras_of_driver() -> dict[str, str]:
-    """The driver's choice of Keras, which workers have to know before they import TensorFlow."""
+    """Return the variables that choose Keras in the driver. Workers need them before they import TensorFlow."""
     return {name: os.environ[name] for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND") if name in os.environ}

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
 _ABORT_S = 60.0
-_FORM_BESIDE_S = 6.0  # all ranks were there a moment before; gloo waits five times as long for one to connect
+_FORM_BESIDE_S = 6.0  # all ranks were there a moment ago, so a fifth of gloo's own limit is enough
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError of PyTorch's own.
+# Messages of the transports if a peer is gone. Compared in lower case with a RuntimeError that PyTorch raised.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -57,9 +57,9 @@ class TorchConnection(Connection):
 
     Attributes:
         transport: "gloo" or "nccl".
-        timeout_s: How long a collective may wait for the other ranks before it raises.
-        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
-        joins_alone: Whether to form a group also of a single rank, which others may join later.
+        timeout_s: How long a collective may wait for other ranks before it raises.
+        form_timeout_s: How long ranks may take to form a group, at most `timeout_s`.
+        joins_alone: True to form a group even for a single rank, which others may join later.
     """
 
     transport: str = "gloo"
@@ -68,7 +68,7 @@ class TorchConnection(Connection):
     joins_alone: bool = False
     _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _board: Board | None = field(default=None, repr=False, compare=False)
-    _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
+    _store: Any = field(default=None, repr=False, compare=False)  # kept alive, because C++ calls its Python methods
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _gloo: GlooConnections | None = field(default=None, repr=False, compare=False)
@@ -90,7 +90,7 @@ class TorchConnection(Connection):
         import torch.distributed  # noqa: F401
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
-        """Choose the GPU by its ordinal in this process. `CUDA_VISIBLE_DEVICES` stays: CUDA may have read it before.
+        """Choose the GPU by its ordinal in this process, because CUDA may have read `CUDA_VISIBLE_DEVICES` already.
 
         Raises:
             RuntimeError: This process cannot see the GPU.
@@ -113,7 +113,7 @@ class TorchConnection(Connection):
         """Form the default process group.
 
         Raises:
-            RuntimeError: If this process has a default process group already, which then belongs to someone else.
+            RuntimeError: Other code in this process has already formed a default process group.
         """
         if not (world.is_distributed or even_alone or self.joins_alone):
             return
@@ -129,13 +129,13 @@ class TorchConnection(Connection):
         deadline = self._deadline()
         self._store = store = self._connect(rendezvous, world, deadline)
         self._has_joined, self._is_cut = True, False
-        timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
+        timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo cannot change it later
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
-            store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
+            store.longest_wait_s = math.inf  # the group has formed, and later waits may take long
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
-            deadline.check()  # an interrupt that came before there was anything to cut
+            deadline.check()  # catch an interrupt that came before there was anything to cut
             assert self._gloo is not None
             self._gloo.look()
         self._is_formed = True
@@ -146,7 +146,7 @@ class TorchConnection(Connection):
         return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
 
     def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
-        """Connect to the other ranks; return the store that all share."""
+        """Connect to the other ranks. Return the store that all of them share."""
         if not world.is_distributed:
             return _c10d("HashStore")()
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
@@ -167,7 +167,7 @@ class TorchConnection(Connection):
         return self._store_of_rank_0(rendezvous, world, self._board)
 
     def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
-        """PyTorch's own: NCCL's threads ask it for things that Python must not be asked while a process ends."""
+        """Return a store of PyTorch's own. NCCL's threads would call a store in Python while the process ends."""
         host = rendezvous.address
         options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
         if world.rank == 0:
@@ -180,7 +180,7 @@ class TorchConnection(Connection):
         return _c10d("TCPStore")(host, port, is_master=False, **options)
 
     def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
-        """Say something to all ranks; return what each of them says, by rank."""
+        """Send a word to all ranks. Return the words of all ranks, by rank."""
         assert self._board is not None
         self._board.put(f"{topic}/{world.rank}", word)
         return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
@@ -188,8 +188,8 @@ class TorchConnection(Connection):
     def _see_gpus_of_node(self, world: World) -> None:
         """Let this process see the GPUs of all workers on its node, and compute on its own.
 
-        Workers that see one GPU each cannot reach one another's memory, which NCCL then does by detours, or not at all.
-        It needs CUDA not to have looked at the variable yet; where it has, everything stays as it was.
+        Workers that see only one GPU each cannot reach each other's GPU memory, so NCCL takes detours or fails. Has an
+        effect only if CUDA has not read the variable yet.
         """
         import torch
 
@@ -210,27 +210,27 @@ class TorchConnection(Connection):
             torch.cuda.set_device(0)
 
     def new_group_beside(self, form_timeout_s: float | None = None) -> Any:
-        """Another group of all ranks, over gloo; `interrupt` ends what waits in it, too. All ranks have to ask.
+        """Form another group of all ranks, over gloo. All ranks have to call this. `interrupt` also ends waits in it.
 
         Args:
-            form_timeout_s: How long a rank waits for one that died while the group forms, which nothing else ends. It
-                is also the time-out of the group; None for that of the default group.
+            form_timeout_s: How long a rank waits for one that dies while the group forms, which nothing else ends. It
+                is also the timeout of the group. None for that of the default group.
         """
         import torch.distributed as dist
 
         if self._group is not None:
-            self._group.add_up(np.zeros(1))  # all ranks come at the same time, or learn here that one is gone
+            self._group.add_up(np.zeros(1))  # waits for all ranks, or raises here if one is gone
         before = open_sockets() if self.transport != "gloo" else {}
         if self._gloo is not None:
-            self._gloo.found = None  # also what is about to be opened can be cut
+            self._gloo.found = None  # so that the sockets about to be opened can be cut, too
         timeout = None if form_timeout_s is None else datetime.timedelta(seconds=form_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
         self._beside.append(group)
         if self._gloo is not None:
-            if self.transport != "gloo":  # gloo told it to PyTorch's own store
+            if self.transport != "gloo":  # gloo wrote its addresses to PyTorch's own store
                 self._tell_where_gloo_listens(opened_since(before)[1])
             self._gloo.look()
-        if self._is_cut:  # meanwhile, by another thread
+        if self._is_cut:  # by another thread in the meantime
             self._cut()
         return group
 
@@ -245,7 +245,10 @@ class TorchConnection(Connection):
         self._cut()
 
     def give_up(self, error: BaseException) -> None:
-        """End the mesh and the board, where all ranks see it; and gloo, if the error is not of the mesh: ADR 55."""
+        """End the mesh and the board, which all ranks notice.
+
+        Cut gloo too, unless the error came from the mesh: ADR 55.
+        """
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
             self._end_exchanges()
@@ -270,13 +273,13 @@ class TorchConnection(Connection):
 
     @property
     def is_broken(self) -> bool:
-        """True if a connection to another rank has ended; not all of them are known."""
+        """True if a connection to another rank is known to have ended. Some connections are not known."""
         is_mesh_broken = self._mesh is not None and self._mesh.is_broken
         is_gloo_broken = self._gloo is not None and not self._gloo.are_open
         return self._is_cut or is_mesh_broken or is_gloo_broken
 
     def leave_for_another(self) -> None:
-        """Leave gloo's connections as they are for a moment, where no rank waits in them: ADR 55."""
+        """Leave the group, but cut gloo's connections a little later if no rank waits in them: ADR 55."""
         import torch.distributed as dist
 
         if self.transport == "gloo" and self._is_formed and not self._is_cut:
@@ -285,10 +288,10 @@ class TorchConnection(Connection):
         self._leave()
 
     def _end_later(self, groups: list[Any]) -> DelayedCalls:
-        """End gloo's connections, and then let the groups go."""
+        """Cut gloo's connections later, and then release the groups."""
 
         def let_go() -> None:
-            time.sleep(_SETTLE_S)  # why: see `end_process_group`
+            time.sleep(_SETTLE_S)  # see `end_process_group`
             groups.clear()
 
         gloo, self._gloo = self._gloo, None
@@ -308,10 +311,10 @@ class TorchConnection(Connection):
         self._cut()
         if self._aborting is not None:
             self._aborting.join(_ABORT_S)
-            if self._aborting.is_alive():  # it would hold up the others for ever, and still give signs of life
+            if self._aborting.is_alive():  # otherwise others would wait forever for it, because it answers heartbeats
                 raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
             self._aborting = None
-        if self._has_joined:  # another group in this process is not ours to end
+        if self._has_joined:  # do not end a group that other code formed
             end_process_group()
         for part in (self._mesh, self._board, self._endpoint):
             if part is not None:
@@ -330,7 +333,7 @@ class TorchConnection(Connection):
         return min(self.form_timeout_s, self.timeout_s)
 
     def _choose_interface(self, rendezvous: Rendezvous) -> None:
-        """Loopback for gloo on a single node, and waiting collectives for NCCL, unless the user chose."""
+        """Choose loopback for gloo on a single node, and blocking waits for NCCL, unless the user chose."""
         if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
             self._set_variable("GLOO_SOCKET_IFNAME", "lo")
         if self.transport == "nccl":
@@ -342,23 +345,23 @@ class TorchConnection(Connection):
             self._own_variables.append(name)
 
 
-_joined: TorchConnection | None = None  # the one whose group is the default group, of which a process has one
+_joined: TorchConnection | None = None  # the connection of this process's default group
 
 
 def exchanges_at_once() -> Group | None:
-    """Return what sums in this group may go through: quicker than gloo, where one waits for them. Or None."""
+    """Return the group through which sums are faster than with gloo if the caller waits for them; None without one."""
     return None if _joined is None else _joined._group
 
 
 def new_group_beside() -> Any:
-    """Another group of all ranks, over gloo, beside the default group of this process; all ranks have to ask."""
+    """Return another group of all ranks, over gloo, in addition to the default group. All ranks have to call this."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo") if _joined is None else _joined.new_group_beside()
 
 
 def summation_beside() -> Callable[[Any], Any]:
-    """Return a function that starts a sum over all ranks in such a group and returns its work; all have to ask."""
+    """Return a function that starts a sum over all ranks in such a group, and returns its work. All have to call it."""
     import torch.distributed as dist
 
     if _joined is None:
@@ -370,24 +373,24 @@ def summation_beside() -> Callable[[Any], Any]:
 
 
 def board_of_group() -> Board:
-    """The board of the group that this process joined: all who write there have proved who they are."""
+    """Return the board of the group that this process joined. Only ranks of the group can write on it."""
     assert _joined is not None, "no group was joined"
     assert _joined._board is not None, "a rank that is alone has no other rank to write to"
     return _joined._board
 
 
 def is_group_broken() -> bool:
-    """Return whether the default group of this process, formed by `TorchConnection`, lost a known connection."""
+    """Return True if the default group, formed by `TorchConnection`, is known to have lost a connection."""
     return _joined is not None and _joined.is_broken
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return whether an exception raised by a collective means that the group is broken."""
+    """Return True if an exception of a collective means that the group is broken."""
     import torch.distributed as dist
 
-    for link in with_causes(error):  # user code may have put its own words before PyTorch's
+    for link in with_causes(error):  # user code may have wrapped PyTorch's error
         text = str(link).lower()
-        if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # such as two ranks on one GPU
+        if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # for example two ranks on one GPU
             return False
         if isinstance(link, dist.DistError | ConnectFailed | MeshBroken):
             return True
@@ -399,14 +402,14 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def _c10d(name: str) -> Any:
-    """A class of PyTorch's that its type stubs do not tell of."""
+    """Return a class of PyTorch that its type stubs lack."""
     from torch import distributed
 
     return vars(distributed)[name]
 
 
 def _abort_process_group() -> None:
-    """End the kernels of a broken NCCL group, which would hold the device for ever."""
+    """Stop the kernels of a broken NCCL group, which would occupy the device forever."""
     import torch.distributed as dist
 
     group = dist.group.WORLD
@@ -415,33 +418,33 @@ def _abort_process_group() -> None:
 
 
 def end_process_group() -> None:
-    """Leave the default group. Where forming it failed, PyTorch forgets that it has tried.
+    """Leave the default group. If it could not be formed, make PyTorch forget the attempt.
 
-    It numbers groups, and ranks find each other by the number. Without this, a rank whose attempt failed would wait in
-    the next group for ranks that failed before they had begun to form this one, and count one less.
+    PyTorch numbers its groups, and ranks find each other by the number. Otherwise a rank whose attempt failed would
+    count one more than a rank that failed before it began, and they would wait for each other in the next group.
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized():  # leaving a group resets the number
+    if not dist.is_initialized():  # form and leave a group of one, which resets the number
         dist.init_process_group("gloo", store=_c10d("HashStore")(), rank=0, world_size=1)
-    # What takes the group down waits for its threads and holds the interpreter's lock meanwhile, which a thread that is
-    # not quite done with the last collective may need in order to give a tensor back: let it have the lock first.
+    # PyTorch holds the GIL while it waits for the group's threads. A thread that is not quite done with the last
+    # collective may need the GIL to release a tensor, so give it some time.
     time.sleep(_SETTLE_S)
     try:
         dist.destroy_process_group()
-    except RuntimeError as error:  # a broken group cannot say goodbye
+    except RuntimeError as error:  # it may raise if the group is broken
         logger.debug("leaving a broken group: %s", error)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs
 
-# An id of a GPU is a number or a name such as `GPU-8932f937`. CUDA counts the GPUs that a process may see in the order
-# of the list in `CUDA_VISIBLE_DEVICES`; without a list it counts all of the machine. Why a worker sees all GPUs of its
-# node's workers: ADR 55.
+# The ID of a GPU is a number or a name such as `GPU-8932f937`. CUDA counts the GPUs that a process may see in the order
+# of `CUDA_VISIBLE_DEVICES`, or all GPUs of the machine if that is not set. ADR 55 explains why a worker sees all GPUs
+# of the workers on its node.
 
 
 def ordinal_of(gpu_id: str, visible: str | None) -> int:
-    """The ordinal of a GPU in a process, given the process's list; None or an empty list means all of the machine.
+    """Return the ordinal of a GPU in a process that sees these GPUs. None or an empty list means all of the machine.
 
     Raises:
         RuntimeError: The process cannot see that GPU.
@@ -462,18 +465,18 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
 
 def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
-    """The list with which a worker sees the GPUs of all workers of its node, and the ordinal of its first one.
+    """Return the list with which a worker sees the GPUs of all workers on its node, and the ordinal of its first GPU.
 
     Args:
         own: The worker's list.
-        of_node: The lists of all workers of the node, in the order of their local ranks.
+        of_node: The lists of all workers on the node, in the order of local ranks.
 
     Examples:
         >>> visible_to_all("2", ["0", "2"])
         ('0,2', 1)
     """
     if not own or not all(of_node):
-        return own, 0  # a process sees all GPUs of the machine, or none: there is nothing to add up
+        return own, 0  # a process sees all GPUs or none, so there is nothing to join
     union = list(dict.fromkeys(identity for listed in of_node for identity in _ids(listed)))
     return ",".join(union), union.index(_ids(own)[0])
 

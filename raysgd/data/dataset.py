@@ -1,4 +1,4 @@
-"""`Dataset`: samples from anywhere, in batches that are dealt to the workers."""
+"""`Dataset`: samples from anywhere, in batches that are divided over the workers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ logger = logging.getLogger(__name__)
 
 
 class Dataset:
-    """Samples in batches, for `TorchTrainer.train(dataset=...)`. Their batches are dealt to the workers one by one.
+    """Samples in batches, for `TorchTrainer.train(dataset=...)`. The workers take turns at the batches.
 
-    What you pass as a list or another iterable repeats without end, so give `num_steps` to `train`: an epoch over
-    `len(data)` samples has `len(data) / (num_workers * batch_size)` steps. A call of `train` goes on where the last one
-    with the same dataset stopped. After a failure it begins with the first sample.
+    A list or another iterable repeats without end, so pass `num_steps` to `train`: an epoch over `len(data)` samples
+    has `len(data) / (num_workers * batch_size)` steps. A call of `train` continues where the last one with the same
+    dataset stopped. After a failure it begins with the first sample.
 
     Args:
-        data: An iterable that can be iterated over again and again, a function without arguments that returns an
-            iterable, or a `ParallelIterator`.
+        data: An iterable that can be iterated repeatedly, a function without arguments that returns an iterable, or a
+            `ParallelIterator`.
         batch_size: Samples for each worker in each step.
-        download_func: Makes a pair of input and label of each item. Without, the items are such pairs.
-        max_concurrency: How many of its calls may run at a time in a worker, in threads; 0 leaves the number open.
+        download_func: Converts an item to a pair of input and label. Without it, the items must be such pairs.
+        max_concurrency: Maximum number of its concurrent calls in a worker, in threads; 0 for no limit.
         transform: Called with each input, in the worker.
 
     Attributes:
-        iter: The parallel iterator of the batches, lists of pairs.
+        iter: The parallel iterator of the batches, which are lists of pairs.
 
     Raises:
-        TypeError: `data` cannot be iterated over.
-        InvalidCountError: `batch_size` is not a positive number.
+        TypeError: `data` cannot be iterated.
+        InvalidCountError: `batch_size` is not a positive integer.
 
     Examples:
         >>> dataset = Dataset([(1, 2), (3, 4), (5, 6)], batch_size=2)
@@ -43,7 +43,7 @@ class Dataset:
     """
 
     keeps_position = True
-    """Workers go on with their shards in the next call of `train`."""
+    """Workers continue with their shards in the next call of `train`."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class Dataset:
         self.iter = items.batch(self.batch_size)
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Deal the batches to so many shards. A trainer calls this with the number of its workers."""
+        """Divide the batches over so many shards. A trainer calls this with its number of workers."""
         if num_shards != self.iter.num_shards():
             logger.info("dividing a dataset over %s shards instead of %s", num_shards, self.iter.num_shards())
             self.iter = self.iter.repartition(num_shards)
 
     def get_shard(self, i: int) -> LocalIterator:
-        """The batches of one worker, which can travel to it.
+        """Return the batches of one worker, which can be pickled.
 
         Raises:
-            AssertionError: There are not so many shards.
+            AssertionError: There is no such shard.
         """
         num_shards = self.iter.num_shards()
         assert 0 <= i < num_shards, f"`get_shard({i})`: there are {num_shards} shards; call `set_num_shards` first."

@@ -1,6 +1,6 @@
-"""The calls of a detached trainer: they take turns, each happens once, and its answer stays until a program has it.
+"""The calls of a detached trainer: they take turns, each runs once, and its answer is kept until a program has it.
 
-Its journal keeps what the next process of the trainer needs to go on, in a file to which is only appended.
+A journal keeps what the next process of the trainer needs to continue, in a file that is only appended to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysgd._files import replacing
 from raysgd.detached.protocol import packed_answer
 
 OF_ITERATORS = ("draw", "close")
-_MOST_LEFT = 16  # answers to programs that are gone; of one call each, so this is a long series of crashes
+_MOST_LEFT = 16  # unclaimed answers for ended programs; one call each, so this takes a long series of crashes
 
 
 @dataclass
@@ -30,14 +30,14 @@ class LoggedCall:
     """A call of a program.
 
     Attributes:
-        token: Its number, unique among those of all programs.
+        token: Its id, unique over all programs.
         method: The method of the trainer.
-        program: The program that waits for the answer; None once that is gone, empty if no other one may have it.
-        words: The program that made it, in words.
-        answer: What it came to, packed.
-        began_at: Since when it has been running, in seconds of `time.time`; None while it waits for its turn.
-        asked: What was asked, for the next process of the trainer.
-        was_left: Whether the program that made it is gone.
+        program: The program that waits for the answer; None once it has ended; empty if no other one may have it.
+        words: Description of the program that made the call.
+        answer: The pickled outcome.
+        began_at: Start of the call, in seconds of `time.time`; None while it waits for its turn.
+        asked: The request, for the next process of the trainer.
+        was_left: True if the program that made it has ended.
     """
 
     token: str
@@ -55,10 +55,10 @@ class LoggedCall:
 
 
 class CallLog:
-    """Runs calls in a separate thread, one after the other, and keeps their answers. For any thread.
+    """Runs calls in a separate thread, one after another, and keeps their answers. Thread-safe.
 
     Args:
-        note: Called with each call and its answer, before any program can have that.
+        note: Called with each call and its answer, before any program can get the answer.
     """
 
     def __init__(self, note: Callable[[LoggedCall, bytes], None] = lambda call, answer: None) -> None:
@@ -70,7 +70,7 @@ class CallLog:
         self._interrupted: set[str] = set()
 
     def enqueue(self, call: LoggedCall, body: Callable[[], object]) -> LoggedCall:
-        """Let a call take its turn. One that is logged already is not repeated."""
+        """Add a call, which waits for its turn. A call that is already logged is not repeated."""
         with self._lock:
             if call.token in self._calls:
                 return self._calls[call.token]
@@ -79,7 +79,7 @@ class CallLog:
         return call
 
     def add_call(self, call: LoggedCall) -> None:
-        """Keep a call that has its answer."""
+        """Add a call that already has its answer."""
         self._calls[call.token] = call
 
     def _run(self, call: LoggedCall, body: Callable[[], object]) -> None:
@@ -100,12 +100,12 @@ class CallLog:
         call.answer.set_result(answer)
 
     def _end_interrupts(self) -> None:
-        """Pass no Ctrl-C on from here on: one that was sent has been raised when this returns or raises."""
+        """Stop raising Ctrl-C in the call. One that was sent has been raised by the end of this method."""
         with self._lock:
             self._interruptible = None
 
     def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call, now or when it has its turn, also one that has yet to arrive."""
+        """Raise `KeyboardInterrupt` in a call, now or at its turn, even if the call has not arrived yet."""
         with self._lock:
             self._interrupted.add(token)
             if self._interruptible is not None and self._interruptible[0] == token:
@@ -113,32 +113,32 @@ class CallLog:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
 
     def is_interrupted(self, token: str) -> bool:
-        """Return whether `KeyboardInterrupt` was to be raised in a call."""
+        """Return True if `interrupt` was called for a call."""
         return token in self._interrupted
 
     def find(self, token: str) -> LoggedCall | None:
-        """Return a call whose answer is still there."""
+        """Return a call whose answer is still kept, or None."""
         return self._calls.get(token)
 
     def confirm(self, token: str) -> None:
-        """Forget a call whose answer has arrived."""
+        """Forget a call whose answer has been received."""
         with self._lock:
             self._calls.pop(token, None)
             self._interrupted.discard(token)
 
     def running(self) -> LoggedCall | None:
-        """Return the call that has its turn."""
+        """Return the first call without an answer."""
         with self._lock:
             return next((call for call in self._calls.values() if not call.answer.done()), None)
 
     def leave(self, program: str) -> None:
-        """Note that a program is gone: its calls go on, for the next program that asks for them."""
+        """Note that a program has ended. Its calls continue, and the next program can ask for them."""
         with self._lock:
             calls = [call for call in self._calls.values() if call.program == program]
             for call in calls:
                 call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
-            if call.program == "":  # its iterator ends with the program
+            if call.program == "":  # an iterator ends with its program
                 call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()
 
@@ -157,12 +157,12 @@ class CallLog:
             return {call.program for call in self._calls.values() if call.program}
 
     def has_others(self, program: str) -> bool:
-        """Return whether other programs have calls."""
+        """Return True if other programs have calls."""
         with self._lock:
             return any(call.program not in (None, program) for call in self._calls.values())
 
     def take_over(self, program: str, given: Collection[str] = ()) -> LoggedCall | None:
-        """Return the oldest call that no program waits for, but for those `given` before; from now on this one does."""
+        """Assign the oldest call that no program waits for to this one, and return it; skip calls in `given`."""
         with self._lock:
             for call in self._calls.values():
                 if call.was_left and call.program in (None, program) and call.token not in given:
@@ -171,23 +171,23 @@ class CallLog:
         return None
 
     def await_all(self, timeout_s: float) -> None:
-        """Wait until the calls that are running have an answer."""
+        """Wait until all calls have an answer."""
         deadline = time.monotonic() + timeout_s
         while self.running() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-_MOST_WASTE = 64 * 2**20  # then what is valid is written to a new file
+_MOST_WASTE = 64 * 2**20  # in bytes; above this, the file is written again without outdated entries
 
 
 def journal_path(name: str, actor_id: str) -> Path:
-    """Return where the journal of a trainer is: among the caches of the user, which others cannot write to."""
+    """Return the path of a trainer's journal: in the user's cache folder, which others cannot write to."""
     cache = os.environ.get("RAYSGD_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/raysgd"
     return Path(cache) / "detached" / f"{name}-{actor_id}"
 
 
 class Journal:
-    """Keeps bytes by name, for the next process. For any thread.
+    """Keeps bytes by name for the next process. Thread-safe.
 
     Args:
         path: The file.
@@ -200,7 +200,7 @@ class Journal:
         self._is_ended = False
 
     def put(self, entries: Mapping[str, bytes | None]) -> None:
-        """Keep these instead of what has their names, all of them or none; None takes an entry out."""
+        """Store these entries, all of them or none, replacing older ones with the same names; None deletes an entry."""
         record = pickle.dumps(dict(entries))
         with self._lock:
             if self._is_ended:
@@ -211,7 +211,7 @@ class Journal:
                 self._write_again()
 
     def read(self) -> dict[str, bytes]:
-        """Return what there is. A record that was not written to its end does not count, and is cut off."""
+        """Return all entries. An incomplete record at the end is ignored and cut off."""
         with self._lock:
             if not self._path.exists():
                 return {}
@@ -220,7 +220,7 @@ class Journal:
             return found
 
     def discard(self) -> None:
-        """Remove the file; from now on nothing is kept."""
+        """Delete the file. From now on nothing is stored."""
         with self._lock:
             self._is_ended = True
             self._path.unlink(missing_ok=True)
@@ -231,7 +231,7 @@ class Journal:
             file.write(record)
 
     def _found(self) -> tuple[dict[str, bytes], int]:
-        """Return what is valid, and where the last whole record ends."""
+        """Return the valid entries, and the end of the last complete record."""
         found: dict[str, bytes | None] = {}
         end = 0
         with self._path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
@@ -241,7 +241,7 @@ class Journal:
         return {name: value for name, value in found.items() if value is not None}, end
 
     def _write_again(self) -> None:
-        """Write a new file with what is valid."""
+        """Write a new file with only the valid entries."""
         found, _ = self._found()
         with replacing(str(self._path)) as new:
             pickle.dump(found, new)

@@ -1,4 +1,4 @@
-"""Detached trainers of a Ray cluster: how they are named, started, found, listed, and stopped."""
+"""Detached trainers of a Ray cluster: named, started, found, listed, and stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.engine.shared.tracebacks import hides_library_frames
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # a process that dies as soon as it starts is not started for ever
+_RESTARTS = 100  # a limit, for a process that dies whenever it starts
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."
@@ -31,14 +31,14 @@ _PREFIX = actor_name("")
 
 @dataclass(frozen=True)
 class DetachedStatus:
-    """A detached trainer as it is now.
+    """The status of a detached trainer.
 
     Attributes:
-        name: To attach by.
-        trainer: The trainer in one line; "not answering" where its process is that, and nothing else is known.
-        running: The call that is running, in words; None if there is none.
-        programs: The programs that are attached, in words.
-        ends_in_s: When it ends if no one attaches; None if it does not.
+        name: The name to attach by.
+        trainer: The trainer in one line; "not answering" if its process does not answer.
+        running: Description of the running call; None if there is none.
+        programs: Descriptions of the attached programs.
+        ends_in_s: Seconds until the trainer ends if no one attaches; None if it does not.
     """
 
     name: str
@@ -69,14 +69,14 @@ def start(
 
     Args:
         trainer_cls: The class of the trainer.
-        detached: What the user passed.
-        args: For the trainer.
-        kwargs: For the trainer.
-        is_lasting: Whether its workers outlive the trainer's process, which another one then follows.
+        detached: The user's `detached` argument.
+        args: Arguments of the trainer.
+        kwargs: Keyword arguments of the trainer.
+        is_lasting: True if its workers outlive the trainer's process, which is then started again after a death.
 
     Raises:
-        ValueError: The name is no name or is in use, or an argument is wrong. Nothing was started.
-        UnpicklableError: An argument cannot be sent. Nothing was started.
+        ValueError: The name is invalid or in use, or an argument is wrong. Nothing was started.
+        UnpicklableError: An argument cannot be pickled. Nothing was started.
         RuntimeError: Ray would end with this program. Nothing was started.
     """
     settings = Detached.of(detached)
@@ -89,7 +89,7 @@ def start(
     _make_room(settings)
     try:
         actor = _new_actor(settings, is_lasting)
-    except ValueError:  # Ray's, where another program has taken the name meanwhile
+    except ValueError:  # from Ray, if another program has taken the name meanwhile
         _check_free(settings.name)
         raise
     handle = DetachedTrainer(settings.name, actor)
@@ -99,7 +99,7 @@ def start(
 
 
 def _make_room(settings: Detached) -> None:
-    """Refuse a name that is in use, or end the trainer that has it."""
+    """Check that a name is free, or end the trainer that has it."""
     if not settings.replace:
         _check_free(settings.name)
     elif (found := find(settings.name)) is not None:
@@ -107,7 +107,7 @@ def _make_room(settings: Detached) -> None:
 
 
 def _check_free(name: str) -> None:
-    """Refuse a name that is in use."""
+    """Check that a name is free."""
     if find(name) is not None:
         raise ValueError(
             f'`detached="{name}"`: there is a trainer of this name. Go on with it by `raysgd.attach("{name}")`, or end '
@@ -125,11 +125,11 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": _RESTARTS if is_lasting else 0,
-        "max_task_retries": -1 if is_lasting else 0,  # what a process that died was asked, Ray asks the next one
+        "max_task_retries": -1 if is_lasting else 0,  # Ray sends open requests again to the next process
     }
     if settings.resources:
         options["resources"] = dict(settings.resources)
-    else:  # so files are written where the program expects them
+    else:  # the program's node, so that files are written where the user expects them
         node = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
     plain = replace(settings, replace=False)
@@ -143,9 +143,9 @@ def attach(name: str) -> DetachedTrainer:
         name: Its name.
 
     Raises:
-        UnknownTrainerError: There is no such trainer; a `LookupError`. The message says which there are.
+        UnknownTrainerError: There is no such trainer; a `LookupError`. The message lists those that exist.
         TrainerLostError: It is not answering, or has just ended.
-        RuntimeError: The trainer has another version of raysgd, or there is no Ray to look for it in.
+        RuntimeError: The trainer has another version of raysgd, or there is no Ray cluster.
     """
     import ray
 
@@ -189,18 +189,18 @@ def _status(name: str, reference: Any) -> DetachedStatus:
 
 
 def stop(name: str, *, force: bool = False) -> str:
-    """End a detached trainer and its process, whatever it does. One that is idle is saved in its folder before.
+    """End a detached trainer and its process, whatever it is doing. An idle trainer is first saved in its folder.
 
     Args:
         name: Its name.
-        force: Kill its process at once. Nothing is saved, and its answer and the end of its workers are not waited for.
+        force: True to kill its process at once, without saving it or waiting for its answer and the end of its workers.
 
     Returns:
-        What became of its state, in words; nothing where it has no folder.
+        A phrase that says what became of its state; empty if it has no folder.
 
     Raises:
         UnknownTrainerError: There is no such trainer.
-        OSError: It could not be saved, and has not ended.
+        OSError: It could not be saved, and still runs.
     """
     actor = _existing(name)
     words = "" if force else _saved(actor)
@@ -209,7 +209,7 @@ def stop(name: str, *, force: bool = False) -> str:
 
 
 def _saved(actor: Any) -> str:
-    """Let a trainer save itself, as long as that takes; return what became of it, in words."""
+    """Let a trainer save itself, however long that takes, and return a phrase that says what became of its state."""
     import ray
 
     asked = actor.save_left.remote()
@@ -221,8 +221,8 @@ def _saved(actor: Any) -> str:
 
 
 def _existing(name: str) -> Any:
-    """Return the actor of a detached trainer. Connect to Ray before."""
-    Detached(name)  # refuses what is no name
+    """Connect to Ray, and return the actor of a detached trainer."""
+    Detached(name)  # checks the name
     connect()
     actor = find(name)
     if actor is None:
@@ -249,7 +249,7 @@ def _names() -> list[str]:
 
 
 def connect() -> None:
-    """Connect to a Ray that outlives this program.
+    """Connect to a Ray cluster that outlives this program.
 
     Raises:
         RuntimeError: There is none, or the one that this program uses would end with it.
@@ -266,6 +266,6 @@ def connect() -> None:
 
 
 def _ends_with_program() -> bool:
-    """Return whether this process has started Ray. Ray keeps that private; without it, it has not."""
+    """Return True if this process has started Ray. Assume not if Ray hides that."""
     node = find_name("ray._private.worker:_global_node")
     return node is not None and bool(node.is_head())

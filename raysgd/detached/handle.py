@@ -1,4 +1,4 @@
-"""The handle on a detached trainer: it has the trainer's methods and attributes, and each call goes to its process."""
+"""The handle on a detached trainer: it has the trainer's methods and attributes, and calls go to its process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from raysgd.engine.shared.tracebacks import hide_library_frames, hides_library_f
 from raysgd.engine.worker import SentData
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
-ANSWER_S = 20.0  # a detached trainer that answers nothing for so long is not answering, whatever was asked
-_BRIEF_S = 0.2  # a call that takes no longer needs no news
+ANSWER_S = 20.0  # a detached trainer that answers no request for this long is not answering
+_BRIEF_S = 0.2  # while a call takes no longer than this, no output is fetched
 _DETACH_S = 1.0
 _DATA = ("dataset", "validation_dataset")
 _NUM_KNOWN_DATA = 4
@@ -53,11 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 class DetachedTrainer:
-    """A trainer that lives in its own process, with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+    """A trainer in its own process, with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
 
-    Calls of all programs take turns. What the trainer prints appears here while you wait for a call. Ctrl-C ends the
-    call, as it ends one of a trainer in your program. A program that ends without `shutdown` leaves the trainer
-    running.
+    Calls of all programs take turns. While you wait for a call, the trainer's output appears here. Ctrl-C ends the
+    call, as it does for a trainer in your program. The trainer continues if a program ends without `shutdown`.
 
     Args:
         name: Its name.
@@ -73,14 +72,14 @@ class DetachedTrainer:
         self._help: dict[str, str] = {}
         self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
-        self._presence = actor.stay.remote(self._program)  # has no answer while this program lives
+        self._presence = actor.stay.remote(self._program)  # not answered as long as this program lives
         self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = end_with(self, _detach, actor, self._program, self._session)
 
     def pending(self) -> DetachedCall | None:
-        """Return a call of a program that is gone, running or ended; None if there is none.
+        """Return a call of a program that has ended, running or not; None if there is none.
 
-        Each is given out once. Its answer stays in the trainer's process until `result` has it.
+        Each call is returned once. Its answer stays in the trainer's process until you call `result`.
         """
         found = self._ask("pending", self._program, self._given)
         if found is None:
@@ -90,12 +89,12 @@ class DetachedTrainer:
         return DetachedCall(self, token, method)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the trainer and its process, and give their resources back; a second time it does nothing.
+        """End the trainer and its process, and free their resources. A second call does nothing.
 
-        A call that runs is ended, too, whichever program has made it. It raises `TrainerShutdownError`.
+        A running call is ended too, whichever program made it, and raises `TrainerShutdownError`.
 
         Args:
-            force: End the workers at once instead of letting them close first.
+            force: True to end the workers at once instead of letting them close first.
         """
         if self._is_ended:
             return
@@ -115,7 +114,7 @@ class DetachedTrainer:
         try:
             if is_answering(self._actor):
                 answer = unpacked_answer(ray.get(self._actor.end.remote(force)))
-        except RayActorError:  # it has ended by itself
+        except RayActorError:  # the trainer has already ended
             pass
         finally:
             self._is_ended = True
@@ -167,13 +166,13 @@ class DetachedTrainer:
         return f"<detached {self._name}: {known['trainer']}>"
 
     def _repr_html_(self) -> Any:
-        with suppress(TrainerLostError, TrainerShutdownError):  # a notebook then shows what `repr` returns
+        with suppress(TrainerLostError, TrainerShutdownError):  # a notebook then shows the `repr`
             return self._look("_repr_html_", True, _NO_ARGUMENTS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self._name,)
 
-    # ------------------------------------------------------------------------------------------------------- calls
+    # ------------------------------------------------------------------------------------------------------------ calls
 
     def _request(self, kind: str, name: str, arguments: bytes) -> CallRequest:
         self._check_not_ended()
@@ -190,10 +189,10 @@ class DetachedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
-        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # there it blocks: that is its turn
+        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the trainer's process it blocks, in its turn
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
-                self._ask("begin", asked)  # waits, as Ray does not keep the order of what it asks again
+                self._ask("begin", asked)  # waits, since Ray does not keep the order of repeated requests
             except KeyboardInterrupt:
                 self._actor.interrupt.remote(asked.token)
                 raise
@@ -202,7 +201,7 @@ class DetachedTrainer:
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
 
     def _as_sent(self, argument: str, data: Any) -> SentData:
-        """Return data of a call so that the trainer knows them again in a later call with the same object."""
+        """Return the data of a call with an id, by which the trainer recognizes the same object in a later call."""
         known = next((each for each in self._sent if each.data is data), None)
         if known is None:
             known = SentData(argument, data)
@@ -221,17 +220,17 @@ class DetachedTrainer:
         self._check_session()
         try:
             reply = self._wait(token, call, timeout_s)
-        except KeyboardInterrupt:  # the call raises it, in this process of the trainer or in the next one
+        except KeyboardInterrupt:  # raised by the call, in this process of the trainer or the next one
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        del call  # for Ray would ask again to have a lost reply back, and the trainer's process soon forgets the call
+        del call  # or Ray would repeat the request to restore a lost reply, when the call is already forgotten
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")
         packed, num_pieces = reply
         while (self._seen or 0) < num_pieces:
             self._show(self._ask("news", token, self._seen))
-        answer = unpacked_answer(packed)  # it stays in the trainer's process if this program cannot read it
-        self._actor.confirm.remote(token)  # is on its way before the next call, and before the program ends
+        answer = unpacked_answer(packed)  # if this program cannot read it, the answer stays in the trainer's process
+        self._actor.confirm.remote(token)  # sent before the next call, and before the program ends
         return answer
 
     def _wait(self, token: str, call: Any, timeout_s: float | None) -> tuple[bytes, int] | None:
@@ -239,7 +238,7 @@ class DetachedTrainer:
 
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
-        with suppress(ray.exceptions.GetTimeoutError):  # one look, and not a `wait` before it
+        with suppress(ray.exceptions.GetTimeoutError):  # for a short call, `get` alone is faster
             return self._get(call, brief_s)
         news, knows_other = None, False
         while time.monotonic() < deadline:
@@ -261,13 +260,13 @@ class DetachedTrainer:
         )
 
     def _show(self, news: tuple[int, list[Piece], str | None, bool]) -> str | None:
-        """Print what is new; return the call of another program that this one waits for."""
+        """Print new output. Return the call of another program that this one waits for, if any."""
         self._seen, pieces, other, _ = news
         show(pieces)
         return other
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Return what the trainer answers."""
+        """Send a request to the trainer, and return its answer."""
         from ray.exceptions import GetTimeoutError
 
         self._check_session()
@@ -279,10 +278,10 @@ class DetachedTrainer:
                 logger.warning(_SILENT, self._name, self._name)
 
     def _get(self, asked: Any, timeout_s: float | None = None) -> Any:
-        """Return an answer of the trainer. If its process dies meanwhile, Ray starts the next one and asks that.
+        """Return an answer of the trainer. If its process dies, Ray starts the next one and repeats the request.
 
         Raises:
-            TrainerLostError: There is no next one.
+            TrainerLostError: There is no next process.
             TrainerShutdownError: This program has ended the trainer.
             GetTimeoutError: There is no answer yet.
         """
@@ -310,7 +309,7 @@ class DetachedTrainer:
                 f"runs, call `ray.init(address=...)` and `raysgd.attach({self._name!r})`."
             )
 
-    # ------------------------------------------------------------------------------------------- beside the calls
+    # --------------------------------------------------------------------------------------------- in parallel to calls
 
     def _beside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._look(name, True, packed_arguments(name, args, kwargs))
@@ -320,7 +319,7 @@ class DetachedTrainer:
         return unpacked_answer(self._ask("look", name, is_method, arguments)).result()
 
     def _help_on(self, name: str) -> str:
-        """Return the help on a method of the trainer, of whatever class that is; "" for an attribute. Asks once."""
+        """Return the help text of a trainer's method, or "" for an attribute. The answer is cached."""
         self._check_not_ended()
         if name not in self._help:
             text: str | None = self._ask("help_on", name)
@@ -330,7 +329,7 @@ class DetachedTrainer:
         return self._help[name]
 
     def _follow(self) -> None:
-        """Show the output of the call that is running, until it ends."""
+        """Show the output of the running call until it ends."""
         while True:
             news = self._ask("news", None, self._seen)
             self._show(news)
@@ -340,7 +339,7 @@ class DetachedTrainer:
 
 @hide_library_frames
 class DetachedCall(CallHandle[Any]):
-    """A call that its program does not wait for, or cannot wait for any more.
+    """A call that its program does not wait for, or whose program has ended.
 
     Attributes:
         method: The method of the trainer, such as "train".
@@ -357,18 +356,18 @@ class DetachedCall(CallHandle[Any]):
             return f"<{self.method} of {self._trainer!r}>"
 
     def done(self) -> bool:
-        """Return whether the call has ended, with a result or an error."""
+        """Return True if the call has ended, with a result or an error."""
         return self._answer is not None or bool(self._trainer._ask("has_ended", self._token))
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call and return what it came to. Ctrl-C ends the call, as it would have in its program.
+        """Wait for the call and return its result. Ctrl-C ends the call, as in the program that made it.
 
         Args:
-            timeout: How many seconds to wait. None waits until the call has ended.
+            timeout: Number of seconds to wait; None to wait until the call has ended.
 
         Raises:
-            TimeoutError: The call is still running. It goes on.
-            Exception: What the call itself has raised.
+            TimeoutError: The call is still running. It continues.
+            Exception: The call raised it.
         """
         if self._answer is None:
             trainer = self._trainer
@@ -377,21 +376,21 @@ class DetachedCall(CallHandle[Any]):
 
 
 def _attached(name: str) -> DetachedTrainer:
-    """Return the handle of another process."""
+    """Return the handle on a trainer after unpickling."""
     import ray
 
     return DetachedTrainer(name, ray.get_actor(actor_name(name), NAMESPACE))
 
 
 def _this_program() -> str:
-    """Return who and where this program is, for other programs."""
-    with suppress(Exception):  # a user without a name
+    """Return user, host and process of this program, to describe it to other programs."""
+    with suppress(Exception):  # the user may have no name
         return f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _detach(actor: Any, program: str, made_in: Any) -> None:
-    """Tell the trainer that a handle is gone, also at the end of a program: what it said before has then arrived."""
+    """Tell the trainer that a handle is gone, even at the end of a program, after all earlier messages."""
     import ray
 
     if session() == made_in:
@@ -400,20 +399,20 @@ def _detach(actor: Any, program: str, made_in: Any) -> None:
 
 
 def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
-    """End a detached trainer, whatever its process does, and wait until its name is free."""
+    """End a detached trainer, whatever its process is doing, and wait until its name is free."""
     import ray
 
     ray.kill(actor)
     deadline = time.monotonic() + timeout_s
     while find(name) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    end_workers(name)  # if it has not done so: its guard gives their resources back
+    end_workers(name)  # in case it has not done so; its guard frees their resources
     if hasattr(actor, "_actor_id"):
         journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
 
 
 def is_answering(actor: Any) -> bool:
-    """Return whether a detached trainer answers in time, whatever it does."""
+    """Return True if a detached trainer answers in time, whatever it is doing."""
     import ray
 
     with suppress(ray.exceptions.RayError):
@@ -423,7 +422,7 @@ def is_answering(actor: Any) -> bool:
 
 
 def find(name: str) -> Any:
-    """Return the actor of a trainer, also of one whose process is being started again; None where there is none."""
+    """Return the actor of a trainer, even while its process restarts, or None if there is none."""
     import ray
 
     try:
@@ -433,5 +432,5 @@ def find(name: str) -> Any:
 
 
 def actor_name(name: str) -> str:
-    """Return the name of a detached trainer among Ray's actors."""
+    """Return the name of a detached trainer's actor in Ray."""
     return f"detached:{name}"

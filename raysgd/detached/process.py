@@ -1,4 +1,4 @@
-"""The actor that a trainer lives in: it takes calls from any program, and ends when no one needs it any more."""
+"""The actor of a detached trainer: it takes calls from any program, and ends when no one needs it any more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -30,12 +29,12 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
-_MOST_DEATHS = 3  # of the trainer's process at one place of a call
-_START_S = 60.0  # until then the program that starts a trainer has attached, or it is gone
+_MOST_DEATHS = 3  # of the trainer's process at the same point of a call
+_START_S = 60.0  # time for the program that starts a trainer to attach; after that it is considered gone
 _END_S = 5.0
-_CALL = "call:"  # begins the names of calls in the journal
-_PROGRAM = "program:"  # of programs that are attached
-_TAKEN = "taken:"  # of calls that `pending` has given to another program
+_CALL = "call:"  # prefix of calls in the journal
+_PROGRAM = "program:"  # prefix of attached programs
+_TAKEN = "taken:"  # prefix of calls that `pending` has given to another program
 _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
@@ -45,17 +44,17 @@ _NOT_TAKEN_UP = (*OF_ITERATORS, "epochs")
 
 @dataclass(frozen=True)
 class CallRequest:
-    """A call as it comes to the trainer's process.
+    """A call as it is sent to the trainer's process.
 
     Attributes:
-        token: Its number.
-        kind: "start" makes the trainer, "call" calls a method of it, "draw" asks an iterator for its next value,
+        token: Its id.
+        kind: "start" creates the trainer, "call" calls a method of it, "draw" gets the next value of an iterator,
             "close" ends an iterator.
-        name: The method of the trainer, or the token of the call that has made the iterator.
-        arguments: Packed.
-        program: Which program calls.
-        words: That program in words.
-        folder: The folder in which it works: relative paths are meant from there.
+        name: The method of the trainer, or the token of the call that returned the iterator.
+        arguments: The pickled arguments.
+        program: The program that calls.
+        words: Description of that program.
+        folder: Its working directory, to which paths are relative.
     """
 
     token: str
@@ -70,12 +69,12 @@ class CallRequest:
 class TrainerProcess:
     """Holds a trainer and the log of its calls.
 
-    Calls run in one thread; what is asked beside them runs in others. The loop of the actor only waits.
+    Calls run in one thread, other requests in others. The actor's event loop only waits.
 
     Args:
-        settings: Of the user.
-        log_level: From which level on the program logs.
-        is_lasting: Whether the trainer's workers outlive this process, so that the next one goes on with them.
+        settings: The user's settings.
+        log_level: The log level of the program.
+        is_lasting: True if the trainer's workers outlive this process, so that the next process continues with them.
     """
 
     def __init__(self, settings: Detached, log_level: int, is_lasting: bool) -> None:
@@ -104,17 +103,17 @@ class TrainerProcess:
             self._take_up(self._journal.read())
         threading.Thread(target=self._end_when_forgotten, name="raysgd-keep-alive", daemon=True).start()
 
-    # ------------------------------------------------------------------------------------------------- who is there
+    # ------------------------------------------------------------------------------------------------ attached programs
 
     async def stay(self, program: str) -> None:
-        """Last as long as a program is attached. The answer is the program's own, so it is lost with the program.
+        """Wait as long as a program is attached. Ray drops the request when the program ends.
 
-        Ray asks the next process again, so for a program that lives there is no answer after a death, too.
+        If this process dies, Ray sends the request to the next one, so it stays open while the program lives.
         """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
     async def attach(self, program: str, words: str, presence: list[Any]) -> None:
-        """Note that a program is attached, until `stay`, whose answer is in `presence`, ends or is lost with it."""
+        """Note that a program is attached, until the reply of its `stay` (in `presence`) arrives or is lost."""
         from ray import cloudpickle
 
         self._write(lambda: {f"{_PROGRAM}{program}": cloudpickle.dumps((words, presence[0]))})
@@ -125,7 +124,7 @@ class TrainerProcess:
         presence.future().add_done_callback(lambda answer: self._note_end(program))
 
     def _note_end(self, program: str) -> None:
-        """Note that a program is gone, as Ray says: its answer is lost then. Runs in a thread of Ray's."""
+        """Note that a program has ended: its reply is done or lost. Runs in a thread of Ray."""
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
         self._write(lambda: {f"{_PROGRAM}{program}": None})
@@ -137,11 +136,11 @@ class TrainerProcess:
         self._log.leave(program)
 
     async def detach(self, program: str) -> None:
-        """Note that a program needs the trainer no more."""
+        """Note that a program no longer needs the trainer."""
         self._leaving.setdefault(program, asyncio.Event()).set()
 
     async def describe(self) -> dict[str, Any]:
-        """Return what is known of this trainer, in plain values that programs of other versions understand."""
+        """Return facts about this trainer, in plain values that programs with other versions understand."""
         running = self._log.running()
         return {
             "name": self._settings.name,
@@ -154,7 +153,7 @@ class TrainerProcess:
         }
 
     def _ends_in_s(self) -> float | None:
-        """Return how long the trainer waits for somebody; None where it is needed, or waits for ever."""
+        """Return how long the trainer will wait for a program, or None if it is needed or waits forever."""
         keep_alive_s = self._settings.keep_alive_s if self._trainer is not None else _START_S
         if keep_alive_s is None or self._is_needed():
             return None
@@ -175,25 +174,27 @@ class TrainerProcess:
 
         try:
             self._save_left("the detached trainer was not needed any more")
-        except Exception:  # no program is there to see it; the rest must be given back
+        except Exception:  # no program is there to get it, and resources must still be freed
             logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
-        with suppress(Exception):
+        try:
             self._end_trainer()
+        except Exception:  # the process ends all the same
+            logger.exception("the workers of the detached trainer `%s` could not be ended", self._settings.name)
         self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _save_left(self, reason: str) -> str | None:
-        """Save the trainer in its folder; return where. None if it has no folder, or no file."""
+        """Save the trainer in its folder, and return the file; None if it has no folder, or saves no file."""
         place: str | None = getattr(self._trainer, "_left_file", None)
         if place is not None:
             self._trainer._save_left(reason)
         return place
 
     async def save_left(self) -> bytes:
-        """Save the trainer, which is then ended from outside, if it has a folder.
+        """Save the trainer, if it has a folder and no call is running. The caller ends it afterwards.
 
         Returns:
-            Packed: where it was saved, and the call that is running, for which it was not saved. None for neither.
+            Packed: the file, or None; and the running call that kept it from being saved, or None.
         """
         return await asyncio.to_thread(packed_answer, self._save_unless_busy)
 
@@ -203,27 +204,27 @@ class TrainerProcess:
             return None, str(running)
         return self._save_left("`raysgd stop` has ended the detached trainer"), None
 
-    # -------------------------------------------------------------------------------------------------------- calls
+    # ------------------------------------------------------------------------------------------------------------ calls
 
     async def run(self, asked: CallRequest) -> tuple[bytes, int] | None:
-        """Run a call in its turn; return what `answer` does."""
+        """Run a call in its turn, and return the result of `answer`."""
         await self.begin(asked)
         return await self.answer(asked.token)
 
     async def begin(self, asked: CallRequest) -> None:
-        """Let a call take its turn: one that is known is not repeated, and one of a program that is gone not begun."""
+        """Queue a call, unless it is already known, or its program has ended."""
         if self._log.find(asked.token) is None and asked.program in self._programs:
             if asked.kind != "start":
                 self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})
             self._log.enqueue(_logged(asked), partial(self._do, asked))
 
     def _write(self, entries: Callable[[], Mapping[str, bytes | None]]) -> None:
-        """Keep what the next process needs. Where that fails, none follows, and the training goes on."""
+        """Store what the next process needs. If that fails, training continues, but no process will follow this one."""
         if not self._is_lasting:
             return
         try:
             self._journal.put(entries())
-        except Exception as error:  # of Ray, or of an object of the user that cannot be pickled
+        except Exception as error:  # from Ray, or from a user's object that cannot be pickled
             self._is_lasting = False
             self._journal.discard()
             words = (
@@ -232,7 +233,7 @@ class TrainerProcess:
             logger.warning(words, self._settings.name, error)
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
-        """Keep an answer, and with it what the call has changed in this process."""
+        """Store an answer, together with the changes that the call made in this process."""
         if self._kept_trainer is not None and call.token == self._taken_up:
             self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked
@@ -241,7 +242,7 @@ class TrainerProcess:
 
     def _after_call(self, asked: CallRequest, answer: bytes) -> dict[str, bytes | None]:
         entries: dict[str, bytes | None] = {"fit": None}
-        if asked.kind == "start" and self._trainer is not None:  # from now on another process can go on
+        if asked.kind == "start" and self._trainer is not None:  # from now on another process can continue
             entries["start"] = pickle.dumps(asked)
         if self._kept_trainer is not None:
             entries |= self._kept_trainer.changes()
@@ -254,8 +255,8 @@ class TrainerProcess:
         self._write(lambda: {"fit": pickle.dumps(progress), **kept.changes()})
 
     def _take_up(self, kept: dict[str, bytes]) -> None:
-        """Go on where the process before this one has died: the same trainer, its workers, its calls."""
-        if "start" not in kept:  # it was not made yet, or the journal is on another node
+        """Continue where the last process died: with the same trainer, its workers and its calls."""
+        if "start" not in kept:  # the trainer was not created yet, or the journal is on another node
             outliving.end_workers(self._settings.name)
             self._settings = replace(self._settings, keep_alive_s=None)
             threading.Thread(target=self._save_and_end, daemon=True).start()
@@ -287,7 +288,7 @@ class TrainerProcess:
             self._note_program(program, *pickle.loads(kept[name]))
 
     def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
-        """Return how often the process has died in a call, with no epoch of its `fit` between."""
+        """Return how often the process has died in this call since the last epoch of its `fit`."""
         place = running.token, zlib.crc32(kept.get("fit", b""))
         former, number = pickle.loads(kept["deaths"]) if "deaths" in kept else (None, 0)
         number = number + 1 if place == former else 1
@@ -299,7 +300,7 @@ class TrainerProcess:
     def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
 
         def end() -> None:
-            """No program waits for this; those that wait for calls hear that the trainer is gone."""
+            """End the process. Programs that wait for calls learn that the trainer is gone."""
             logger.exception("the detached trainer `%s` could not be taken up", self._settings.name)
             self._save_and_end()
 
@@ -314,7 +315,7 @@ class TrainerProcess:
         raise TrainerLostError(f"The trainer's process has died in `{method}`, {why}.")
 
     async def answer(self, token: str) -> tuple[bytes, int] | None:
-        """Return the answer of a call, and how many pieces of output there are; None where a program has it already."""
+        """Return the answer of a call and the number of pieces of output, or None if another program has the answer."""
         call = self._log.find(token)
         if call is None:
             return None
@@ -322,20 +323,20 @@ class TrainerProcess:
         return answer, self._output.num_pieces()
 
     async def confirm(self, token: str) -> None:
-        """Forget a call whose answer has arrived."""
+        """Forget a call whose answer has been received."""
         self._log.confirm(token)
         self._write(lambda: {_entry(token): None, f"{_TAKEN}{token}": None})
 
     async def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call. Lasts as long as that, for Ray to ask the next process again."""
+        """Interrupt a call and wait for its end, so that Ray repeats this request if the process dies."""
         self._log.interrupt(token)
         await self.answer(token)
 
     async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
-        """Return token and method of a call whose program is gone, none of those `given` before; this one has it now.
+        """Assign a call whose program has ended, and is not in `given`, to this program. Return its token and method.
 
-        Ray tells of the death of a program some 2 s later. So that is waited for where there are calls of others. What
-        makes the trainer is no call of the user: it is waited for, and given out only if it has failed.
+        Ray reports the end of a program only after about 2 s. So this waits if other programs have calls. The call that
+        creates the trainer is not the user's: this waits for it, and assigns it only if it has failed.
         """
         call = await self._left_call(program, given)
         if call is not None and call.asked is not None and call.asked.kind == "start":
@@ -357,7 +358,7 @@ class TrainerProcess:
         return call
 
     async def has_ended(self, token: str) -> bool:
-        """Return whether a call has an answer."""
+        """Return True if a call has an answer."""
         call = self._log.find(token)
         return call is None or call.answer.done()
 
@@ -366,11 +367,11 @@ class TrainerProcess:
     ) -> tuple[int, list[Piece], str | None, bool]:
         """Wait a while for output after the first `seen` pieces, or for the end of a call.
 
-        Does not wait where another call has its turn, and the program does not know that.
+        Return at once if another call is running and the program does not know that yet.
 
         Returns:
-            How many pieces there were, those that are new, the call that has its turn if it is another one, and whether
-            the call has ended. Without a token: the call that has its turn now, whichever.
+            Number of pieces so far, the new pieces, the running call if it is another one, and True if the call has
+            ended. Without a token, the call is the one that is running now.
         """
         mine = self._log.running() if token is None else self._log.find(token)
         deadline = time.monotonic() + _NEWS_S
@@ -383,7 +384,7 @@ class TrainerProcess:
             await asyncio.sleep(_LOOK_S)
 
     def _do(self, asked: CallRequest) -> Any:
-        if Path(asked.folder).is_dir():  # else the program is on another node
+        if Path(asked.folder).is_dir():  # it may exist only on the program's node
             os.chdir(asked.folder)
         if asked.kind == "draw":
             return self._draw(asked.name)
@@ -413,7 +414,7 @@ class TrainerProcess:
         return RemoteIterator(asked.token)
 
     def _draw(self, token: str) -> list[Any]:
-        """Return the next value of an iterator, in a list, which is empty at the end."""
+        """Return the next value of an iterator in a list; an empty list at the end."""
         if token not in self._iterators:
             if self._is_second_life:
                 raise TrainerLostError("The trainer's process has died, and the iterator with it: make a new one.")
@@ -426,10 +427,10 @@ class TrainerProcess:
         if close is not None:
             close()
 
-    # ------------------------------------------------------------------------------------------- beside the calls
+    # --------------------------------------------------------------------------------------------- in parallel to calls
 
     async def look(self, name: str, is_method: bool, arguments: bytes) -> bytes:
-        """Return an attribute of the trainer, or what a method returns that may be called beside others."""
+        """Return an attribute of the trainer, or the result of a method that may run in parallel to calls."""
         return await asyncio.to_thread(packed_answer, partial(self._look, name, is_method, arguments))
 
     def _look(self, name: str, is_method: bool, arguments: bytes) -> Any:
@@ -441,7 +442,7 @@ class TrainerProcess:
         return found(*args, **kwargs)
 
     async def help_on(self, name: str) -> str | None:
-        """Return the help on a method of the trainer, "" for an attribute; None where it has no such name."""
+        """Return the help text of a method of the trainer, "" for an attribute, or None if there is no such name."""
         await asyncio.to_thread(self._is_made.wait)
         if callable(getattr(type(self._trainer), name, None)):
             method = getattr(self._trainer, name)
@@ -449,15 +450,15 @@ class TrainerProcess:
         return "" if hasattr(self._trainer, name) else None
 
     async def end(self, force: bool) -> bytes:
-        """End the trainer. A call that runs raises. The caller kills this actor when it has the answer."""
+        """End the trainer; a running call raises. The caller kills this actor after the answer."""
         answer = await asyncio.to_thread(packed_answer, partial(self._end, force))
         for leaving in list(self._leaving.values()):
             leaving.set()
-        await asyncio.sleep(_LOOK_S)  # all answers leave this process
+        await asyncio.sleep(_LOOK_S)  # lets all answers leave this process
         return answer
 
     def _end_trainer(self, force: bool = False) -> None:
-        """End the trainer in the way that it has. Those of `fit` have none: their workers end with this process."""
+        """Call the trainer's `shutdown`. Trainers of `fit` have none; their workers end with this process."""
         shutdown = getattr(self._trainer, "shutdown", None)
         if shutdown is not None:
             knows_force = "force" in inspect.signature(shutdown).parameters

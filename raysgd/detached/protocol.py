@@ -1,10 +1,10 @@
-"""The traffic between a program and a detached trainer: calls by name, arguments and results, errors, and output.
+"""Messages between a program and a detached trainer: calls by name, arguments, results, errors, and output.
 
-An object in Ray's store is lost with the process that put it there. Bytes in a message are copied, so what a program
-sends outlives it, and an answer can wait in the trainer's process for any program.
+Objects in Ray's store are lost with the process that put them there. Bytes in a message are copied, so they outlive the
+program that sent them, and an answer can wait in the trainer's process for any program.
 
-Public names of a trainer are looked up in its class, in its process, so that a new option needs nothing here. The
-tables name those that do not go there as a call in its turn, or as a look at an attribute.
+Public names of a trainer are looked up in its process, so a new option needs no change here. The tables below list the
+names that are neither queued calls nor plain attributes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from raysgd.engine.worker import cannot_import, is_sendable, node_here, packed_b
 from raysgd.exceptions import UnpicklableError, WorkerFault
 
 BESIDE = ("ledger", "status")
-"""The methods that are called beside a call that runs."""
+"""Methods that may run in parallel to a running call."""
 
 MAY_GO_ON = ("train", "validate")
-"""The calls that return a handle with `blocking=False`."""
+"""Calls that return a handle with `blocking=False`."""
 
 _IN_PROCESS = "it stays in the trainer's process, and cannot be sent."
 STAYS_THERE: dict[str, str] = {
@@ -50,30 +50,30 @@ STAYS_THERE: dict[str, str] = {
     "to_worker_group": f"{_IN_PROCESS} Make the trainer without `detached`.",
     "training_loop": "`fit` calls it.",
 }
-"""The names that a handle refuses, with the reason and what to do instead. `shutdown` is the handle's own."""
+"""Names that a handle refuses, with the reason and what to do instead. `shutdown` is the handle's own method."""
 
 
 _NO_RANK = -1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MOST_PIECES = 20_000  # then the oldest go
+_MOST_PIECES = 20_000  # above this, the oldest are dropped
 
 
 @dataclass(frozen=True)
 class Detached:
-    """The place of a trainer that outlives its program.
+    """Settings of a trainer that outlives its program.
 
     Args:
-        name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in the name of a file.
-        keep_alive_s: How long the trainer waits with neither a program attached nor a call running. Then it is saved to
-            `folder`, if there is one, and ends. None: for ever.
-        folder: Where `<name>.pt` is saved before the trainer ends by itself or by `raysgd stop`: a path on its node, or
-            a URI. `fit(..., resume_from="auto")` of the next trainer with this name and folder finds it.
-        replace: Whether a trainer that has this name already is ended first. It is not saved.
-        resources: Ray's custom resources that its node has to have, such as `{"stays": 0.01}`. By default the
-            trainer is on the node of the program, if there is one. It takes no CPU.
+        name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in a file name.
+        keep_alive_s: How long the trainer waits while no program is attached and no call is running. Then it is saved
+            to `folder`, if there is one, and ends. None: forever.
+        folder: Folder in which `<name>.pt` is saved before the trainer ends by itself or by `raysgd stop`: a path on
+            its node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this name and folder finds it.
+        replace: True to first end a trainer that already has this name, without saving it.
+        resources: Custom resources of Ray that its node must have, such as `{"stays": 0.01}`. By default the trainer
+            runs on the node of the program, if possible. It takes no CPU.
 
     Raises:
-        ValueError, TypeError: A value cannot work.
+        ValueError, TypeError: A value is not allowed.
     """
 
     name: str
@@ -94,26 +94,26 @@ class Detached:
 
     @classmethod
     def of(cls, detached: str | Detached) -> Detached:
-        """Return the settings that a user passed as `detached`: a name, or all of them."""
+        """Return the settings for the user's `detached`, which is a name or the settings."""
         return detached if isinstance(detached, Detached) else cls(detached)
 
 
 @dataclass(frozen=True)
 class RemoteIterator:
-    """Stands for an iterator that stays in the trainer's process: the program draws from it call by call."""
+    """Represents an iterator that stays in the trainer's process: the program draws from it call by call."""
 
     token: str
 
 
 class DetachedTraceback(Exception):
-    """Shows where in the trainer's process an exception was raised: its cause in the program."""
+    """Shows where an exception was raised in the trainer's process; set as its cause in the program."""
 
     def __str__(self) -> str:
         return f"in the process of the detached trainer: {self.args[0]}"
 
 
 def _place(fault: WorkerFault) -> str:
-    """Where an exception was raised, in words: the user's lines, or the whole traceback if the user wants that."""
+    """Return where an exception was raised: the user's lines, or the whole traceback if the user wants that."""
     if shows_all_frames():
         return fault.traceback_text
     return "\n  called from ".join([f"raised at {fault.location}", *fault.callers])
@@ -124,7 +124,7 @@ def _error_of(fault: WorkerFault) -> BaseException:
 
 
 def packed_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Return the arguments of a call as they travel to the trainer's process.
+    """Pickle the arguments of a call for the trainer's process.
 
     Raises:
         UnpicklableError: One of them cannot be pickled. The message names it. Nothing was sent.
@@ -145,10 +145,10 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, in the trainer's process.
+    """Unpickle the arguments of a call in the trainer's process.
 
     Raises:
-        ModuleNotFoundError: They need a module that the trainer's process does not find.
+        ModuleNotFoundError: The trainer's process cannot import a module that they need.
     """
     try:
         args, kwargs = pickle.loads(packed)
@@ -159,13 +159,13 @@ def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """A call's outcome: its result, or what it has raised, described where it was raised.
+    """The outcome of a call: its result, or its exception, described where it was raised.
 
     Attributes:
         value: The result.
         fault: The exception; None if there was none.
         cause: Its cause.
-        shows_user_code: Whether it came through code of the user.
+        shows_user_code: True if the exception passed through user code.
     """
 
     value: Any = None
@@ -174,7 +174,7 @@ class CallOutcome:
     shows_user_code: bool = False
 
     def result(self) -> Any:
-        """Return the result; raise what the call has raised."""
+        """Return the result, or raise the exception."""
         if self.fault is None:
             return self.value
         error = _error_of(self.fault)
@@ -187,10 +187,10 @@ class CallOutcome:
 
 
 def packed_answer(body: Callable[[], Any]) -> bytes:
-    """Run a call; return its answer as it travels to a program."""
+    """Run a call, and return its pickled outcome for the program."""
     try:
         return packed_bytes("the result", CallOutcome(body()))
-    except BaseException as error:  # also Ctrl-C, which the program has passed on
+    except BaseException as error:  # includes a Ctrl-C that the program passed on
         fault, cause = (
             None if each is None else describe_fault(each, _NO_RANK, node_here()[1], portable=True)
             for each in (error, error.__cause__)
@@ -199,20 +199,20 @@ def packed_answer(body: Callable[[], Any]) -> bytes:
 
 
 def unpacked_answer(packed: bytes) -> CallOutcome:
-    """Return the answer of a call, in the program."""
+    """Unpickle the answer of a call in the program."""
     answer: CallOutcome = pickle.loads(packed)
     return answer
 
 
 Piece = tuple[str, str] | WorkerLogLine
-"""What was printed: "stdout" or "stderr", and the text with its line breaks; or a line of the log."""
+"""A piece of output: "stdout" or "stderr" and the text with its line breaks; or a line of the log."""
 
 
 class Output:
-    """Keeps what this process prints and logs, from `install` on. For any thread.
+    """Keeps what this process prints and logs after `install`. Thread-safe.
 
     Args:
-        first: The number of the first piece: larger than those of the process before this one.
+        first: Number of the first piece, larger than the numbers of the last process.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -221,7 +221,7 @@ class Output:
         self._lock = threading.Lock()
 
     def install(self, level: int) -> None:
-        """Keep everything from now on, and log lines of raysgd from this level on."""
+        """From now on, keep all output, and log lines of raysgd from this level on."""
         log_lines.collect(level)
         logging.getLogger("ray._private.worker").addFilter(_is_of_user)
         sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
@@ -233,15 +233,15 @@ class Output:
             self._num_pieces += 1
 
     def num_pieces(self) -> int:
-        """Return how many pieces there were so far."""
+        """Return the number of pieces so far."""
         for line in log_lines.drain():
             self.add_piece(line)
         return self._num_pieces
 
     def since(self, seen: int | None) -> tuple[int, list[Piece]]:
-        """Return how many pieces there were, and those after the first `seen`; None: after those that anyone has seen.
+        """Return the number of pieces, and those after the first `seen`; with None, those that no program has seen.
 
-        A program that asks has shown what is before.
+        A program that passes `seen` has shown the pieces before that.
         """
         num_pieces = self.num_pieces()
         with self._lock:
@@ -251,18 +251,18 @@ class Output:
 
 
 def _is_of_user(record: logging.LogRecord) -> bool:
-    """Return whether a line of Ray's is more than its advice to authors of actors; calls have their own thread here."""
+    """Filter out Ray's advice to authors of async actors; calls have their own thread here."""
     return "inside async actor" not in str(record.msg)
 
 
 class _Stream(io.TextIOBase):
-    """A standard stream of a detached trainer."""
+    """Replaces a standard stream of a detached trainer."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output, self._name = output, name
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # the base class says that there may be none
+    def encoding(self) -> str:  # type: ignore[override]  # the base class allows None
         return "utf-8"
 
     def writable(self) -> bool:
@@ -275,7 +275,7 @@ class _Stream(io.TextIOBase):
 
 
 def show(pieces: list[Piece]) -> None:
-    """Print and log, in the program, what came from a detached trainer."""
+    """Print and log output of a detached trainer in the program."""
     for piece in pieces:
         if isinstance(piece, WorkerLogLine):
             logging.getLogger(piece.name).log(piece.level, "%s", piece.text)

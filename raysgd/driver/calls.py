@@ -91,13 +91,14 @@ class ProgressListeners:
         self.listeners: list[Listener] = []
 
     @contextmanager
-    def listening(self, listener: Listener) -> Iterator[None]:
+    def listening(self, *listeners: Listener) -> Iterator[None]:
         """Listen until the end of the block."""
-        self.listeners.append(listener)
+        self.listeners += listeners
         try:
             yield
         finally:
-            self.listeners.remove(listener)
+            for listener in listeners:
+                self.listeners.remove(listener)
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
@@ -192,6 +193,8 @@ class EpochCalls:
         used: Options that no one needs to be advised to use.
 
     Attributes:
+        controller: The same.
+        listeners: The same.
         sharing: The same, of the present config.
         samples_per_s: Of the last training call; None before the first.
         accounts: Where the time went.
@@ -209,8 +212,8 @@ class EpochCalls:
         used: Collection[str] = (),
     ) -> None:
         self._runner_cls = runner_cls
-        self._controller = controller
-        self._listeners = listeners
+        self.controller = controller
+        self.listeners = listeners
         self.sharing = sharing
         self._use_local = use_local
         self._gauges = Gauges(name)
@@ -241,12 +244,12 @@ class EpochCalls:
             sharing: Divides data over it; None for that of the trainer.
             facts: What a replica says of itself; None for those of now.
         """
-        sharing, facts = sharing or self.sharing, facts or self._controller.facts[0]
+        sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
         starts_over = asked.starts_over or self._validation_starts_over
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
         requests: Requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
-        if self._use_local and self._listeners.listeners:  # rank 0, in the driver, draws for them
-            requests[0] = (replace(request, redraw=self._listeners.on_wait),)
+        if self._use_local and self.listeners.listeners:  # rank 0, in the driver, draws for them
+            requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
         batches = facts.ray_batches.get(name)
@@ -276,7 +279,7 @@ class EpochCalls:
         Raises:
             EpochLeft: It was left.
         """
-        runner, comparisons, controller = self._runner_cls, self._comparisons, self._controller
+        runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
         number = cache(lambda: controller.num_calls)  # while it is run for the first time
 
         def requests(worlds: Sequence[World]) -> Requests:
@@ -298,7 +301,7 @@ class EpochCalls:
             requests,
             changes_state=True,
             keeps_alike=True,
-            on_wait=self._listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
+            on_wait=self.listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
             resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
             check=check_all,
             parted=difference,
@@ -320,31 +323,31 @@ class EpochCalls:
             comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
             self.sharing.note_place("train", dataset, answers[0].place)
-        if self._listeners.listeners:
-            self._listeners.tell_end("train", asked, answers[0])
+        if self.listeners.listeners:
+            self.listeners.tell_end("train", asked, answers[0])
         return answers
 
     def _between_steps(self, call: Call) -> None:
         """Called where this process is the only worker, between two steps."""
-        if self._listeners.on_wait is not None:
-            self._listeners.on_wait()
+        if self.listeners.on_wait is not None:
+            self.listeners.on_wait()
         if call.leaves is not None and call.leaves():
-            self._controller.hold_to_leave(call)
+            self.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
         """Called while a call runs that cannot be held at a step."""
         if leaves():
             raise EpochLeft
-        if self._listeners.on_wait is not None:
-            self._listeners.on_wait()
+        if self.listeners.on_wait is not None:
+            self.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
         """Run a training call, and note how many samples a second it trained."""
-        events = self._controller.history.events
+        events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
         try:
-            found: list[Any] = self._controller.run(call, max_retries=max_retries)
+            found: list[Any] = self.controller.run(call, max_retries=max_retries)
             if isinstance(found[0], Capture):
                 raise EpochLeft([each.progress for each in found])
             answers: list[EpochAnswer] = found
@@ -372,16 +375,16 @@ class EpochCalls:
         call = Call(
             self._runner_cls.validate,
             partial(self.requests, "validation", asked, dataset),
-            changes_state=self._controller.facts[0].keeps_own_state,
-            on_wait=self._listeners.on_wait,
+            changes_state=self.controller.facts[0].keeps_own_state,
+            on_wait=self.listeners.on_wait,
             is_short=True,
             is_repeatable=dataset is None,
         )
         with OnFailure(self._start_over):
-            answers: list[EpochAnswer] = self._controller.run(call)
+            answers: list[EpochAnswer] = self.controller.run(call)
         self._validation_starts_over = False
-        if self._listeners.listeners:
-            self._listeners.tell_end("validation", asked, answers[0])
+        if self.listeners.listeners:
+            self.listeners.tell_end("validation", asked, answers[0])
         return answers
 
     def _start_over(self) -> None:
@@ -402,7 +405,7 @@ class EpochCalls:
             sharing: Divides data with these.
             newest: The state.
         """
-        controller = self._controller
+        controller = self.controller
         loan, facts = controller.lend_spare(), controller.facts[0]
         if loan is None and not controller.has_spares:
             logger.warning("there is no spare to validate: the workers that train do, which wait for it")
@@ -420,10 +423,10 @@ class EpochCalls:
 
     def report(self) -> None:
         """Give Ray's metrics the numbers of now."""
-        self._gauges.report(len(self._controller.history.events), self._glance)
+        self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
-        found = self._controller.glance(self._heartbeats, self.samples_per_s)
+        found = self.controller.glance(self._heartbeats, self.samples_per_s)
         return self.with_ledger(found)
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:

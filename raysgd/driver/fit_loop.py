@@ -5,25 +5,28 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from raysgd import _arguments as checks
 from raysgd._files import check_path, make_folder
+from raysgd._text.log_lines import Once
 from raysgd.callbacks.callback import Run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
-from raysgd.driver.calls import EpochLeft, Listener, StepListener, asked
+from raysgd.callbacks.worker_callback import refuse_equal_keys
+from raysgd.driver.calls import EpochCalls, EpochLeft, Listener, StepListener, asked
 from raysgd.driver.leaving import Leaving
 from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.engine.shared.tracebacks import hides_library_frames
-from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, WorkersLostError
+from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.worker import is_sendable
+from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, UnpicklableError, WorkersLostError
 from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
 from raysgd.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
@@ -33,6 +36,12 @@ from raysgd.storage import files
 AUTO = "auto"
 INLINE, ASYNC = "inline", "async"
 _INSTEAD_OF_URI = "Callbacks that can write to a store take a URI themselves, as `Checkpointing(folder=...)` does."
+
+_COUNTS = {
+    "epochs": "a number of epochs, 0 or more",
+    "validation_freq": "0 (never), 1 (after each epoch), or after how many epochs",
+    "log_every_n_steps": "a number of steps, or 0 for epochs only",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +69,10 @@ class FitOptions:
     max_time: Any = None
 
     def __post_init__(self) -> None:
-        if not checks.is_integer(self.epochs) or self.epochs < 0:
-            raise InvalidCountError(f"`epochs={self.epochs!r}`: need a number of epochs, 0 or more.")
-        if not checks.is_integer(self.validation_freq) or self.validation_freq < 0:
-            raise InvalidCountError(
-                f"`validation_freq={self.validation_freq!r}`: need 0 (never), 1 (after each epoch), or after how many "
-                "epochs."
-            )
-        if not checks.is_integer(self.log_every_n_steps) or self.log_every_n_steps < 0:
-            raise InvalidCountError(
-                f"`log_every_n_steps={self.log_every_n_steps!r}`: need a number of steps, or 0 for epochs only."
-            )
+        for name, needed in _COUNTS.items():
+            value = getattr(self, name)
+            if not checks.is_integer(value) or value < 0:
+                raise InvalidCountError(f"`{name}={value!r}`: need {needed}.")
         if self.validate not in (INLINE, ASYNC):
             raise ValueError(
                 f'`validate={self.validate!r}`: allowed are "{INLINE}" (the next epoch follows the validation) and '
@@ -86,6 +88,9 @@ class FitOptions:
 
 FitProgress = tuple[Sidecar, Any]
 """How far a `fit` is, for a process that continues it; and where callbacks put their files, if that is known yet."""
+
+NoteProgress = Callable[[FitProgress], None]
+"""Keeps how far a `fit` is."""
 
 
 @dataclass
@@ -115,46 +120,94 @@ class TrainedEpoch:
         self.ended.append(partial(add, result, began_at, seconds))
 
 
+@dataclass(frozen=True)
+class TrainerPort:
+    """All that `Fit` knows of a trainer, which makes one for each run. The functions are the trainer's.
+
+    Attributes:
+        new_run: Makes the run as callbacks see it, with the trainer in it.
+        history: Every call of the trainer.
+        calls: Has the workers and who listens to them.
+        once: Says what was logged already.
+        runs_worker_callbacks: Whether the workers call callbacks around their steps.
+        use_worker_callbacks: Lets these callbacks, and no others, run in the workers.
+        train: Runs a training call: `train(request, dataset=..., of_fit=True)`.
+        validate: Runs a validation in the same way.
+        validates_beside: Says whether a validation can run beside the training.
+        begin_validation: Begins one.
+        after_validation: Shows the results to what goes by them; True if that has changed the state.
+        save: Writes the state.
+        load: Loads a state.
+        note_progress: Keeps how far the run is, in a detached trainer; None in others.
+        left_file: Where a detached trainer was saved that ended without its program; None for others.
+        leaves_epochs: Whether a run can be left inside an epoch.
+        epoch_obstacle: Says why an epoch can only begin again; None if it can continue.
+        save_snapshot: Writes a snapshot that the driver holds.
+        place_in: Returns how many epochs and steps a snapshot has.
+        kept: How far the run is already, in the next process of a detached trainer; else None.
+    """
+
+    new_run: Callable[..., Run]
+    history: History
+    calls: EpochCalls
+    once: Once
+    runs_worker_callbacks: bool
+    use_worker_callbacks: Callable[..., None]
+    train: Callable[..., Any]
+    validate: Callable[..., Any]
+    validates_beside: Callable[[], bool]
+    begin_validation: Callable[..., CallHandle[Any]]
+    after_validation: Callable[..., bool]
+    save: Callable[[str], Any]
+    load: Callable[[str], Any]
+    note_progress: NoteProgress | None
+    left_file: str | None
+    leaves_epochs: bool
+    epoch_obstacle: Callable[[], str | None]
+    save_snapshot: Callable[[str, Snapshot], None]
+    place_in: Callable[[Snapshot], tuple[int, int]]
+    kept: FitProgress | None
+
+
 class Fit:
     """One call of `fit` or `epochs`.
 
     Args:
-        trainer: The trainer.
+        trainer: What the trainer lets it do.
         options: What it was asked.
+
+    Attributes:
+        history: Of this run.
     """
 
-    def __init__(self, trainer: Any, options: FitOptions) -> None:
-        trainer._refuse_inside_fit("fit")
+    def __init__(self, trainer: TrainerPort, options: FitOptions) -> None:
         self._trainer = trainer
         self._options = options
         self._leaving = Leaving(options.max_time)
         self._begun: BegunEpoch | None = None
         self._is_lost = False
-        self._kept: FitProgress | None = trainer._fit_progress
-        trainer._fit_progress = None
+        self._kept = trainer.kept
         self._callbacks, self._worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
         if shows and not any(isinstance(each, ProgressBar) for each in self._callbacks):
             self._callbacks.append(ProgressBar())
-        self._run = Run(
-            name=trainer.training_operator_cls.__name__,
-            config=trainer.config,
-            trainer=trainer,
+        self._run = trainer.new_run(
             epochs=options.epochs,
             folder=options.folder if self._kept is None else self._kept[1],
             callbacks=self._callbacks,
             save=lambda run, location: self._save(location),
             may_validate=options.validation_freq > 0,
         )
+        self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._pausing = [each for each in self._callbacks if each._pauses]
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
         self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
-        if options.log_every_n_steps and trainer._runs_worker_callbacks and self._calls.wants("on_step_metrics"):
+        if options.log_every_n_steps and trainer.runs_worker_callbacks and self._calls.wants("on_step_metrics"):
             self._step_metrics = StepMetrics(options.log_every_n_steps)
             self._worker_callbacks.append(self._step_metrics)
-            self._steps = StepListener(trainer._controller, self._calls.step_metrics)
+            self._steps = StepListener(trainer.calls.controller, self._calls.step_metrics)
             self._listeners.append(self._steps)
         self._sidecars = Sidecars()
         self._seen = trainer.history.extent
@@ -166,33 +219,19 @@ class Fit:
         self._saved: list[str] = []
         self._newest: str | None = None
 
-    def run(self) -> History:
-        """Train; return the history of this run."""
-        for _ in self.epochs():
-            pass
-        return self._run.history
-
     def epochs(self) -> Iterator[dict[str, Any]]:
         """Train; yield the row of each epoch as it ends. Closing the iterator stops the run.
 
         Raises:
             ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
+            UnpicklableError: A callback cannot be sent to the workers that are to call it.
         """
+        options = self._options
         if self._kept is not None:
             self._run.epochs = self._kept[0].epochs
-        elif self._options.resume_from is None:
-            self._run.epochs = self._epochs_done() + self._options.epochs
-        self._check()
-        epochs = self._epochs()
-        self._trainer._running_fit = weakref.ref(epochs)
-        return epochs
-
-    def _check(self) -> None:
-        options = self._options
-        self._trainer._check_fit(options.epochs)
-        self._trainer._check_dataset(options.dataset, training=True)
-        self._trainer._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
-        finds = self._trainer._left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
+        elif options.resume_from is None:
+            self._run.epochs = self._epochs_done() + options.epochs
+        finds = self._trainer.left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
@@ -201,14 +240,24 @@ class Fit:
         if self._pausing:
             self._check_pauses()
         self._calls.check()
-        self._trainer._check_worker_callbacks(self._worker_callbacks)
+        for callback in self._worker_callbacks:
+            name = type(callback).__name__
+            if not self._trainer.runs_worker_callbacks:
+                raise TypeError(
+                    f"`{name}` runs in the workers, around each step, which `{type(self._run.trainer).__name__}` "
+                    "cannot do: leave it out, or train with `TorchTrainer`."
+                )
+            if not is_sendable(callback):
+                raise UnpicklableError(f"`{name}` runs in the workers, and cannot be pickled.")
+        refuse_equal_keys(self._worker_callbacks)
         if options.folder is not None:
             make_folder("folder", options.folder)
+        return self._epochs()
 
     def _check_pauses(self) -> None:
-        obstacle, trainer = self._trainer._facts.epoch_obstacle, self._trainer
-        if not trainer._leaves_epochs:
-            obstacle = f"`{type(trainer).__name__}` cannot hold its workers inside an epoch"
+        obstacle, trainer = self._trainer.epoch_obstacle(), self._trainer
+        if not trainer.leaves_epochs:
+            obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
         if self._options.dataset is not None:
             obstacle = "a file does not hold the place in the `dataset` of a call"
         if obstacle is not None:
@@ -222,7 +271,8 @@ class Fit:
     def _epochs(self) -> Iterator[dict[str, Any]]:
         with self._leaving.listening(), self._ending_afterwards(), self._in_workers():
             self._resume()
-            self._run.validates_beside = self._options.validate == ASYNC and self._can_validate_beside()
+            is_asked = self._options.validate == ASYNC
+            self._run.validates_beside = is_asked and self._validates and self._trainer.validates_beside()
             with self._told_of_the_run():
                 self._go_on_with_pending()
                 self._note_progress()
@@ -243,7 +293,7 @@ class Fit:
     def _leaves(self) -> bool:
         """Return whether the run is to be left; called now and then, also while an epoch runs."""
         if self._leaving.signal is not None:
-            self._trainer._controller.is_ending = True
+            self._trainer.calls.controller.is_ending = True
         return self._leaving.is_due()
 
     @contextmanager
@@ -253,7 +303,7 @@ class Fit:
         try:
             yield
         finally:
-            self._trainer._controller.is_ending = False
+            self._trainer.calls.controller.is_ending = False
 
     def _leave(self) -> None:
         """Let callbacks save the state of the step at which the run is left; then end the program if a signal came.
@@ -283,22 +333,19 @@ class Fit:
 
     def _finds_snapshot(self) -> bool:
         """Where workers were lost: return whether the driver holds a state that is newer than the last file."""
-        landed = self._trainer._controller.snapshots.landed
+        landed = self._trainer.calls.controller.snapshots.landed
         if landed is None:
             return False
-        (num_epochs, global_step), progress = self._trainer._place_in(landed), landed.progress
+        (num_epochs, global_step), progress = self._trainer.place_in(landed), landed.progress
         if progress is not None:
             self._begun = BegunEpoch.of(progress, global_step=global_step)
             num_epochs -= self._begun.is_exhausted
         return num_epochs == self._run.epoch and (progress is not None or self._newest is None)
 
-    def _can_validate_beside(self) -> bool:
-        return self._validates and bool(self._trainer._validates_beside)
-
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
         """Let callbacks run in the workers inside the block."""
-        chosen, use = self._worker_callbacks, self._trainer._use_worker_callbacks
+        chosen, use = self._worker_callbacks, self._trainer.use_worker_callbacks
         if not chosen:
             yield
             return
@@ -343,9 +390,7 @@ class Fit:
         if run.is_stopping:
             return None
         run.epoch += 1
-        with ExitStack() as listening:
-            for listener in self._listeners:
-                listening.enter_context(trainer._listeners.listening(listener))
+        with trainer.calls.listeners.listening(*self._listeners):
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
             trained = self._train(asked(None, info=info))
             if trained is None:
@@ -376,11 +421,11 @@ class Fit:
 
     def _train(self, request: EpochRequest) -> Any:
         """Train an epoch, or what is left of it; return the result, None where the run is left inside it."""
-        dataset, can_leave = self._options.dataset, self._trainer._leaves_epochs
+        dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
         asks = self._asks if can_leave and (self._leaving.may_come or self._pausing) else None
         while True:
             try:
-                return self._trainer._train(
+                return self._trainer.train(
                     replace(request, hold_at=self._next_pause()),
                     dataset=dataset,
                     of_fit=True,
@@ -401,7 +446,7 @@ class Fit:
         """Return after how many batches of the epoch it is to be held; None for nowhere. It is about to go on."""
         if not self._pausing:
             return None
-        step: int = self._trainer._controller.run(Call(replica_calls.global_step, rank=0))[0]
+        step: int = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))[0]
         begun = 0 if self._begun is None else self._begun.num_steps
         wanted = [at for each in self._pausing if (at := each._pause_at(step)) is not None]
         return min(wanted) - step + begun if wanted else None
@@ -429,16 +474,16 @@ class Fit:
         if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
             if self._steps is not None:
                 self._steps.tell_rest()
-            landed = self._trainer._controller.snapshots.landed
-            step = 0 if landed is None else self._trainer._place_in(landed)[1]
+            landed = self._trainer.calls.controller.snapshots.landed
+            step = 0 if landed is None else self._trainer.place_in(landed)[1]
             self._begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
 
     def _trained(self, result: Any) -> TrainedEpoch:
         recorded = self._trainer.history
         self._take_records()
-        row = self._run.history[-1]
+        row = self.history[-1]
         number = result.get("epoch", self._run.epoch)  # Keras's `fit` counts none
-        if number != self._run.epoch and self._trainer._once.is_first("epochs"):
+        if number != self._run.epoch and self._trainer.once.is_first("epochs"):
             logger.warning(
                 "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
                 'meanwhile. Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch',
@@ -453,19 +498,21 @@ class Fit:
 
     @property
     def _validates(self) -> bool:
-        can_validate = self._options.validation_dataset is not None or self._trainer._facts.has_validation
+        can_validate = (
+            self._options.validation_dataset is not None or self._trainer.calls.controller.facts[0].has_validation
+        )
         return can_validate and not self._lacks_data and self._options.validation_freq > 0
 
     def _validate(self, epoch: TrainedEpoch) -> None:
         """Validate, or begin to, where that runs beside the training."""
         trainer, dataset = self._trainer, self._options.validation_dataset
         if self._run.validates_beside:
-            epoch.handle = trainer._begin_validation(asked(None), dataset, True, epoch.note)
+            epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
         whole = replace(asked(None), starts_over=True)  # also where a callback has validated on some batches
         with self._noting_lack_of_data():
-            trainer._after_validation(epoch.trained, trainer._validate(whole, dataset, of_fit=True))
+            trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
         self._take_records()
 
     @contextmanager
@@ -489,16 +536,16 @@ class Fit:
         if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
             return False
         self._awaited, validated = None, None
-        with self._trainer._calls.accounts.waiting_for_validation(), self._noting_lack_of_data():
+        with self._trainer.calls.accounts.waiting_for_validation(), self._noting_lack_of_data():
             try:
                 validated = epoch.handle.result()
             except WorkersLostError as error:
                 logger.warning("epoch %d has no metrics of validation: %s", epoch.number, error)
         self._take_records()
         for add in epoch.ended:
-            self._run.history.add(add(), epoch.row)
+            self.history.add(add(), epoch.row)
             self._seen = self._trainer.history.extent
-            changes_state = self._trainer._after_validation(epoch.trained, validated)
+            changes_state = self._trainer.after_validation(epoch.trained, validated)
         self._tell_of_result(epoch)
         return changes_state
 
@@ -506,7 +553,7 @@ class Fit:
         events = self._trainer.history.events[self._num_events :]
         self._num_events += len(events)
         for event in events:
-            self._run.history.events.append(event)
+            self.history.events.append(event)
             self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
@@ -522,7 +569,7 @@ class Fit:
 
     def _take_records(self) -> None:
         """Take over what the trainer has recorded since."""
-        history, recorded = self._run.history, self._trainer.history
+        history, recorded = self.history, self._trainer.history
         for record in recorded.part(self._seen, recorded.extent).records:
             if record.of_fit:
                 history.add(record, history[-1] if len(history) else None)
@@ -535,9 +582,9 @@ class Fit:
     def _save(self, location: str) -> None:
         began = time.perf_counter()
         if self._is_lost:
-            landed = self._trainer._controller.snapshots.landed
+            landed = self._trainer.calls.controller.snapshots.landed
             assert landed is not None, "it was found"
-            self._trainer._save_snapshot(location, landed)
+            self._trainer.save_snapshot(location, landed)
         else:
             self._trainer.save(location)
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
@@ -562,7 +609,7 @@ class Fit:
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
         begun = None if self._begun is None else self._begun.as_data()
-        return Sidecar(epoch, self._run.history, self._calls.states(), pending, self._run.epochs, begun)
+        return Sidecar(epoch, self.history, self._calls.states(), pending, self._run.epochs, begun)
 
     def _open_steps(self) -> list[Any] | None:
         """Return after how many batches which steps wait for their mean, as plain data; None where none is taken."""
@@ -571,7 +618,7 @@ class Fit:
 
     def _note_progress(self) -> None:
         """Tell a detached trainer how far the run is."""
-        run, note = self._run, self._trainer._note_fit
+        run, note = self._run, self._trainer.note_progress
         if note is not None:
             note((self._sidecar(), vars(run).get("folder", run._folder)))
 
@@ -597,7 +644,7 @@ class Fit:
 
     def _go_on_with_pending(self) -> None:
         """Make up for the result of the epoch that was loaded, if callbacks were not told it before the save."""
-        history, number = self._run.history, self._run.epoch
+        history, number = self.history, self._run.epoch
         if self._pending != number or not len(history):
             return
         row = history[-1]
@@ -612,7 +659,7 @@ class Fit:
         if given != AUTO:
             return None if given is None else str(given)
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        places, left = [str(each) for each in found if each is not None], self._trainer._left_file
+        places, left = [str(each) for each in found if each is not None], self._trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
             places.append(left)  # last: of equals, the one with the states of the callbacks is taken
         return max(places, key=place_of, default=None)
@@ -627,16 +674,16 @@ class Fit:
         if sidecar.open_steps and self._step_metrics is not None:
             step, *by_rank = sidecar.open_steps
             self._step_metrics.begun = int(step), summaries_from_data(by_rank)
-            self._trainer._use_worker_callbacks(self._worker_callbacks)
+            self._trainer.use_worker_callbacks(self._worker_callbacks)
         if sidecar.begun is not None:
             begun = self._begun = BegunEpoch.from_data(sidecar.begun)
             self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 
     def _take_over(self, sidecar: Sidecar) -> None:
-        self._run.history.take_over(sidecar.history)
+        self.history.take_over(sidecar.history)
         self._calls.load_states(sidecar.callbacks)
         self._pending = sidecar.pending
 
     def _epochs_done(self) -> int:
-        done: list[int] = self._trainer._controller.run(Call(replica_calls.epochs_done, rank=0))
+        done: list[int] = self._trainer.calls.controller.run(Call(replica_calls.epochs_done, rank=0))
         return done[0]

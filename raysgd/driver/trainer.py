@@ -11,6 +11,7 @@ import logging
 import sys
 import sysconfig
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -29,12 +30,12 @@ from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd.arrays.containers import Container
 from raysgd.arrays.data_kinds import CallData
-from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.sidecar import Sidecar, Sidecars
-from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
+from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.driver.calls import EpochCalls, ProgressListeners, Validation, asked
 from raysgd.driver.controlling import make_controller
-from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress
+from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress, NoteProgress, TrainerPort
 from raysgd.driver.keeping import FileSaves, KeptTrainer
 from raysgd.driver.predicting import PredictionRounds, usual_batch_size
 from raysgd.driver.sharing import DataSharing, place_share
@@ -96,7 +97,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """The class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
     """What to do where each worker loads a part of the data by itself."""
-    _note_fit: Callable[[FitProgress], None] | None = None
+    _note_fit: NoteProgress | None = None
     """Keeps how far `fit` is, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """How far the next `fit` is already."""
@@ -238,7 +239,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         }
         return [name for name, is_used in used.items() if is_used]
 
-    def _kept_by(self, keeper: Keeper, note_fit: Callable[[FitProgress], None]) -> KeptTrainer:
+    def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
         """Let a detached trainer know what changes, so that its next process can continue."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
@@ -581,20 +582,24 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             WorkerError, WorkersLostError: As in `train`.
             Preempted: SIGTERM or SIGUSR1 came. The run is left at a step, and saved if a callback saves.
         """
-        options = FitOptions(
-            epochs,
-            callbacks,
-            validation_freq,
-            dataset,
-            validation_dataset,
-            resume_from,
-            folder,
-            validate,
-            progress,
-            log_every_n_steps,
-            max_time,
+        history, rows = self._begin_fit(
+            FitOptions(
+                epochs,
+                callbacks,
+                validation_freq,
+                dataset,
+                validation_dataset,
+                resume_from,
+                folder,
+                validate,
+                progress,
+                log_every_n_steps,
+                max_time,
+            )
         )
-        return Fit(self, options).run()
+        for _ in rows:
+            pass
+        return history
 
     @checks.answer_mistakes("`for row in trainer.epochs(5):` for 5 epochs")
     def epochs(
@@ -639,19 +644,54 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
             ...     print(epoch["epoch"], epoch["train_loss"])
         """
-        options = FitOptions(
-            epochs,
-            callbacks,
-            validation_freq,
-            dataset,
-            validation_dataset,
-            resume_from,
-            folder,
-            validate,
-            log_every_n_steps=log_every_n_steps,
-            max_time=max_time,
+        return self._begin_fit(
+            FitOptions(
+                epochs,
+                callbacks,
+                validation_freq,
+                dataset,
+                validation_dataset,
+                resume_from,
+                folder,
+                validate,
+                log_every_n_steps=log_every_n_steps,
+                max_time=max_time,
+            )
+        )[1]
+
+    def _begin_fit(self, options: FitOptions) -> tuple[History, Iterator[dict[str, Any]]]:
+        """Check what a run is asked; return its history, and the iterator over its epochs, which trains."""
+        self._refuse_inside_fit("fit")
+        kept, self._fit_progress = self._fit_progress, None
+        self._check_fit(options.epochs)
+        self._check_dataset(options.dataset, training=True)
+        self._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
+        port = TrainerPort(
+            new_run=partial(Run, trainer=self, name=self.training_operator_cls.__name__, config=self.config),
+            history=self.history,
+            calls=self._calls,
+            once=self._once,
+            runs_worker_callbacks=self._runs_worker_callbacks,
+            use_worker_callbacks=self._use_worker_callbacks,
+            train=self._train,
+            validate=self._validate,
+            validates_beside=lambda: self._validates_beside,
+            begin_validation=self._begin_validation,
+            after_validation=self._after_validation,
+            save=lambda path: self.save(path),  # what it is by then, as `raysgd.testing` may have replaced it
+            load=lambda path: self.load(path),
+            note_progress=self._note_fit,
+            left_file=self._left_file,
+            leaves_epochs=self._leaves_epochs,
+            epoch_obstacle=lambda: self._facts.epoch_obstacle,
+            save_snapshot=self._save_snapshot,
+            place_in=self._place_in,
+            kept=kept,
         )
-        return Fit(self, options).epochs()
+        fit = Fit(port, options)
+        rows = fit.epochs()
+        self._running_fit = weakref.ref(rows)
+        return fit.history, rows
 
     def test(self, dataset: Any) -> Metrics:
         """Evaluate on other data than the registered ones, as `validate(dataset=...)`; name begin with `test_`."""
@@ -666,25 +706,6 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def history(self) -> History:
         """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
         return self._recorder.history
-
-    def _check_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Refuse callbacks that the workers cannot run.
-
-        Raises:
-            TypeError: This trainer has none in its workers.
-            ValueError: Two of them cannot be told apart.
-            UnpicklableError: One of them cannot be sent to a worker.
-        """
-        for callback in callbacks:
-            name = type(callback).__name__
-            if not self._runs_worker_callbacks:
-                raise TypeError(
-                    f"`{name}` runs in the workers, around each step, which `{type(self).__name__}` cannot do: leave "
-                    "it out, or train with `TorchTrainer`."
-                )
-            if not is_sendable(callback):
-                raise UnpicklableError(f"`{name}` runs in the workers, and cannot be pickled.")
-        refuse_equal_keys(callbacks)
 
     def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Let these callbacks, and no others, run in the workers that there are, and in those to come."""

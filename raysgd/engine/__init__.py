@@ -2,15 +2,15 @@
 
 What it guarantees:
 
-* A call either returns one value per rank, in rank order, or raises once; remote faults never surface half-way.
-* Worker and node loss is answered in one place, `recovery.py`; only the controller retries.
+* A call either returns one value per rank, in rank order, or raises once. Remote faults never surface half-way.
+* `recovery.py` alone handles the loss of workers and nodes. Only the controller retries.
 * After `stop` no actor, placement group or thread of the engine is left.
 
-What it leaves to others: frameworks (a `Replica` brings its own), communication (a `Connection`), words for users (a
-front end). Nothing in here imports a training framework, and the modules that only decide (`policies`, `liveness`,
-`ranks`) do not import Ray either.
+It leaves frameworks to a `Replica`, communication to a `Connection`, and words for users to a front end. Nothing in
+here imports a training framework. The modules that only decide (`policies`, `liveness`, `ranks`) do not import Ray
+either.
 
-To read it: `controller` runs calls in their turn, and `recovery` follows a failure. Both use the `lifecycle` of the
-group, the `monitor` of what runs, and `snapshots`. The `group` owns its workers, `startup` has those beside it,
-`placement` the room that they hold, `worker` what runs in them.
+Start reading at `controller`, which runs calls one after the other, and `recovery`, which handles failures. Both use
+the `lifecycle` of the group, the `monitor` of the running call, and `snapshots`. The `group` owns its workers.
+`startup` has the standby workers, `placement` the reserved resources, and `worker` the code of the worker processes.
 """

@@ -1,4 +1,4 @@
-"""Calls of a trainer that run in a thread of the driver, while the program goes on."""
+"""Calls that run in a thread of the driver while the program continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BackgroundCall(CallHandle[T]):
     """A call in a thread.
 
     Args:
-        future: Becomes what the call comes to.
+        future: Receives the result or the error of the call.
         interrupt: Ends the call, from another thread.
     """
 
@@ -34,15 +34,15 @@ class BackgroundCall(CallHandle[T]):
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the call and return what it came to. Ctrl-C meanwhile ends the call.
+        """Wait for the call and return its result. Ctrl-C during the wait ends the call.
 
         Args:
-            timeout: How many seconds to wait. None waits until the call has ended.
+            timeout: Seconds to wait. None waits until the call has ended.
 
         Raises:
-            TimeoutError: The call is still running. It goes on.
+            TimeoutError: The call is still running. It continues.
             TrainerShutdownError: The trainer was shut down before the call was over.
-            Exception: What the call itself has raised.
+            Exception: The error of the call.
         """
         try:
             wait([self._future], timeout)
@@ -56,11 +56,11 @@ class BackgroundCall(CallHandle[T]):
 
 
 class BackgroundCalls:
-    """Begins the calls of one trainer that run in threads, each of which takes its turn in the order of the calls.
+    """Starts the background calls of one trainer. They run one after the other, in the order in which they were made.
 
     Args:
-        controller: Has the workers.
-        at_once: Whether a call is over before its handle is returned, because a worker is in the driver.
+        controller: Runs the calls on the workers.
+        at_once: True to finish each call before its handle is returned, because a worker runs in the driver.
     """
 
     def __init__(self, controller: ElasticController, at_once: bool) -> None:
@@ -70,12 +70,12 @@ class BackgroundCalls:
     def begin(
         self, work: Callable[[], Any], rest: Callable[[Any, Callable[[], None]], Any] | None = None
     ) -> CallHandle[Any]:
-        """Begin a call; whatever the trainer is told from now on comes after it.
+        """Start a call. Later calls of the trainer come after it.
 
         Args:
-            work: The call, with its arguments. Where there is a rest, what has to be done ahead of later calls.
-            rest: The larger part, which runs on a spare while calls to the workers that train go on. Called outside of
-                turns with the result of `work`, and with what raises once the call is to end.
+            work: The call, with its arguments. With `rest`, only the part that has to be done before later calls.
+            rest: The larger part, which runs on a spare while later calls use the training workers. Called outside of
+                turns, with the result of `work` and a function that raises when the call has to end.
 
         Raises:
             TrainerShutdownError: After `shutdown`.
@@ -99,7 +99,7 @@ class BackgroundCalls:
         return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:
-        """Wait for the threads, whose calls were ended."""
+        """Wait for the threads. Their calls have been ended."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)

@@ -1,7 +1,7 @@
-"""Lines: calls of workers on the driver's own node by a socket, in a tenth of the time that Ray takes for a call.
+"""Lines: sockets for calls to workers on the driver's node. A call takes a tenth of the time of a Ray call.
 
-The worker's end of a line is a call of Ray's, `attend`. It ends with the line, so Ray tells of the failure of a worker
-as always, and an answer that cannot go by the line goes as its result.
+The worker's end of a line is one Ray call, `attend`, which lasts as long as the line. Ray therefore reports the failure
+of a worker as usual. An answer that cannot be sent over the line is the result of `attend`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-ARE_POSSIBLE = sys.platform == "linux"  # as are the mesh's sockets without a file, see ADR 55
-LARGEST = 1 << 16  # bytes: what a socket takes at once, also where the other end is stopped
-_FOREVER_S = 0.1  # without a look at what Ray knows
-_SHORTLY_S = 0.002  # where Ray is about to say what became of a worker
+ARE_POSSIBLE = sys.platform == "linux"  # only Linux has sockets without a file; ADR 55
+LARGEST = 1 << 16  # bytes that a socket accepts at once, even if the other end is stopped
+_FOREVER_S = 0.1  # longest wait between two looks at what Ray knows
+_SHORTLY_S = 0.002  # the same wait if Ray is about to report the end of a worker
 
 _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
@@ -39,36 +39,36 @@ def _let_go() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_let_go)  # a forked process would keep it open when an end has died
+os.register_at_fork(after_in_child=_let_go)  # a forked process would keep a line open after one end has died
 
 
 class Line:
     """The driver's end of a line.
 
     Args:
-        attend: Begins the call of Ray's that is the other end; takes an address.
+        attend: Starts the Ray call that is the other end. Takes the address of the line.
 
     Attributes:
         attending: Ray's reference to that call.
-        was_joined: Whether the worker has found its way to it.
-        is_ended: Whether nothing comes by it any more.
+        was_joined: True once the worker has connected.
+        is_ended: True if nothing can arrive over the line any more.
     """
 
     def __init__(self, attend: Callable[[str], Any]) -> None:
         name = f"raysgd-{secrets.token_hex(16)}"
         self._socket = _new_socket()
-        self._socket.bind(f"\0{name}")  # no file: it ends with the process
+        self._socket.bind(f"\0{name}")  # has no file, so it ends with the process
         self._socket.listen()
         self._socket.setblocking(False)
         self.was_joined = self.is_ended = False
         self.attending = attend(name)
 
     def fileno(self) -> int:
-        """Return what can be waited for."""
+        """Return the socket's number, to wait for."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> bool:
-        """Return whether the worker will get it."""
+        """Send a message. Return False if the line has ended."""
         try:
             self._socket.send(message)
         except OSError:
@@ -76,7 +76,7 @@ class Line:
         return not self.is_ended
 
     def receive(self) -> bytes | None:
-        """Return what the worker has sent, if there is something. Does not wait."""
+        """Return the next message of the worker, or None if there is none yet. Does not wait."""
         try:
             if not self.was_joined and not self._is_joined():
                 return None
@@ -101,49 +101,49 @@ class Line:
         return True
 
     def hang_up(self) -> None:
-        """Hang up; the worker takes calls of Ray's again."""
+        """Close the line. The worker returns to Ray calls."""
         self.is_ended = True
         _hang_up(self._socket)
 
 
 class LineCall:
-    """A call by a line, in the place of Ray's reference to one."""
+    """A call over a line. It takes the place of Ray's reference to a call."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
         self._answer: bytes | None = None
 
     def fileno(self) -> int:
-        """Return what can be waited for."""
+        """Return the socket's number, to wait for."""
         return self.line.fileno()
 
     @property
     def was_heard(self) -> bool:
-        """True unless the worker has not found the line: it is on another node."""
+        """True if the worker has found the line. It cannot if it is on another node."""
         return self.has_answer or self.line.was_joined
 
     @property
     def is_answered(self) -> bool:
-        """True if an answer that came by the line was found."""
+        """True if an answer has been read from the line."""
         return self._answer is not None
 
     @property
     def has_answer(self) -> bool:
-        """True if an answer came by the line. Looks for one."""
+        """True if an answer has arrived over the line. Reads it."""
         if self._answer is None and not self.line.is_ended:
             self._answer = self.line.receive()
         return self._answer is not None
 
     def answer(self) -> Any:
-        """Return the answer that came.
+        """Return the answer that has arrived.
 
         Raises:
-            RaySystemError: It cannot be unpickled, as `ray.get` says it.
+            RaySystemError: It cannot be unpickled. `ray.get` raises the same error.
         """
         assert self._answer is not None
         try:
             return pickle.loads(self._answer)
-        except Exception as error:  # whatever an object of the user raises
+        except Exception as error:  # unpickling an object of the user may raise anything
             from ray.exceptions import RaySystemError
 
             raise RaySystemError(error, traceback.format_exc()) from error
@@ -153,7 +153,7 @@ class LineEnd:
     """The worker's end of a line.
 
     Args:
-        name: The address of the driver's end.
+        name: Address of the driver's end.
     """
 
     def __init__(self, name: str) -> None:
@@ -166,29 +166,29 @@ class LineEnd:
             self.hang_up()
 
     def answer(self, answer: Any) -> bool:
-        """Return whether the driver has got it: not if it is large, or only Ray can send it."""
+        """Send an answer. Return False if it is too large, cannot be pickled, or the driver has hung up."""
         try:
             message = pickle.dumps(answer, protocol=5)
-        except Exception:  # whatever an object of the user raises
+        except Exception:  # pickling an object of the user may raise anything
             return False
         with suppress(OSError):
             return len(message) <= LARGEST and self._socket.send(message) > 0
         return False
 
     def next(self) -> bytes | None:
-        """Return the next message of the driver; None if it has hung up."""
+        """Wait for the next message of the driver and return it; None if the driver has hung up."""
         with suppress(OSError):
             return self._socket.recv(LARGEST) or None
         return None
 
     def hang_up(self) -> None:
-        """Hang up."""
+        """Close the line."""
         _hang_up(self._socket)
 
 
 def _hang_up(connected: socket.socket) -> None:
     with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)  # also where a process that was forked has it, too
+        connected.shutdown(socket.SHUT_RDWR)  # takes effect even if a forked process has a copy of the socket
     connected.close()
 
 
@@ -198,7 +198,7 @@ def _is_of_same_user(connected: socket.socket) -> bool:
 
 
 def wait(references: Collection[Any], num_returns: int, timeout_s: float | None) -> list[Any]:
-    """Do what `ray.wait` does, also for calls by lines; return those that came to an end."""
+    """Wait for calls, like `ray.wait`, including those over lines. Return the calls that have ended."""
     import ray
 
     calls = [each for each in references if isinstance(each, LineCall)]
@@ -209,7 +209,7 @@ def wait(references: Collection[Any], num_returns: int, timeout_s: float | None)
     while len(done) < num_returns:
         left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
         by_line = [each for each in calls if each not in done and not each.line.is_ended]
-        if len(by_line) + len(done) == len(references):  # Ray has nothing to say but that one is lost
+        if len(by_line) + len(done) == len(references):  # Ray could only report the loss of a worker
             if readable := _readable(by_line, left_s):
                 done |= {each for each in readable if each.has_answer}
                 continue

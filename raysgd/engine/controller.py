@@ -1,7 +1,7 @@
-"""Keeps the workers alive and runs calls on them. The only place in raysgd where a call is run again.
+"""Keeps the workers alive and runs calls on them. Nothing else in raysgd retries a call.
 
-It runs in the driver and is synchronous: `run` blocks until every rank has answered or nothing more can be tried. What
-follows a failure: `recovery`. When a snapshot is taken: ADR 4.
+The controller runs in the driver and is synchronous: `run` blocks until every rank has answered or nothing more can be
+tried. `recovery` handles failures. ADR 4 explains when snapshots are taken.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class PlaceInLine:
-    """A place in the line of calls, kept for a thread that takes its turn later.
+    """A place in the line of calls, reserved for a thread that takes its turn later.
 
     Attributes:
-        thread: The thread that has it, once it runs.
-        is_interrupted: Whether its call is not to go on.
+        thread: ID of the thread that has the place, once it runs.
+        is_interrupted: True if the call must not continue.
     """
 
     def __init__(self) -> None:
@@ -68,18 +68,18 @@ class PlaceInLine:
         self.is_interrupted = False
 
     def check_wanted(self) -> None:
-        """Raise `KeyboardInterrupt` where its call is not to go on."""
+        """Raise `KeyboardInterrupt` if the call must not continue."""
         if self.is_interrupted:
             raise KeyboardInterrupt
 
 
 class Turns:
-    """Gives each thread its turn with the group of a lifecycle."""
+    """Lets threads use the group of a lifecycle one after the other."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._lock = lifecycle.clock.make_lock()
-        self._ends = lifecycle.clock.make_lock()  # a call ends before an interrupt, or after it
+        self._ends = lifecycle.clock.make_lock()  # orders the end of a call and an interrupt
         self._num_inside = 0
         self._owner: int | None = None
         self._line: list[PlaceInLine] = []
@@ -89,7 +89,7 @@ class Turns:
 
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
-        """A block in which this thread gets no turn, because it is inside a call, or has yet to finish one."""
+        """Refuse turns to this thread inside the block, because it is in a call or has one to finish."""
         before = self._closed_to
         self._closed_to, self._why_closed = threading.get_ident(), why
         try:
@@ -102,7 +102,7 @@ class Turns:
             raise ValueError(self._why_closed)
 
     def reserve(self) -> PlaceInLine:
-        """A place ahead of all calls that are made from now on.
+        """Reserve a place ahead of all calls that are made from now on.
 
         Raises:
             TrainerShutdownError: After `stop`.
@@ -116,22 +116,23 @@ class Turns:
 
     @contextmanager
     def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
-        """A block in which no call of another thread comes between those of this one, which may be nested.
+        """Run a block without calls of other threads in between. Blocks may be nested.
 
-        What fails after `stop` fails because of that, and the group ends here.
+        An exception after `stop` counts as its consequence, and the group ends here.
 
         Args:
-            place: The place of this thread in the line, which is free afterwards; behind all others unless given.
+            place: This thread's place in the line, which is given up afterwards. Without it, the thread waits behind
+                all others.
 
         Raises:
-            TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
-            KeyboardInterrupt: After `interrupt` for this place.
+            TrainerShutdownError: After `stop`, or if another thread calls `stop` in the meantime.
+            KeyboardInterrupt: The call of this place was interrupted.
             ValueError: Inside `closed`.
         """
         self._check_open()
         lifecycle = self._lifecycle
         with self._kept(place) if place is not None else nullcontext():
-            if self._line and self._owner != threading.get_ident():  # else this thread is inside a call already
+            if self._line and self._owner != threading.get_ident():  # otherwise this thread is already inside a call
                 self._wait_in_line(place)
             if place is not None:
                 place.check_wanted()
@@ -144,7 +145,7 @@ class Turns:
                         place.check_wanted()
                     try:
                         yield
-                    except Exception as error:  # whatever a call comes to whose workers are ended meanwhile
+                    except Exception as error:  # a call may raise anything when its workers are killed
                         lifecycle.check_active(during=error)
                         raise
                 finally:
@@ -159,11 +160,11 @@ class Turns:
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
-        """A turn if no call runs or waits, which yields True; else False at once."""
+        """Take a turn and yield True if no call runs or waits; otherwise yield False at once."""
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
             return
-        self._owner = threading.get_ident()  # who has reserved a place meanwhile waits for the lock
+        self._owner = threading.get_ident()  # threads that have just reserved a place wait for the lock
         try:
             with self.take_turn():
                 yield True
@@ -179,7 +180,7 @@ class Turns:
             self.give_up(place)
 
     def give_up(self, place: PlaceInLine) -> None:
-        """Let those go on who wait behind a place that is not needed any more."""
+        """Give up a place that is not needed any more, so that the threads behind it can continue."""
         with self._line_moves:
             self._line.remove(place)
             self._line_moves.notify_all()
@@ -192,7 +193,7 @@ class Turns:
                 self._line_moves.wait()
 
     def interrupt_call(self, place: PlaceInLine) -> None:
-        """From another thread: ends the call of a place, whether it runs or waits, as Ctrl-C inside it would."""
+        """End the call of a place, running or waiting, like Ctrl-C inside it. Called from another thread."""
         with self._line_moves:
             place.is_interrupted = True
             self._line_moves.notify_all()
@@ -201,13 +202,13 @@ class Turns:
                 self._lifecycle.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:
-        """From another thread: does the same with the call that is running, if one is."""
+        """End the running call, if any, like Ctrl-C inside it. Called from another thread."""
         with self._ends:
             if self._owner is not None:
                 self._lifecycle.interrupt_thread(self._owner)
 
     def stop(self, force: bool) -> None:
-        """Stop everything, from any thread; a call that is running then raises. A second time it does nothing."""
+        """Stop everything, from any thread. A running call then raises. Calling it again does nothing."""
         lifecycle = self._lifecycle
         if lifecycle.stopped.is_set():
             return
@@ -215,7 +216,7 @@ class Turns:
         if self._num_inside:
             force = True
             lifecycle.kill_workers()
-        # For a call whose workers were killed; one in this process does not end any sooner.
+        # Wait for a call whose workers were killed. If the worker is in this process, waiting does not help.
         is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
         if not self._lock.acquire(timeout=0.0 if is_driver_only else RELEASE_S):
             logger.warning("a call is running in this process; its worker stops when the call ends")
@@ -227,18 +228,18 @@ class Turns:
 
 
 class ElasticController(Lifecycle):
-    """Runs calls on a group of replicas and replaces or mends the group when workers are lost.
+    """Runs calls on a group of replicas. Repairs or replaces the group when workers are lost.
+
+    Arguments that are not listed here are those of `Lifecycle`.
 
     Args:
-        spec: As for `Lifecycle`, and so are those that are not named here.
         scaling: Decides the number of workers.
         failures: Decides what follows a failed call.
-        start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
-            costs nothing.
+        start_budget: Retries for workers that die during a start. None: each start is tried a few times.
 
     Attributes:
-        num_calls: The number of the call that is running, or was last: no two in a row that change the state have the
-            same.
+        num_calls: Number of the current or last call. Two consecutive calls that change the state never have the same
+            number.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class ElasticController(Lifecycle):
         super().__init__(spec, scaling, make_group, view, clock, rules or ElasticRules(), hooks or GroupHooks())
         self._start_budget = start_budget
         _OF_THIS_PROGRAM.add(self)
-        # A driver that is the only worker, and that no spare waits for, follows nothing that happens in the cluster.
+        # A driver that is the only worker, without spares, need not watch the cluster.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
         self._monitor = Monitor(self)
         self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
@@ -272,36 +273,36 @@ class ElasticController(Lifecycle):
 
     @property
     def monitor(self) -> Monitor | None:
-        """Watches the call that is running; None between calls."""
+        """The monitor of the running call; None between calls."""
         return self._monitor if self._monitor.is_on else None
 
     def observe_with(self, observer: Callable[[], None]) -> None:
-        """Call `observer` about once a second while a call runs, and when one failed for good."""
+        """Call `observer` about once a second during a call, and after a call failed for good."""
         self._monitor.observer = observer
 
     def ensure_group(self) -> WorkerGroup:
         """Start a group from the last snapshot if there is none. Return the running group.
 
         Raises:
-            WorkersLostError: Too few workers could be had.
+            WorkersLostError: Too few workers could be started.
             TrainerShutdownError: After `stop`.
         """
         self.check_active()
         if self.group is not None:
             return self.group
         with self.turns.take_turn():
-            if self.group is None:  # it may be there by now, if another thread was first
+            if self.group is None:  # another thread may have started it
                 self.recovery.restart_workers("restarted", "the last workers were stopped")
             return self.running
 
     def stand_by(self) -> None:
-        """Begin to start spares, and the workers that the group lacks as far as there is room for them."""
+        """Start spares, and the workers that the group lacks if there is room. Does not wait for them."""
         with self.turns.take_turn():
             self.start_spares()
             self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
-        """Start the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
+        """Start the workers for the first time: all of them, or with `as_fits` as many as there is room for."""
         with self.turns.take_turn():
             if self.take_over():
                 self._monitor.settle_last_hold()
@@ -311,18 +312,18 @@ class ElasticController(Lifecycle):
                 self.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
     def stop(self, force: bool = False) -> None:
-        """Stop everything, from any thread; a call that is running then raises. A second time it does nothing.
+        """Stop everything, from any thread. A running call then raises. Calling it again does nothing.
 
         Args:
-            force: Kill the processes at once instead of letting them close first; always so in the middle of a call.
+            force: Kill the processes at once, without letting them close. During a call, this is always so.
         """
         self.turns.stop(force)
 
     def make_room(self) -> str:
-        """Free trainers that nothing refers to any more, and let idle ones give way, where room is missing.
+        """If room is missing, free unused trainers of this program, and let idle ones release their workers.
 
         Returns:
-            The trainers of this program that still hold what is missing, in words; empty if there are none.
+            The trainers of this program that still hold room, in words; empty if there are none.
         """
         if not self._others() or self.has_room():
             return ""
@@ -333,12 +334,12 @@ class ElasticController(Lifecycle):
         return ""
 
     def _others(self) -> list[ElasticController]:
-        """The other trainers of this program that have workers in the same cluster."""
+        """Return the other trainers of this program that have workers in the same cluster."""
         return [
             each
             for each in tuple(_OF_THIS_PROGRAM)
             if each.view is self.view
-            and each.spec.make_replica is not self.spec.make_replica  # not this very trainer, which may have two
+            and each.spec.make_replica is not self.spec.make_replica  # a trainer may have two controllers
             and each._holds_room
         ]
 
@@ -348,10 +349,11 @@ class ElasticController(Lifecycle):
         return group is not None and not group.is_driver_only and not self.has_session_ended
 
     def give_way(self) -> bool:
-        """Stop the workers after a snapshot, if they are idle; the next call starts them again from it.
+        """Take a snapshot and stop the workers, if they are idle. The next call starts workers from the snapshot.
 
         Returns:
-            Whether they are stopped. Not where something would be lost, or the snapshot is in parts on the nodes.
+            True if the workers were stopped. False if something would be lost, or the snapshot is divided over the
+            nodes.
         """
         spec = self.spec
         if not spec.captures or spec.use_local or spec.num_spares or keeper() is not None:
@@ -362,7 +364,7 @@ class ElasticController(Lifecycle):
             try:
                 if isinstance(self.snapshot().shared_state, DividedValue):
                     return False
-            except RaySGDError as error:  # its own next call says what is wrong
+            except RaySGDError as error:  # the next call of that trainer will raise it again
                 logger.debug("no snapshot of an idle trainer: %r", error)
                 return False
             cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
@@ -374,13 +376,13 @@ class ElasticController(Lifecycle):
 
         Args:
             call: What to run.
-            max_retries: How many times to start again after a failure.
-            budget: Instead of `max_retries`, for work that is made of several calls: what they may use up together.
+            max_retries: How many retries a failure may use.
+            budget: Replaces `max_retries` if several calls share their retries.
 
         Raises:
-            WorkerError: An exception in user code; of its class too. Retried only where the failure policy says so.
-            WorkersLostError: When the retries are spent or too few workers can be had.
-            TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
+            WorkerError: An exception in user code; also of its class. Retried only if the failure policy says so.
+            WorkersLostError: The retries are used up, or too few workers can be started.
+            TrainerShutdownError: After `stop`, or if another thread calls `stop` in the meantime.
         """
         with self.turns.take_turn():
             budget, has_failed = budget or RetryBudget(max_retries), True
@@ -390,7 +392,7 @@ class ElasticController(Lifecycle):
                 if self.holds_only_state and not (call.captures or self._is_taken_up):
                     self._copy_only_state(call, budget)
                 values = self._run(call, budget)
-                if self.spec.captures_after_calls and self.snapshots.is_overdue:  # it took much longer than expected
+                if self.spec.captures_after_calls and self.snapshots.is_overdue:  # the call took longer than expected
                     self._run(copy_call(), budget)
                 if self._follows_cluster and not self.is_ending:
                     self.start_owed_spares()
@@ -403,12 +405,12 @@ class ElasticController(Lifecycle):
 
     @property
     def _is_taken_up(self) -> bool:
-        """True if the workers may be in a call that another process has made."""
+        """True if the workers may still be in a call of a previous process."""
         kept_by = keeper()
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call: copy a state that only workers have. A call that survivors cannot continue waits for it."""
+        """Before a call, copy a state that only workers have. Wait for the copy if survivors could not continue."""
         for _ in range(_NUM_COPIES):
             if not self.snapshots.is_coming:
                 self._run(copy_call(), budget)
@@ -419,13 +421,13 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
-        """End the call that another process has made, and that is not taken up."""
+        """End the call of a previous process if nothing continues it."""
         with self._turn_to_copy():
             self.recovery.fetch_only_state()
             self.end_call("KeyboardInterrupt")
 
     def lend_spare(self) -> Loan | None:
-        """A spare for `run_on_spare`, which steps in all the same when it is needed; None where none is ready."""
+        """Return a spare for `run_on_spare`, or None if none is ready. The group can still call it back."""
         with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
             if loan is None:
@@ -434,7 +436,7 @@ class ElasticController(Lifecycle):
 
     @property
     def has_spares(self) -> bool:
-        """True if there is a spare, or will be: also one that is lent."""
+        """True if there is a spare, ready or starting or on loan."""
         return self.running.standby.num_all > 0
 
     def run_on_spare(
@@ -444,20 +446,20 @@ class ElasticController(Lifecycle):
         make_args: Callable[[], Sequence[Any]],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a call on one spare, outside all turns. Where the spare is lost or steps in, another one runs it again.
+        """Run a call on a spare, outside of turns. If the spare is lost or steps in, run it again on another one.
 
         Args:
             loan: The spare, if one was ready.
-            function: Gets the replica, the number of the loan, and the arguments; returns None if it gave up.
+            function: Takes the replica, the number of the loan, and the arguments. Returns None if it gave up.
             make_args: Makes the arguments of each attempt.
-            on_wait: Called now and then.
+            on_wait: Called regularly during the wait.
 
         Returns:
             The value.
 
         Raises:
             WorkerError: An exception in user code.
-            WorkersLostError: One spare after the other has died, or none is left.
+            WorkersLostError: Several spares have died, or none is left.
             TrainerShutdownError: After `stop`.
         """
         num_died = 0
@@ -486,7 +488,7 @@ class ElasticController(Lifecycle):
                 self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now, held by the driver; copied from the workers if the last call was not covered.
+        """Return a snapshot of the present state, once the driver has it. Copy the state if no snapshot has it yet.
 
         Raises:
             WorkersLostError: It was lost on its way again and again.
@@ -501,7 +503,7 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def newest_snapshot(self) -> NewestSnapshot:
-        """The same as soon as it is copied: it may be on its way to the driver."""
+        """Return a snapshot of the present state as soon as the workers have copied it. It may still be on its way."""
         with self._turn_to_copy():
             self.snapshots.poll()
             if not self._is_known:
@@ -514,14 +516,14 @@ class ElasticController(Lifecycle):
         return self.snapshots.is_known(has_group=self.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
-        """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
+        """Return the last snapshot, waiting for it if it is on its way; None if the shared state has changed since."""
         with self._turn_to_copy():
             self._monitor.await_snapshot()
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     @contextmanager
     def _turn_to_copy(self) -> Iterator[None]:
-        """A turn at whose end nothing is watched any more."""
+        """Take a turn, and stop watching the group at its end."""
         with self.turns.take_turn():
             try:
                 yield
@@ -529,10 +531,10 @@ class ElasticController(Lifecycle):
                 self._monitor.is_on = False
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
-        """Return how the workers are doing. Asks them.
+        """Ask the workers how they are, and return the status.
 
         Args:
-            samples_per_s: Throughput of the last training call, for when none is running.
+            samples_per_s: Throughput of the last training call, in case none is running.
         """
         if self.is_stopped or not self.has_session_ended:
             self.check_active()
@@ -541,10 +543,10 @@ class ElasticController(Lifecycle):
         return self._status(asked, samples_per_s)
 
     def glance(self, last_heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
-        """The same without asking the workers.
+        """Return the status without asking the workers.
 
         Args:
-            last_heartbeats: What the ranks said at the end of the last training call.
+            last_heartbeats: The heartbeats at the end of the last training call.
             samples_per_s: As for `status`.
         """
         heartbeats = self.monitor.heartbeats if self.monitor is not None else {}
@@ -568,7 +570,7 @@ class ElasticController(Lifecycle):
         )
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
-        """Run a call, again and again while that is allowed, and return the values of the attempt that succeeded."""
+        """Run a call, and retry it while that is allowed. Return the values of the attempt that succeeded."""
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         self.num_calls = number.call if number is not None else self.num_calls + 1
@@ -577,29 +579,29 @@ class ElasticController(Lifecycle):
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
-            kept: type[Exception] = UnpicklableError  # nothing was sent
+            kept: type[Exception] = UnpicklableError  # keep the group: nothing was sent
             try:
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
                 if report.ok and (self._monitor.is_leaving or all(each.value.is_planned for each in report.values)):
                     return self._left(group, report)
-                kept = WorkerError  # all ranks are at the same place, or recovery has ended them
+                kept = WorkerError  # keep the group: all ranks are at the same place, or recovery has killed it
                 held = None
                 if not report.ok and call.leaves is not None and call.leaves():
                     held = self.recovery.leave_with_survivors(report)
                     if held:
                         return held
                 is_inside = True if held is not None else self._mended(call, report, budget)
-            except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
-                # A worker that is the driver itself, alone, waits for no other, and is kept as it is.
+            except BaseException as error:  # Ctrl-C, or an error in the driver: the ranks are somewhere in the call
+                # A driver that is the only worker does not wait for any other, and is kept unchanged.
                 left = None if isinstance(error, kept) else self.group
                 if left is not None and not left.is_driver_only:
-                    self.interrupted = None  # it is being answered
+                    self.interrupted = None  # this handles it
                     self.recovery.fetch_only_state()
                     self.end_call(type(error).__name__)
                 if isinstance(error, RanksDifferError):
-                    self.snapshots.forget_calls()  # in one of them they may have parted
+                    self.snapshots.forget_calls()  # the states may have become different in one of these calls
                 if not self.is_ending:
                     self.snapshots.note_broken_off(call, has_group=self.group is not None)
                 raise
@@ -634,10 +636,10 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Run the call once; when it changed the state, notes so and takes the snapshot that came with the answers.
+        """Run the call once. If it changed the state, note so and take the snapshot that came with the answers.
 
         Returns:
-            What became of it; and the values, if all ranks came to its end.
+            The report, and the values if all ranks completed the call.
         """
 
         def on_wait() -> None:
@@ -665,7 +667,7 @@ class ElasticController(Lifecycle):
         if not report.ok:
             return report, None
         values = [answer.value for answer in report.values]
-        if any(isinstance(value, HeldAtStep) for value in values):  # some may have come to the end before that
+        if any(isinstance(value, HeldAtStep) for value in values):  # other ranks may have completed the call
             return report, None
         is_right = False
         try:
@@ -673,10 +675,10 @@ class ElasticController(Lifecycle):
             is_right = True
         finally:
             if not is_right:
-                self._monitor.await_snapshot()  # of the call before, while a worker can still send it
+                self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
         if call.is_kept:
             self.snapshots.note_call(call, self.now() - began)
-        if self.spec.captures or captures:  # a reply that a process before this one had asked for may have one, too
+        if self.spec.captures or captures:  # a reply to a previous process may contain a copy, too
             copies = [answer.capture for answer in report.values if answer.capture is not None]
             if copies:
                 self.snapshots.take_from(group, copies)
@@ -684,9 +686,9 @@ class ElasticController(Lifecycle):
         return report, values
 
     def _adapt(self, call: Call) -> None:
-        """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry.
+        """Before a call, leave nodes that are going away, and grow if there is room. Uses no retry.
 
-        The ranks that another process has left may be inside the call already: they are stopped there.
+        Ranks that a previous process left may already be inside the call. They can change only at a step of it.
         """
         kept_by = keeper()
         if kept_by is not None and kept_by.found is not None:
@@ -700,10 +702,10 @@ class ElasticController(Lifecycle):
             self._grow_if_possible(call)
 
     def _leave_nodes(self) -> None:
-        """Move to other nodes, in place if that can be done."""
+        """Move to other nodes, in place if possible."""
         self._monitor.watch()
         in_place = self.recovery.can_change()
-        if in_place is None:  # a failure, which the call will come upon
+        if in_place is None:  # a failure, which the call will run into
             return
         if in_place:
             failed = self.recovery.change(self.leaving_nodes_in_use(), LEAVING)
@@ -714,14 +716,14 @@ class ElasticController(Lifecycle):
             self.recovery.restart_workers(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
-        """Let more workers step in, or start a larger group, when something is free for it."""
+        """Let more workers step in, or start a larger group, if there is room."""
         group, most = self.ensure_group(), self.scaling.max_workers
         self.start_spares()
         if len(group) >= most:
             return
         self._monitor.watch()
         in_place = self.recovery.can_change()
-        if in_place is None:  # a failure, which the call will come upon: it is told and counted as one there
+        if in_place is None:  # a failure; the call will run into it and report it
             return
         if in_place:
             num_awaited = most if call.resume is None else self.resizing.num_awaited_by_call
@@ -734,21 +736,21 @@ class ElasticController(Lifecycle):
             return
         target = len(group) + num_more
         self.snapshot()
-        if self.num_workers < target:  # else a failure came between, and what is free was used already
+        if self.num_workers < target:  # otherwise a failure came in between and used the room
             self.recovery.restart_workers("grown", f"resources for {target} workers are free")
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
-        """Make new replicas in the workers, in the group that they are in. What was trained is dropped.
+        """Make new replicas in the present workers and group. What was trained is dropped.
 
-        That is as in new workers, without the time that these take to start. Workers that start later have to be made
-        with the same arguments: see to it before you call this.
+        This has the effect of new workers without the time to start them. Before you call it, make sure that workers
+        that start later get the same arguments.
 
         Args:
-            function: Runs on each worker as `function(replica, *args)`, and returns facts as `Replica.setup` does.
-            args: For it.
+            function: Runs on each worker as `function(replica, *args)`, and returns facts like `Replica.setup`.
+            args: Its arguments.
 
         Raises:
-            WorkerError: The user's set-up failed. The workers are ended; the next call starts new ones.
+            WorkerError: The user's set-up failed. The workers are killed, and the next call starts new ones.
             WorkersLostError: Workers were lost too often.
             TrainerShutdownError: After `stop`.
         """
@@ -756,15 +758,15 @@ class ElasticController(Lifecycle):
         if group is None:
             self.restart()
             return
-        self.landed_snapshot()  # one that is on its way would not find what it is to bring
+        self.landed_snapshot()  # wait for a snapshot on its way, whose source is about to disappear
         self.snapshots.begin_again()
         group.standby.kill_all()
         call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
-        with OnFailure(self.kill_group):  # some replicas may be new, and others not
+        with OnFailure(self.kill_group):  # otherwise some replicas could be new and others not
             self.keep_facts(self.run(call))
 
     def restart(self) -> None:
-        """Do the same in new processes, for replicas that leave something behind in theirs."""
+        """Start new processes without the trained state, for replicas that would leave something behind in theirs."""
         self.snapshots.begin_again()
         self.kill_group()
         self.ensure_group()

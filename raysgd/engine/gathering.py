@@ -1,4 +1,4 @@
-"""Listening to remote calls: which ranks answered, what became of the others, and how long to wait to understand it."""
+"""Gathers the answers to remote calls, and decides how long to wait for the others after a failure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import FailureKind, Outcome
 from raysgd.exceptions import OnFailure
 
-_DEATH_GRACE_S = 0.05  # how long to listen on after a death: other deaths of the same moment follow within this
-_CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a death that Ray reports a little later
-_SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
-_USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
-_LONGEST_USER_GRACE_S = 5.0  # after an exception that came late: others that come to the same one may come later still
+_DEATH_GRACE_S = 0.05  # how long to wait after a death: simultaneous deaths are reported within this time
+_CONNECTION_GRACE_S = 5.0  # a lost connection nearly always means a death, which Ray reports a little later
+_SHORT_CONNECTION_GRACE_S = 0.3  # if survivors will be asked anyway: a lost node may be reported much later
+_USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for its rank in a collective never answer
+_LONGEST_USER_GRACE_S = 5.0  # after a late exception: other ranks may reach the same one even later
 _POLL_S = 0.1
 _LOOK_S = 0.005
-_TICK_S = 0.001  # what is less is nothing: sums of seconds are not exact
-_POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
+_TICK_S = 0.001  # anything shorter counts as zero, because sums of seconds are not exact
+_POLL_S_EACH = 0.0005  # per call: polling a thousand calls takes Ray a millisecond
 
 
 class Listener:
-    """Gathers the answers of remote calls, and decides how long to listen on after a failure.
+    """Gathers the answers of remote calls, and decides how long to keep waiting after a failure.
 
     Args:
         references: The calls, by rank.
-        asks_survivors: Whether the survivors will be asked who is alive, so that a broken connection needs no
-            explanation.
-        platform: Hears them; Ray by default.
+        asks_survivors: True if the survivors will be asked which ranks are alive. Then there is no need to wait for the
+            cause of a broken connection.
+        platform: Receives the answers; Ray by default.
     """
 
     def __init__(
@@ -46,10 +46,13 @@ class Listener:
         self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
-        """From another thread, when the local rank failed, in these ways: the others get the usual grace, no more.
+        """Wait only for the usual grace period from now on, because the local rank failed. Called from another thread.
 
-        When this returns, `on_wait` is over, and is not called again: what it looks at can be ended. That holds, too,
-        where Ctrl-C is pressed once meanwhile; a second time ends the wait.
+        After this returns, `on_wait` is not running and will not be called again, so what it uses can be closed. This
+        holds even if Ctrl-C is pressed once during this method. A second Ctrl-C ends the wait.
+
+        Args:
+            kinds: The kinds of failure of the local rank.
         """
         self._kinds_of_driver |= set(kinds)
         self._is_stopped = True
@@ -61,7 +64,7 @@ class Listener:
             self._platform.sleep(_LOOK_S)
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
-        """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
+        """Return the outcomes by rank. Blocks until all ranks have answered or the cause of a failure is clear."""
         if not self._references:
             return {}
         values = self._wait_for_all_or_first_failure(on_wait)
@@ -79,7 +82,7 @@ class Listener:
         while waiting and not self._is_stopped:
             done = self._platform.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
-                self._is_in_on_wait = True  # before the look at what `stop` sets before it looks at this
+                self._is_in_on_wait = True  # set before reading `_is_stopped`: `stop` writes that one, then reads this
                 try:
                     if not self._is_stopped:
                         on_wait()
@@ -94,7 +97,7 @@ class Listener:
         return None if waiting else [values[rank] for rank in self._references]
 
     def _look_closer(self) -> dict[int, Outcome]:
-        """Listen until the kind of failure is plain: see the grace periods above."""
+        """Wait until the kind of failure is clear: see the grace periods above."""
         self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
         outcomes = {rank: self._platform.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
@@ -110,7 +113,7 @@ class Listener:
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
-        """Return how long those who are missing still have, after these failures and those of the driver itself."""
+        """Return how much longer to wait for the missing ranks, given these failures and those of the driver's rank."""
         kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
@@ -119,15 +122,15 @@ class Listener:
 def grace_s(
     kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0, last_answer_s: float = 0.0
 ) -> float:
-    """Return how long to listen on after failures of these kinds, from the first one on.
+    """Return how long to wait after the first of these failures.
 
     Args:
-        kinds: What is known by now.
-        asks_survivors: Whether the survivors will be asked who is alive.
+        kinds: The kinds of failure known so far.
+        asks_survivors: True if the survivors will be asked which ranks are alive.
         ran_s: How long the call had run.
-        last_answer_s: When the last answer came, since the first failure.
+        last_answer_s: Time of the last answer, in seconds after the first failure.
     """
-    if "died" in kinds:  # survivors that still answer need not be asked
+    if "died" in kinds:  # a rank that answers now need not be asked later
         return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
@@ -137,13 +140,13 @@ def grace_s(
 def roll_call(
     platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
-    """Wait for each rank to answer whether it lives; return the outcomes, also those of ranks that stayed silent.
+    """Ask which ranks are alive and wait for their answers. Return the outcomes, including those of silent ranks.
 
     Args:
-        platform: Hears them.
+        platform: Receives the answers.
         references: The questions, by rank.
-        num_others: How many more of the group are known to live.
-        heartbeat_s: What a worker that gives no sign of life gets.
+        num_others: Number of other ranks that are known to be alive.
+        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
     """
     outcomes = {rank: Outcome(rank, answered=False) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
@@ -154,17 +157,17 @@ def roll_call(
         waited_s = own_time.look()
         polled = [platform.outcome(ranks.pop(reference), reference) for reference in ready]
         outcomes |= {found.rank: found for found in polled}
-        answered_after_s += [waited_s for found in polled if found.ok]  # the dead tell nothing of the living
+        answered_after_s += [waited_s for found in polled if found.ok]  # dead ranks say nothing about live ones
     return outcomes
 
 
 def await_all(platform: Platform, references: Collection[Any], timeout_s: float) -> None:
-    """Wait until all of these came to an end, or for so long; seconds in which this process stood still do not count.
+    """Wait until all of these calls have ended, up to `timeout_s`, not counting time in which this process stood still.
 
     Args:
-        platform: Hears them.
+        platform: Receives the answers.
         references: The calls.
-        timeout_s: How long, on a machine that does not stall.
+        timeout_s: How long to wait, on a machine that does not stall.
     """
     own_time = OwnTime(platform.now)
     while own_time.look() < timeout_s:

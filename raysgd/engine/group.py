@@ -1,6 +1,6 @@
-"""All workers as one: start them, run a function on all or some, learn who survived a failure, stop them.
+"""The worker group: starts its workers, runs functions on them, finds the survivors of a failure, and stops.
 
-Faults of remote workers come back as `Outcome`s; they are never raised from here, and nothing is retried here.
+Failures of remote workers are returned as `Outcome`s, never raised, and nothing is retried here.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 2.0  # who has not answered within this is left out; nothing is killed for it
+_LATE_S = 2.0  # ranks that take longer to answer are left out, but not killed
 _POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerGroup:
-    """A started set of workers, in rank order. Made by `start` only; `stop` and `kill` are final.
+    """A set of workers, in rank order. Started once with `start`; `stop` and `kill` are final.
 
     Attributes:
-        slots: The places that it has in the cluster.
-        standby: The standby workers beside it.
-        workers: The driver's handles, by rank; while they start, in no order yet.
-        infos: The places of the workers, by rank.
+        slots: Its places in the cluster.
+        standby: Its standby workers.
+        workers: The driver's handles, by rank. During the start, in no order yet.
+        infos: Node, process and GPUs of each worker, by rank.
         worlds: The place of each rank among the others.
-        gone: Ranks that were removed, until a new group is formed.
-        silent: Ranks that at the last `settle` neither answered nor were known to be dead.
-        stuck: Ranks that at the last `settle` answered and did not finish what they do. They may have stopped since.
+        gone: Ranks that were removed since the group was formed.
+        silent: Ranks that did not answer in the last `settle` and were not known to be dead.
+        stuck: Ranks that answered in the last `settle` but did not finish their work. They may have finished since.
     """
 
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
@@ -64,7 +64,7 @@ class WorkerGroup:
         self.stuck: set[int] = set()
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
-        self._unanswered: dict[int, Any] = {}  # of the calls that were gathered last
+        self._unanswered: dict[int, Any] = {}  # of the last calls that were gathered
         self._listening: dict[Any, tuple[str, int]] = {}
         self._has_listened = False
 
@@ -73,12 +73,12 @@ class WorkerGroup:
 
     @property
     def is_ended(self) -> bool:
-        """True if there are no processes, any more or yet."""
+        """True if there are no processes, before the start or after the end."""
         return not self.workers
 
     @property
     def remote_ranks(self) -> list[int]:
-        """The ranks that are not the driver itself."""
+        """The ranks that are not in the driver."""
         return [rank for rank, worker in enumerate(self.workers) if not worker.is_local]
 
     @property
@@ -93,28 +93,28 @@ class WorkerGroup:
 
     @property
     def local_replica(self) -> Any:
-        """The replica in the driver; None when all workers are remote."""
+        """The replica in the driver; None if all workers are remote."""
         worker = self.workers[0]
         return worker.replica if isinstance(worker, LocalWorker) else None
 
     # ------------------------------------------------------------------------------------------------ start
 
     def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
-        """Reserve, creates, connects and build. Where too few can be made ready, nothing is left behind.
+        """Start the workers and connect them. If too few start, everything is cleaned up.
 
-        Workers that die before they are connected are left out, as long as enough are ready. Others start in their
-        place, as far as that is allowed; they are waited for only where fewer are ready, and else step in later.
+        Workers that die before they are connected are left out if enough others are ready. Replacements are started as
+        far as allowed. The start waits for them only if too few workers are ready; otherwise they step in later.
 
         Args:
-            reservation_timeout_s: How long to wait for room, unless the spec says it.
-            min_workers: How many have to be ready to connect them; all unless said.
+            reservation_timeout_s: How long to wait for room. By default, as in the spec.
+            min_workers: How many workers have to be ready before they are connected. By default, all.
 
         Returns:
-            The replicas' set-up answers; or the report of the step that failed. Where that is a later one, `renew`
-            may go on with the workers that live.
+            The answers of the replicas' `setup`, or the report of the step that failed. If that was connecting or a
+            later step, `renew` may continue with the workers that are alive.
 
         Raises:
-            ReservationTimeoutError: When the resources were not granted in time.
+            ReservationTimeoutError: The resources were not granted in time.
             TrainerShutdownError: After `kill_workers`.
         """
         timeout_s = reservation_timeout_s or self._spec.reservation_timeout_s
@@ -124,13 +124,13 @@ class WorkerGroup:
             if not report.ok:
                 self.kill()
                 return report
-            # Now that all are there, it is known where they are, and so which rank each gets.
+            # Ranks depend on the nodes of the workers, which are known now.
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order], [report.values[index] for index in order])
             return self._connect(partial(self._build, captures=self._spec.captures_after_calls), self._startup.poll)
 
     def _create(self, timeout_s: float) -> None:
-        """Hold room for the workers and the spares, and begin to start the workers."""
+        """Reserve room for the workers and the spares, and start the worker processes."""
         spec, workers = self._spec, self.workers
         if spec.use_local:
             workers.append(self._platform.new_local_worker(spec.connection))
@@ -138,7 +138,7 @@ class WorkerGroup:
             return
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
         self._platform.ensure_running()
-        num_slots = self.num_workers + self.num_spares  # the driver's share is held too
+        num_slots = self.num_workers + self.num_spares  # including one for the driver
         self.slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
         slot_of_driver = self.slots.take_slot() if spec.use_local else None
         for _ in range(len(workers), self.num_workers):
@@ -147,12 +147,12 @@ class WorkerGroup:
             self._startup.watch_worker(worker)
         self._check_wanted()
         if slot_of_driver is not None:
-            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
+            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # the others have their copies by now
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
-        """Let the workers load what they need; return where those live that are ready, or what failed."""
+        """Let the workers load what they need. Return where the ready workers run, or the report of what failed."""
         num_workers = len(self.workers)
-        placed = self._submit("describe", ranks=self.remote_ranks)  # answered beside the user's hook
+        placed = self._submit("describe", ranks=self.remote_ranks)  # answered even while the user's hook runs
         calls = self._submit("prepare", self._spec.initialization_hook)
         if placed and not self.slots.are_own:
             self._await_placement(list(placed.values()), timeout_s)
@@ -181,7 +181,7 @@ class WorkerGroup:
         return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Inside another placement group the actors themselves may have to wait for room: not forever."""
+        """Inside another placement group, actors may have to wait for room. Raise an error after a while."""
         import ray
 
         _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
@@ -200,7 +200,7 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Let all join and make their replicas; return the calls. With `captures` they copy the state."""
+        """Let all ranks join the group and build their replicas. Return the calls."""
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -210,22 +210,22 @@ class WorkerGroup:
     def _connect(
         self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
     ) -> GroupReport:
-        """Let every rank listen for the others, and then join them where they listen.
+        """Let every rank listen for the others, and then connect to them.
 
         Returns:
-            The answers of `join`. Where a rank could not listen for the others, no other one has answered.
+            The answers of `join`. If a rank could not listen, no other rank has answered.
         """
         hosts = hosts_of(self.infos)
         listening, self._listening = self._listening, {}
         addresses = {rank: listening[worker] for rank, worker in enumerate(self.workers) if worker in listening}
-        # Who was in a group leaves it by listening for the next one.
+        # A rank leaves its old group when it opens an endpoint for the next one.
         if self.is_driver_only and not self._spec.connection.listens_alone and not self._has_listened:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         self._has_listened |= bool(opening)
         calls = {rank: self.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
         opened = self._gather(calls, on_wait)
-        if not opened.ok:  # none was asked to join
+        if not opened.ok:  # no rank was asked to join
             failed = {found.rank: found for found in opened.outcomes if found.failure is not None}
             return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
         addresses |= {found.rank: (opening[found.rank], found.value) for found in opened.outcomes}
@@ -233,19 +233,19 @@ class WorkerGroup:
         return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
 
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
-        """Make these the group's workers, with the ranks in which they come."""
+        """Set the group's workers. Their order gives their ranks."""
         self.workers, self.infos = list(workers), list(infos)
         note_processes(infos)
         self.worlds = rank_rules.assign(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 
     def take_over(self, kept: KeptGroup) -> None:
-        """Go on with workers that have outlived another process."""
+        """Continue with workers that have outlived another process."""
         self.give_ranks(kept.workers, kept.infos)
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
     def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
-        """Return what another process needs to go on with these workers."""
+        """Return what another process needs to continue with these workers."""
         return KeptGroup(self.workers, self.infos, self.slots, facts)
 
     # ------------------------------------------------------------------------------------------------ calls
@@ -261,11 +261,11 @@ class WorkerGroup:
         on_wait: Callable[[], None] | None = None,
         by_line: bool = False,
     ) -> GroupReport:
-        """Run `function(replica, *args)` on the ranks named in `args_by_rank` and gather the answers."""
+        """Run `function(replica, *args)` on the ranks in `args_by_rank` and gather the answers."""
         workers = self.workers
-        packed: dict[int, tuple[Any, ...]] = {}  # by identity of the arguments: most calls say the same to every rank
+        packed: dict[int, tuple[Any, ...]] = {}  # by ID of the arguments, which are mostly the same for all ranks
         calls = {}
-        for rank, args in args_by_rank.items():  # all before the first is sent: no rank begins what others cannot join
+        for rank, args in args_by_rank.items():  # pack all before sending any, so that no rank starts if one fails
             if not workers[rank].is_local and id(args) not in packed:
                 packed[id(args)] = pack(function, capture, landed, args, number)
         for rank, args in args_by_rank.items():
@@ -278,11 +278,11 @@ class WorkerGroup:
         return self._gather(calls, on_wait)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a method of a remote rank's worker; return Ray's reference to its result."""
+        """Call a method of a remote rank's worker. Return Ray's reference to its result."""
         return self._remote(rank).submit(method, *args, **kwargs)
 
     def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Start a method of these ranks (all, unless said); return the calls."""
+        """Call a method of these ranks' workers, by default of all. Return the calls."""
         asked = range(len(self.workers)) if ranks is None else ranks
         return {rank: self.workers[rank].submit(method, *args) for rank in asked}
 
@@ -292,13 +292,13 @@ class WorkerGroup:
         return worker
 
     def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Wait for all answers; after the first failure, only as long as it takes to see what belongs to it."""
+        """Wait for all answers. After the first failure, wait only until it is clear what belongs to it."""
         if self.is_driver_only:
             self._unanswered = {}
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
-        self._unanswered = remote  # where Ctrl-C ends the wait
+        self._unanswered = remote  # in case Ctrl-C ends the wait
         local = {rank: call for rank, call in calls.items() if rank not in remote}
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
@@ -308,9 +308,9 @@ class WorkerGroup:
     def _gather_both(
         self, local: Mapping[int, LocalCall], listener: Listener, on_wait: Callable[[], None] | None
     ) -> dict[int, Outcome]:
-        """The local call runs here while a thread listens to the remote ones.
+        """Run the local call here while a thread gathers the remote answers.
 
-        The local rank may be waiting for a remote one that failed. Only the end of the others frees it.
+        If the local rank waits for a remote one that failed, only breaking the group or killing the others frees it.
         """
         answers: dict[int, Outcome] = {}
         is_local_done = self._platform.make_event()
@@ -318,7 +318,7 @@ class WorkerGroup:
         def listen() -> None:
             answers.update(listener.listen(on_wait))
             if self._must_kill(answers, is_local_done, listener.left_s(answers)):
-                self._kill_remote()  # whatever they answered before, they can no longer be counted on
+                self._kill_remote()  # even the ranks that have answered
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
         join = self._platform.begin_thread(listen)
@@ -329,12 +329,12 @@ class WorkerGroup:
             is_local_done.set()
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
                 listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
-        with OnFailure(listener.stop):  # the group is ended next, and the thread must not look at it any more
+        with OnFailure(listener.stop):  # the group ends after an error, so the thread must not use it any more
             join()
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
-        """Return whether the remote processes have to end: after their failure the local call does not return."""
+        """Return True if the remote processes must be killed, because the local call does not return otherwise."""
         if all(found.ok for found in answers.values()):
             return False
         own_time = OwnTime(self._platform.now)
@@ -349,20 +349,20 @@ class WorkerGroup:
             return not is_local_done.wait(self._spec.settle_timeout_s)
         return True
 
-    # ------------------------------------------------------------------------------------------ beside calls
+    # ------------------------------------------------------------------------------------------ during calls
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` on a rank that may be busy. Return a transfer with `result(timeout_s)`."""
+        """Run `function(replica, *args)` on a rank that may be busy. Return the transfer of its result."""
         return self._platform.transfer(self.submit_beside(rank, function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Do what `beside` does, for what may be gigabytes or wait for the device. A heartbeat never waits for it."""
+        """Run `function(replica, *args)` in the worker's third thread, so that no heartbeat waits for a slow result."""
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
-        """Do what `fetch` does with `function(replica, token)` on each rank, for parts that have to outlive a node.
+        """Fetch a part from each rank with `function(replica, token)`, so that all parts outlive the loss of a node.
 
-        A part goes to a partner on another node, or where there is none, to the driver.
+        A part goes to a partner on another node, or to the driver if there is none.
         """
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
         keepers = rank_rules.keepers(self.infos, self._platform.home)
@@ -375,7 +375,7 @@ class WorkerGroup:
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
-        """Return what ranks (all, unless said) answer to `method` beside their work; without those that are late."""
+        """Call `method` of these ranks (by default all) during their work. Return the answers that arrive in time."""
         calls = self._submit(method, *args, ranks=ranks)
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         if remote:
@@ -386,32 +386,32 @@ class WorkerGroup:
         return {found.rank: found.value for found in outcomes if found.ok or found.rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Ask a remote rank beside its work; return the call, for `poll`."""
+        """Run `function(replica, *args)` on a rank during its work. Return the call, for `poll`."""
         return self.workers[rank].submit("beside", function, *args)
 
     def poll(self, rank: int, call: Any) -> Outcome:
-        """Return what became of a call by `submit_beside`, as of now."""
+        """Return the present outcome of a call of `submit_beside`."""
         return self._platform.outcome(rank, call)
 
     def store(self, value: Any) -> SharedValue:
-        """Put `value` where all ranks can take it from, once, whatever the group will look like then."""
+        """Put `value`, once, where all ranks of any group can read it."""
         return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
-        """`value`, stored already or not, as an argument for each rank: remote ranks share one copy."""
+        """Return `value`, stored or not, as an argument for each rank. Remote ranks share one copy."""
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
-        if stored.reference is None:  # perhaps it was stored while the driver was alone
+        if stored.reference is None:  # it may have been stored when the driver was the only worker
             stored = self.store(stored.value)
         return [stored.value if worker.is_local else stored.reference for worker in self.workers]
 
     # --------------------------------------------------------------------------------------------- survivors
 
     def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """After a failed call: frees the ranks that wait for lost ones, and returns those that can be counted on.
+        """After a failed call, free the ranks that wait for lost ones. Return the ranks that can still be used.
 
         Args:
-            report: What is known of the call.
-            tell_stuck: Called once if a rank that lives takes long to finish what it does.
+            report: The report of the call.
+            tell_stuck: Called once if a living rank takes long to finish its work.
         """
         unanswered, self._unanswered = self._unanswered, {}
         lost = {found.rank for found in report.outcomes if found.has_died}
@@ -424,14 +424,14 @@ class WorkerGroup:
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
     def settle_any(self) -> list[int]:
-        """Do what `settle` does where the ranks may be in calls that another process has made."""
+        """Free and return the ranks like `settle`, even if they are in calls of another process."""
         self.interrupt()
         behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
         self._unanswered = {**self._unanswered, **behind}
         return self.settle(GroupReport(()))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
-        """Of these ranks, which do nothing, those that live and answer; who does neither is noted as silent."""
+        """Return the ones of these idle ranks that are alive. Those that do not answer at all become `silent`."""
         remote = set(self.remote_ranks)
         calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
         answers = self._roll_call(calls, len(ranks) - len(calls))
@@ -439,9 +439,9 @@ class WorkerGroup:
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def nodes_of(self, lost: Collection[int], infos: Sequence[WorkerInfo]) -> LostNodes | None:
-        """What is known of the nodes of lost ranks, which lived in these places; None if nothing is worth telling."""
+        """Return what is known about the nodes of lost ranks, given their places; None if that is no news."""
         emptied = emptied_nodes(lost, infos)
-        if not emptied or self._platform.home in emptied:  # what is lost there was lost for itself
+        if not emptied or self._platform.home in emptied:  # the driver's node is alive, so only workers were lost
             return None
         addresses = tuple(emptied.values())
         if not self._platform.living_nodes() & emptied.keys():
@@ -449,7 +449,7 @@ class WorkerGroup:
         return LostNodes(addresses) if len(lost) > len(emptied) else None
 
     def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
-        """Wait until these calls of survivors have finished; return those that do not, or are dead."""
+        """Wait until these calls of survivors have finished. Return the ranks that do not finish, or are dead."""
         platform, timeout_s = self._platform, self._spec.settle_timeout_s
         own_time, has_told = OwnTime(platform.now), False
         while calls and (waited_s := own_time.look()) < timeout_s:
@@ -460,12 +460,12 @@ class WorkerGroup:
                 has_told = True
         outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
         self.stuck = {found.rank for found in outcomes if not found.answered}
-        if self.stuck and not has_told:  # the driver stood still meanwhile
+        if self.stuck and not has_told:  # the driver may have stood still in the meantime
             tell_stuck()
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """End what these ranks wait for, without waiting for that; return the calls of the remote ones."""
+        """End all waits of these ranks for others. Return the calls to remote ranks without waiting for them."""
         calls = self._submit("interrupt", ranks=ranks)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
@@ -476,9 +476,10 @@ class WorkerGroup:
         return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Let the survivors leave their group; each tells how far it is.
+        """Let the survivors leave their group, and return the progress of each.
 
-        They listen for the next group at once, to be asked once less: under the addresses that it has without others.
+        They also start listening for the next group, which saves a round trip. Their addresses assume that no other
+        worker joins.
         """
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
         calls = {rank: self.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
@@ -488,7 +489,7 @@ class WorkerGroup:
         return GroupReport(tuple(replace(o, value=o.value[0]) if o.ok else o for o in report.outcomes))
 
     def remove_workers(self, ranks: Sequence[int]) -> None:
-        """Kill the workers of these ranks, dead or alive; their slots are free for others."""
+        """Kill the workers of these ranks, dead or alive, and free their slots."""
         for rank in ranks:
             worker = self._remote(rank)
             if rank in self.silent or rank in self.stuck:
@@ -508,17 +509,17 @@ class WorkerGroup:
         on_wait: Callable[[], None] | None = None,
         places: Sequence[int] = (),
     ) -> GroupReport:
-        """Form a new group of the `survivors` and those that join them.
+        """Form a new group of survivors and joining workers.
 
         Args:
             survivors: Ranks in the old group, which have left it.
             joining: Workers from `standby`.
-            handover: Whose state the others take over, by new rank.
-            on_wait: Called now and then while it waits.
-            places: The rank that each of them gets; unless given, they get them in this order.
+            handover: Which new ranks take over the state, and from which rank.
+            on_wait: Called regularly during the wait.
+            places: The new rank of each worker, survivors first. By default, ranks follow that order.
 
         Returns:
-            The replicas' facts. On anything but success the group cannot be used any more.
+            The replicas' facts. If this fails, the group is unusable.
         """
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
@@ -540,16 +541,16 @@ class WorkerGroup:
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """Do what `regroup` does with new replicas in all processes, which have no state yet.
+        """Form a new group like `regroup`, but build new replicas without state in all processes.
 
         Args:
             survivors: As for `regroup`.
             joining: As for `regroup`.
-            on_wait: Called now and then while it waits; unless given, frozen workers are looked for as in a start.
-            captures: Whether they copy their state.
+            on_wait: Called regularly during the wait. By default, frozen workers are killed as during a start.
+            captures: True if the replicas copy their state.
 
         Returns:
-            Their set-up answers. On anything but success the group cannot be used any more.
+            The answers of `setup`. If this fails, the group is unusable.
         """
         self._look_after(joining)
         self._give_places(survivors, joining)
@@ -565,22 +566,22 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------- end
 
     def interrupt(self) -> None:
-        """End all waiting of ranks for each other, and so breaks their group."""
+        """Break the group: end all waits of ranks for each other."""
         self._interrupt(range(len(self.workers)))
 
     def kill_rank(self, rank: int) -> None:
-        """Kill a worker that does not answer any more, in a way that reaches a stopped process too."""
+        """Kill a worker that does not answer any more, even if its process is stopped."""
         self.workers[rank].kill()
         self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
-        """From another thread than the one that starts or uses the group: makes that one return, and kill the group."""
+        """Make the thread that starts or uses the group return and kill it. Called from another thread."""
         self._is_cancelled = True
         self.standby.cancel()
         self._kill_remote()
 
     def _kill_remote(self) -> None:
-        """From any thread: kills the remote processes, and frees the driver's own worker if it waits for them."""
+        """Kill the remote processes, and free the driver's own worker if it waits for them. May run in any thread."""
         for worker in tuple(self.workers):
             if isinstance(worker, RemoteWorker):
                 worker.kill()
@@ -588,7 +589,7 @@ class WorkerGroup:
                 worker.interrupt()
 
     def stop(self, timeout_s: float) -> None:
-        """Let every worker close what it has, then kill the processes and give the resources back."""
+        """Let every worker close, then kill the processes and release the resources."""
         try:
             remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
             for worker in self.workers:
@@ -607,42 +608,42 @@ class WorkerGroup:
             self.kill(timeout_s)
 
     def kill(self, timeout_s: float = 5.0) -> None:
-        """Kill the processes at once and give the resources back. Safe at any time, also half-started or twice."""
+        """Kill the processes at once and release the resources. Safe at any time, even half-started or twice."""
         try:
             self.standby.kill_all()
             workers, self.workers = self.workers, []
-            for worker in sorted(workers, key=lambda w: w.is_local):  # remote first: a local one may wait for them
+            for worker in sorted(workers, key=lambda w: w.is_local):  # remote ones first: a local one may wait for them
                 worker.kill()
         finally:
             self.slots.close(timeout_s)
 
 
 def _nothing() -> None:
-    """Do nothing, behind what a worker does."""
+    """Do nothing. Runs after the present work of a worker, to see when that is done."""
 
 
 class GroupHooks:
-    """Watches the groups of a trainer; by itself it does nothing. The lifecycle calls it, in the driver.
+    """Hooks that follow the groups of a trainer. By default they do nothing. The lifecycle calls them in the driver.
 
-    A hook may use the group that it is given. It must not call the controller, which is waiting for it.
+    A hook may use the group that it gets. It must not call the controller, which is waiting for it.
     """
 
     def on_start(self, group: WorkerGroup) -> GroupReport | None:
-        """The workers run and are connected; nothing was run on them yet.
+        """Called when the workers run and are connected, before any call.
 
         Returns:
-            The report of a call over which a worker died: the start counts as failed then. None if all is well.
+            The report of a call in which a worker died, which makes the start fail. None if all is well.
         """
         return None
 
     def on_change(self, group: WorkerGroup) -> None:
-        """The group has other members or other ranks than before; those that stayed go on where they are."""
+        """Called when the group has new members or ranks. The workers that stayed continue where they are."""
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
-        """A call failed, and is about to run again on new workers."""
+        """Called when a call failed and is about to run again on new workers."""
 
     def on_stop(self, group: WorkerGroup) -> None:
-        """The workers are about to be stopped in an orderly way. Follows `on_end`."""
+        """Called before the workers are stopped in an orderly way, after `on_end`."""
 
     def on_end(self, group: WorkerGroup) -> None:
-        """The workers are about to end, in whatever way; also from another thread, and more than once for a group."""
+        """Called before the workers end in any way. May be called from any thread, and more than once for a group."""

@@ -1,7 +1,7 @@
-"""Workers that outlive the process of their controller, and what a later process needs to go on with them.
+"""Workers that outlive the process of their controller, and what a later process needs to use them again.
 
-Only a detached trainer has a `Keeper`. What it keeps: the group, and how many calls were made that change the state.
-The rest is with the workers: each knows the number of its last such call, and its reply.
+Only a detached trainer has a `Keeper`. It keeps the group and the number of calls that changed the state. The workers
+keep the rest: each knows the number of its last such call, and its reply to it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PREFIX = "worker:"
 
 @dataclass(frozen=True)
 class CallNumber:
-    """The number of a call: a worker that is sent it twice runs it once, and gives its reply again.
+    """The number of a call. A worker that receives a call twice runs it once and repeats its reply.
 
     Attributes:
-        call: How many calls that change the state there were up to this one.
+        call: Number of calls that change the state, up to and including this one.
         attempt: How often it was tried before.
-        is_resumed: Whether it continues inside the call.
-        function: The function that it runs, by name.
+        is_resumed: True if it continues an interrupted call.
+        function: Name of the function that it runs.
     """
 
     call: int
@@ -35,7 +35,7 @@ class CallNumber:
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """A group as a later process finds it again: its workers by rank, their places, their slots and their facts."""
+    """A group as a later process finds it: workers by rank, their places, their slots and their facts."""
 
     workers: Sequence[Any]
     infos: Sequence[Any]
@@ -47,12 +47,12 @@ class Keeper:
     """Keeps what is needed to find the workers of a detached trainer again.
 
     Args:
-        trainer: The name of the trainer.
-        write: Keeps the bytes of a group instead of those before.
+        trainer: Name of the trainer.
+        write: Saves the bytes of a group in place of the previous ones.
 
     Attributes:
-        num_calls: How many calls that change the state were begun.
-        found: The newest number that a worker was found with.
+        num_calls: Number of calls that change the state that were started.
+        found: The newest call number found on a worker.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:
@@ -62,21 +62,21 @@ class Keeper:
         self.found: CallNumber | None = None
 
     def actor_options(self) -> dict[str, Any]:
-        """Options of an actor that outlives this process."""
+        """Return the options of an actor that outlives this process."""
         return {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{_prefix(self._trainer)}{uuid.uuid4().hex}"}
 
     def keep_group(self, group: KeptGroup) -> None:
-        """Keep a group."""
+        """Save a group."""
         from ray import cloudpickle
 
         self._write(cloudpickle.dumps(group))
 
     def take_up(self, group: bytes | None) -> None:
-        """Go on with the group that the process before this one has kept."""
+        """Continue with the group that the previous process saved."""
         self._group = group
 
     def find(self) -> KeptGroup | None:
-        """Return that group, once; other workers of the trainer are ended."""
+        """Return that group, the first time only. Kill all other workers of the trainer."""
         kept, self._group = self._group, None
         if kept is None:
             return None
@@ -85,7 +85,7 @@ class Keeper:
         return group
 
     def number(self, call: Any) -> CallNumber | None:
-        """Return the number of a call that begins; that of the process before this one if it is in that call."""
+        """Return the number of a call that starts. If the previous process died during it, return that number."""
         if not call.changes_state:
             return None
         self.num_calls += 1
@@ -95,7 +95,7 @@ class Keeper:
 
 
 def end_workers(trainer: str, but: Collection[str] = ()) -> None:
-    """End the workers of a trainer that are left, but for those of these names."""
+    """Kill the remaining workers of a trainer, except those with the names in `but`."""
     import ray
 
     for each in ray.util.list_named_actors(all_namespaces=True):
@@ -103,7 +103,7 @@ def end_workers(trainer: str, but: Collection[str] = ()) -> None:
         if each["namespace"] == NAMESPACE and name.startswith(_prefix(trainer)) and name not in but:
             try:
                 ray.kill(ray.get_actor(name, NAMESPACE))
-            except ValueError:  # it has just ended
+            except ValueError:  # the actor has just ended
                 continue
 
 
@@ -121,5 +121,5 @@ def keep(keeper: Keeper) -> None:
 
 
 def keeper() -> Keeper | None:
-    """Return what keeps the workers of this process; None where they end with it."""
+    """Return the keeper of this process; None if its workers end with it."""
     return _KEEPER

@@ -1,6 +1,6 @@
-"""The life of a trainer's group: how it is started, where more workers find room, and how it ends.
+"""The lifecycle of a trainer's group: how it starts, where more workers find room, and how it ends.
 
-What follows the failure of workers: `recovery`.
+`recovery` handles the failure of workers.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
-RELEASE_S = 60.0  # until Ray has taken a reservation back
-_REPLACEMENTS = START_ATTEMPTS - 1  # of each worker that dies while a group starts: as many as there are retries
-SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
-_RETURN_S = 10.0  # and on a busy machine by seconds, until what a removed placement group held is free
-_IN_THE_WAY_S = 5.0  # for room that the program itself holds, which it will hardly give back while it waits
-_GROWTH_RESERVATION_S = 1.0  # what the view calls free is granted at once, or another program took it
+RELEASE_S = 60.0  # to wait until Ray has released a reservation
+_REPLACEMENTS = START_ATTEMPTS - 1  # for each worker that dies while a group starts: as many as there are retries
+SETTLE_S = 1.0  # Ray's view of free resources lags behind by some hundred milliseconds
+_RETURN_S = 10.0  # on a busy machine it takes seconds until a removed placement group has freed its resources
+_IN_THE_WAY_S = 5.0  # for room that this program itself holds, because it will hardly release it while it waits
+_GROWTH_RESERVATION_S = 1.0  # free resources are granted at once, unless another program took them
 _SUSPICION_S = 60.0
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Time, and what threads take turns by, as the engine sees them; tests bring their own.
+    """The clock, sleep and locks of the engine. Tests bring their own.
 
     Attributes:
-        monotonic: Seconds, on a clock that only goes forward.
+        monotonic: Returns seconds on a clock that only moves forward.
         sleep: Waits.
         make_lock: Makes a reentrant lock for the threads of the driver.
         make_condition: Makes a condition variable for them.
@@ -66,13 +66,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class ElasticRules:
-    """The rules by which a group follows what happens in the cluster.
+    """The rules by which a group responds to changes of the cluster.
 
     Attributes:
-        wait: Whether survivors of a failure wait for new workers, see `resizing`.
-        resize_interval_s: How often a running call looks for room to grow; None: never.
-        leaving_nodes: Asks for the nodes that will go away soon.
-        keeps_global_batch: Whether a step of fewer workers is the same step, for calls that survivors can continue.
+        wait: Do survivors of a failure wait for new workers? See `resizing`.
+        resize_interval_s: How often a running call looks for room to grow; None for never.
+        leaving_nodes: Returns the nodes that will go away soon.
+        keeps_global_batch: Returns True if a step does not depend on the number of workers, so that survivors can
+            continue calls alone.
     """
 
     wait: Wait = True
@@ -82,30 +83,30 @@ class ElasticRules:
 
 
 class Lifecycle(ABC):
-    """Holds the group of a trainer. Only here a group is started and ended; nowhere once it is stopped.
+    """Holds the group of a trainer. Only this class starts and stops groups. It starts none after it was stopped.
 
-    `ElasticController` runs calls on it.
+    `ElasticController` runs calls on the group.
 
     Args:
-        spec: What a group is started from.
+        spec: The settings from which a group is started.
         scaling: Decides the number of workers.
         make_group: Makes a group that is not started yet.
-        view: Reads the cluster.
-        clock: Time; by default a wait ends when the trainer is stopped.
-        rules: How the group follows the cluster.
+        view: Reads the state of the cluster.
+        clock: Time. By default, a wait ends when the trainer is stopped.
+        rules: How the group responds to changes of the cluster.
         hooks: What the front end does when a group starts and ends.
 
     Attributes:
         group: The group; None before the first start, and after it was killed.
-        snapshots: The retry point.
-        history: What happened to the workers so far.
-        facts: What the replicas told of themselves when they were set up, by rank.
-        stopped: Set once there are to be no workers any more: from then on no group is started.
-        interrupted: The thread whose call is to end; None without.
-        gives_state_up: Whether the state that only workers have could not be fetched.
-        is_fetching: Whether it is being fetched.
-        newcomers: Workers that were to take over the state, and may not have it.
-        is_ending: Whether the program is about to end, so that workers that are lost are not replaced any more.
+        snapshots: The snapshots.
+        history: The events of the group.
+        facts: What the replicas returned from `setup`, by rank.
+        stopped: Set once the trainer is stopped. No group is started after that.
+        interrupted: ID of the thread whose call has to end; None if there is none.
+        gives_state_up: True if the state that only workers have could not be fetched.
+        is_fetching: True while that state is being fetched.
+        newcomers: Workers that were to take over the state and may not have it.
+        is_ending: True if the program is about to end, so that lost workers are not replaced any more.
     """
 
     def __init__(
@@ -126,11 +127,11 @@ class Lifecycle(ABC):
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
-        self._session: Any = None  # of Ray, in which the workers are; None without workers outside this process
+        self._session: Any = None  # Ray session of the workers; None if all workers run in this process
         self.facts: list[Any] = []
         self._replacements = Replacements()
         self._owes_spares = False
-        self._num_short = 0  # workers with which memory ran out, at most
+        self._num_short = 0  # largest number of workers with which memory ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
         self.gives_state_up = self.is_fetching = self.is_ending = False
@@ -138,46 +139,46 @@ class Lifecycle(ABC):
 
     @property
     def holds_only_state(self) -> bool:
-        """True if workers have a state that is nowhere else: it is fetched before any of them is ended."""
+        """True if only workers have the state, so that it has to be fetched before any of them is killed."""
         if not self.snapshots.is_only_in_workers or self.gives_state_up:
             return False
         return self.group is not None and not self.group.is_driver_only and not self.has_session_ended
 
     @property
     def num_workers(self) -> int:
-        """The number of workers now; while there is no group, that which the next one is meant to have."""
+        """Number of workers now; without a group, the number that the next one should have."""
         return self.group.num_workers if self.group is not None else self.scaling.max_workers
 
     @abstractmethod
     def make_room(self) -> str:
-        """Let the program itself give room back where `has_room` says no; return who holds it still, in words."""
+        """Let this program release room if too little is free. Return what still holds room, in words."""
 
     @property
     def running(self) -> WorkerGroup:
-        """The group, where there must be one."""
+        """The group. There has to be one."""
         assert self.group is not None, "there is no group at this moment"
         return self.group
 
     def keep_facts(self, facts: list[Any]) -> None:
-        """Take over what new replicas say of themselves; where the group outlives this process, keep it with them."""
+        """Take the facts of new replicas. If the group outlives this process, save them with it."""
         self.facts = facts
         kept_by = keeper()
-        if kept_by and self.group is not None:  # whatever changes the group changes them
+        if kept_by and self.group is not None:  # every change of the group also changes the facts
             kept_by.keep_group(self.group.to_keep(facts))
 
     def now(self) -> float:
-        """Seconds on the clock that all waiting goes by."""
+        """Return seconds on the clock by which everything waits."""
         return self.clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait; raise `TrainerShutdownError` if the trainer was stopped meanwhile."""
+        """Wait. Raise `TrainerShutdownError` if the trainer was stopped in the meantime."""
         self.clock.sleep(seconds)
         self.check_active()
 
     def record(
         self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
     ) -> None:
-        """Record what happened to the group, and log it. After its end there are no workers any more."""
+        """Record an event of the group and log it. After "lost" and "ended" there are no workers."""
         now, num_workers = self.now(), self.num_workers
         if kind in ("lost", "ended"):
             num_workers, detail = 0, self.spec.words.after_end
@@ -190,8 +191,8 @@ class Lifecycle(ABC):
     def start_workers(self, budget: RetryBudget) -> None:
         """Start the full number of workers, for the first time.
 
-        A worker that dies while starting is tried again, as often as it is paid for; where groups can change, in its
-        slot, beside the others. An exception in the user's set-up is raised at once.
+        If a worker dies during the start, the start is tried again while the budget lasts. If groups can change, only
+        that worker is replaced, in its slot. An exception in the user's set-up is raised at once.
 
         Raises:
             WorkersLostError: Workers died too often.
@@ -201,7 +202,7 @@ class Lifecycle(ABC):
         began = self.now()
         self.allow_replacements()
         in_the_way, timeout_s = self.make_room(), self.spec.reservation_timeout_s
-        if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # else the user has said how long to wait
+        if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # otherwise the user chose the timeout
             timeout_s = _IN_THE_WAY_S
         try:
             while not self.try_start(self.scaling.max_workers, self.spec.num_spares, timeout_s):
@@ -216,7 +217,7 @@ class Lifecycle(ABC):
         self.record("started", 0, began, "a new trainer")
 
     def take_over(self) -> bool:
-        """Go on with the workers that have outlived another process; False where there are none."""
+        """Continue with workers that have outlived another process. Return False if there are none."""
         kept_by = keeper()
         kept = kept_by.find() if kept_by else None
         if kept_by is None or kept is None:
@@ -226,14 +227,14 @@ class Lifecycle(ABC):
         self._session = session()
         self.group = group
         self.keep_facts(list(kept.facts))
-        self.snapshots.completed(None)  # their state is nowhere else yet
+        self.snapshots.completed(None)  # no snapshot has their state yet
         numbers = [number for number in group.ask_beside("last_call").values() if number is not None]
         kept_by.found = max(numbers, key=lambda number: (number.call, number.attempt), default=None)
         logger.info("found %s workers again", len(kept.workers))
         return True
 
     def try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
-        """Start a group, of those who live through it where that are enough; False when too few do.
+        """Start a group from the workers that survive the start, if they are enough. Return False if they are not.
 
         Raises:
             WorkerError: The user's set-up failed.
@@ -256,24 +257,24 @@ class Lifecycle(ABC):
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
             self.snapshots.take_from(group, copies, is_first=True)
-        if num_spares and not self.spec.runs_on:  # else they are told what runs when it does
+        if num_spares and not self.spec.runs_on:  # otherwise the front end starts them when it knows what will run
             group.standby.start_more(num_spares, num_workers)
         return True
 
     def take_answers(self, report: GroupReport) -> None:
-        """Take over what new replicas say of themselves; ask for the workers that the group lacks."""
+        """Take the facts of new replicas, and request room for the workers that the group lacks."""
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
         self.keep_facts([answer.value for answer in report.values])
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
-        """Start a group and let the front end see it. After a failure, nothing of it is left."""
+        """Start a group and let the front end see it. If that fails, clean up everything."""
         self._starting = group
         group.standby.replacements = self._replacements
-        # How many have to live through it; None for all, where a group cannot change.
+        # The number of workers that have to survive the start; None for all, if a group cannot change.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
         try:
             with OnFailure(group.kill):
-                self.check_active()  # a stop that comes later than this finds the group
+                self.check_active()  # a later `stop` finds the group in `_starting`
                 report = group.start(timeout_s, num_needed)
                 if self.scaling.max_workers > self.spec.use_local:
                     self._session = session()
@@ -297,18 +298,18 @@ class Lifecycle(ABC):
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """Make new replicas in those who live, where others were lost while replicas were made or given a state.
+        """After workers were lost while replicas were built or restored, build new replicas in the others.
 
-        Where too few live, it waits for standby workers as long as any are coming.
+        If too few survive, wait for standby workers as long as any are getting ready.
 
         Args:
-            report: What became of it.
-            group: Cannot be used any more where it cannot be done.
+            report: The report of the call in which workers were lost.
+            group: The group. Unusable afterwards if this fails.
             on_wait: As for `WorkerGroup.renew`.
             captures: As for `WorkerGroup.renew`.
 
         Returns:
-            The set-up answers; or the last report, where too few are left or not only workers were lost.
+            The answers of `setup`, or the last report if too few workers are left or something else failed.
         """
         while self.spec.keeps_processes and not report.ok and not group.is_ended and classify(report).kind != "user":
             logger.warning("%s; continuing with the others", words(classify(report)))
@@ -325,33 +326,33 @@ class Lifecycle(ABC):
         return report
 
     def allow_replacements(self) -> None:
-        """Allow so many for all attempts of a start together: what dies again and again is not started without end."""
+        """Allow a limited number of replacements for all attempts of one start together."""
         num_allowed = _REPLACEMENTS * self.scaling.max_workers
         self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
 
     def end_replacements(self) -> None:
-        """Allow no more: the start is over."""
+        """Allow no more replacements, because the start is over."""
         self._replacements.num_left = 0
 
     # ------------------------------------------------------------------------------------- room in the cluster
 
     def has_room(self) -> bool:
-        """Return whether there is room for all workers; also where they can never fit, so no one is to give way."""
+        """Return True if there is room for all workers, or never can be: no one has to release room then."""
         needs_none = self.spec.use_local and self.scaling.max_workers == 1
-        if needs_none or self.spec.within not in ("default", None):  # it waits for no one
+        if needs_none or self.spec.within not in ("default", None):  # a given placement group has its own room
             return True
         view, need = self.settled_view(), self.spec.resources
         wanted = self.scaling.max_workers + self.spec.num_spares
         return capacity(view, need) >= wanted or capacity(view, need, free_only=False) < wanted
 
     def settled_view(self) -> ClusterView:
-        """The cluster, once its view of what is free has caught up with what we just gave back."""
+        """Return the cluster, after its view of free resources has caught up with what we just released."""
         need, began = self.spec.resources, self.now()
         while True:
             view = self.view()
             wanted = min(self.scaling.max_workers, capacity(view, need, free_only=False))
             settling = {node.node_id for node in view.nodes if node.is_settling}
-            # What will be free in a moment on a node that is probably lost is not waited for.
+            # Do not wait for room on a node that is probably lost.
             patience_s = _RETURN_S if settling and settling - self.nodes_to_avoid else SETTLE_S
             if capacity(view, need) >= wanted or self.now() >= began + patience_s:
                 return view
@@ -359,29 +360,29 @@ class Lifecycle(ABC):
 
     @property
     def resizing(self) -> Resizing:
-        """The way the number of workers changes, as of now."""
+        """When the number of workers changes, as of now."""
         keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
         rules, most = self._rules, self.scaling.max_workers
         return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
 
     def note_short_of_memory(self) -> None:
-        """Note that memory has run out with so many workers as there are."""
+        """Note that memory has run out with the present number of workers."""
         self._num_short = len(self.running)
 
     def find_room(self) -> int:
-        """Return how many workers more a new group could have, with all that this one gives back; 0 when none."""
+        """Return how many more workers a new group could have, if it also used the room of this one."""
         group, need = self.running, self.spec.resources
         if len(group) >= self.scaling.max_workers:
             return 0
         group.slots.take_granted()
         avoid = self.nodes_to_avoid
         view = self.view().without(avoid)
-        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # asks Ray nothing more without room
+        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # without room, spare Ray the next query
             return 0
         return self.scaling.grow(view, need, len(group), group.slots.num_usable(avoid))
 
     def start_standby(self) -> None:
-        """Begin to start the workers that the group lacks, as far as there is room; do not wait for them."""
+        """Start the workers that the group lacks, if there is room. Does not wait for them."""
         group, most = self.running, self.scaling.max_workers
         group.slots.take_granted()
         missing = most - len(group) - group.standby.num_all
@@ -389,7 +390,7 @@ class Lifecycle(ABC):
             self._start_more(missing, most, missing)
 
     def _start_more(self, count: int, world_size: int, most: int) -> None:
-        """Begin to start so many workers, `most` of them in room that was not reserved yet."""
+        """Start `count` workers. Reserve new room for at most `most` of them."""
         group = self.running
         most = min(most, count - group.standby.start_more(count, world_size, self.nodes_to_avoid))
         num_free = min(most, capacity(self.view(), self.spec.resources)) if most > 0 else 0
@@ -400,10 +401,10 @@ class Lifecycle(ABC):
             except ReservationTimeoutError:
                 logger.info("another program took the resources for %s more workers", num_free)
         group.slots.ask_up_to(self.scaling.max_workers, len(group))
-        self.keep_facts(self.facts)  # another process that follows this one is to know of the room
+        self.keep_facts(self.facts)  # saves the slots for a process that follows this one
 
     def let_step_in(self) -> None:
-        """Hold replicas that run on by themselves, wherever they are, as soon as others can join them."""
+        """Hold replicas that keep running between calls, wherever they are, as soon as workers can join them."""
         group = self.group
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
@@ -411,27 +412,27 @@ class Lifecycle(ABC):
             group.ask_beside("beside", replica.hold)
 
     def admits_others(self) -> bool:
-        """Return whether all replicas would let others join where they are. Asks them, beside their work."""
+        """Return True if all replicas would let others join where they are. Asks them while they run."""
         reports = self.group.ask_beside("beside", replica.replica_progress) if self.group is not None else {}
         return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:
-        """Begin to start as many workers as are to wait as spares, and were used up or lost."""
+        """Start as many spares as were used up or lost. Does not wait for them."""
         self._owes_spares = False
         group = self.group
         if group is None:
             return
         missing = self.spec.num_spares - group.standby.num_all
-        if missing > 0:  # after a restart there may have been room for fewer
+        if missing > 0:  # the last restart may have had too little room for all
             num_wanted = self.scaling.max_workers + self.spec.num_spares
             self._start_more(missing, len(group), num_wanted - len(group.slots))
 
     def owe_spares(self) -> None:
-        """Note that spares may be missing. A new process takes the time of the others' cores, so it comes later."""
+        """Start missing spares later, because a starting process slows down the others on its node."""
         self._owes_spares = True
 
     def start_owed_spares(self) -> None:
-        """Do what `start_spares` does, once for each time that spares may have been used up."""
+        """Start missing spares if `owe_spares` was called."""
         if self._owes_spares:
             self.start_spares()
 
@@ -442,7 +443,7 @@ class Lifecycle(ABC):
         return frozenset(node for node, until in self._suspected.items() if until > now) | self._rules.leaving_nodes()
 
     def leaving_nodes_in_use(self) -> frozenset[str]:
-        """Nodes with our workers that will go away soon, unless no worker would be left."""
+        """Return the nodes with our workers that will go away soon; empty if no worker would be left."""
         if self.group is None or self.group.is_driver_only:
             return frozenset()
         used = {info.node_id for info in self.group.infos}
@@ -451,9 +452,9 @@ class Lifecycle(ABC):
         return leaving if used - leaving else frozenset()
 
     def suspect(self, survivors: Sequence[int]) -> None:
-        """Avoid for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
+        """Avoid for a while the nodes of ranks that are silent without a report of their death. The nodes may be dead.
 
-        Ray tells of the death of a process at once, of that of a node half a minute later.
+        Ray reports the death of a process at once, that of a node half a minute later.
         """
         group = self.running
         silent = {group.infos[rank].node_id for rank in group.silent}
@@ -464,16 +465,16 @@ class Lifecycle(ABC):
 
     @property
     def has_session_ended(self) -> bool:
-        """True if the workers ended with their Ray session; another one is none of this trainer's business."""
+        """True if the workers ended with their Ray session. A new session does not belong to this trainer."""
         return self._session is not None and self._session != session()
 
     def check_active(self, during: Exception | None = None) -> None:
-        """Raise `TrainerShutdownError` once it was stopped or the Ray session has ended.
+        """Raise `TrainerShutdownError` if the trainer was stopped or the Ray session has ended.
 
         Raises `KeyboardInterrupt` after `interrupt`.
 
         Args:
-            during: What the running call has raised, perhaps because of that.
+            during: The exception of the running call, perhaps a consequence.
         """
         if self.interrupted == threading.get_ident():
             raise KeyboardInterrupt
@@ -494,7 +495,7 @@ class Lifecycle(ABC):
             )
 
     def kill_workers(self) -> None:
-        """From another thread, once it was stopped: makes the call that is running return, wherever it is."""
+        """Make the running call return, wherever it is. Called from another thread, after `stopped` is set."""
         for group in (self._starting, self.group):
             if group is not None:
                 try:
@@ -504,42 +505,42 @@ class Lifecycle(ABC):
                     group.kill_workers()
 
     def interrupt_thread(self, thread: int) -> None:
-        """From another thread: ends the call that a thread is in as Ctrl-C inside it would; another one can follow."""
+        """End the call of a thread like Ctrl-C in that thread. Called from another thread. Later calls are possible."""
         self.interrupted = thread
-        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # else that thread fetches it
+        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # otherwise that thread fetches it
             self.kill_workers()
 
     def end_interrupt(self) -> None:
-        """The call that was interrupted is over: no one is to use the workers that were killed for it."""
+        """Clean up after an interrupted call, so that no later call uses the killed workers."""
         self.interrupted = None
         if not self.holds_only_state:
             self.kill_group()
 
     def kill_group(self) -> None:
-        """Kill the processes; the next call starts new ones from the last snapshot."""
+        """Kill the processes. The next call starts new ones from the last snapshot."""
         assert not self.holds_only_state, "a state that only workers have is fetched before they are ended"
         if self.group is not None:
             group, self.group = self.group, None
             self._end_group(group)
 
     def end_call(self, cause: str, kind: EventKind = "ended") -> None:
-        """Kill the group of a call that cannot go on, and record why."""
+        """Kill the group of a call that cannot continue, and record why."""
         began, group = self.now(), self.group
         self.kill_group()
         if group is not None:
             self.record(kind, len(group), began, cause)
 
     def stop_group(self, *, force: bool) -> None:
-        """Stop the group and drop all snapshots, for good; with `force`, without letting the workers close."""
+        """Stop the group for good and drop all snapshots. With `force`, kill the workers without closing them."""
         group, self.group = self.group, None
         self.snapshots.clear()
         if group is not None:
             self._end_group(group, force=force)
 
     def _end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
-        """Stop a group, or with `force` kills it; the front end's hooks come first."""
+        """Stop a group, or kill it with `force`. The front end's hooks run first."""
         if self.has_session_ended:
-            group.kill()  # what of it is in this process
+            group.kill()  # only the part in this process is left
             return
         end = group.kill if force else group.stop
         try:
@@ -551,10 +552,10 @@ class Lifecycle(ABC):
 
 
 def pay_for_start(budget: RetryBudget) -> None:
-    """After the death of a worker that was being started.
+    """Use a retry for the death of a worker during a start.
 
     Raises:
-        WorkersLostError: There is nothing to pay with.
+        WorkersLostError: No retry is left.
     """
     if budget.is_spent:
         budget.refuse()

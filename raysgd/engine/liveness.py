@@ -1,9 +1,9 @@
-"""Signs of life: time as this process lives it, open questions, and how long those are waited for who do not answer.
+"""Liveness checks: open questions to workers, and how long to wait for those that do not answer.
 
-A live worker answers beside its work, mostly at once. But a machine may stall for seconds, and where thousands are
-asked the answers themselves take seconds to come in: no fixed time tells who is gone.
+A live worker answers while it works, mostly at once. But a machine may stall for seconds, and the answers of thousands
+of workers take seconds to arrive. So no fixed time tells which workers are dead.
 
-Why silence is relative to those who answer: ADR 9.
+ADR 9 explains why silence is measured relative to the workers that answer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _LONGEST_GAP_S = 1.0
 
 
 class OwnTime:
-    """Counts seconds from when it is made on, as long as it is looked at often.
+    """Counts the seconds since it was made, without those in which this process stood still. Read it often.
 
-    For limits on how long to wait for others: what happens to this process, such as SIGSTOP or a machine that stalls,
-    does not shorten their time. They may have stood still for as long.
+    For deadlines of others. If this process is stopped (SIGSTOP) or its machine stalls, others may have stood still
+    too, so their time is not shortened.
 
     Args:
-        now: Time.
+        now: Clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -32,14 +32,14 @@ class OwnTime:
         self._looked_at, self._seconds = now(), 0.0
 
     def look(self, at_most_s: float = _LONGEST_GAP_S) -> float:
-        """The seconds until now; since the last look no more than so many, whatever the clock says."""
+        """Return the seconds so far. At most `at_most_s` are counted since the last look, whatever the clock says."""
         now = self._now()
         self._seconds += min(now - self._looked_at, at_most_s)
         self._looked_at = now
         return self._seconds
 
     def catch_up(self) -> None:
-        """Count all until now: this process did something else, which took it so long."""
+        """Count all the time until now, because this process was busy with something else."""
         self.look(float("inf"))
 
 
@@ -49,22 +49,22 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Return the time for which nothing more has to come in before those who are missing are silent."""
+    """Return how long no answer has to arrive before the missing ranks count as silent."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
 def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_others: int, heartbeat_s: float) -> float:
-    """Return how long to wait, from the question on, for those who are missing.
+    """Return how long to wait for the missing ranks, counted from the question.
 
-    While answers come in, the wait goes on: it ends when none has come for a while, and those who are missing take many
-    times as long as the typical one. Where most are missing, they are probably just slow: no rank is silent then before
-    the time has passed that a frozen process gets, either.
+    While answers arrive, the wait continues. It ends when none has arrived for a while, and the missing ranks take many
+    times as long as the typical rank. If most are missing, they are probably just slow. Then no rank counts as silent
+    before the time that a frozen process gets.
 
     Args:
-        answered_after_s: When the others answered, seconds from the question on.
-        num_missing: How many have not.
-        num_others: How many more of the group are known to live, because they had answered before.
-        heartbeat_s: What a worker that gives no sign of life gets.
+        answered_after_s: Seconds from the question until each answer.
+        num_missing: Number of ranks that have not answered.
+        num_others: Number of other ranks that are known to be alive, because they answered before.
+        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
     """
     quiet = quiet_s(heartbeat_s)
     if num_missing > len(answered_after_s) + num_others:
@@ -78,18 +78,18 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
 KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
-_ROUNDS_PER_HEARTBEAT = 3  # with the default of 30 s, 1,000 ranks still cost no more than the share below
-_QUESTION_S = 0.0005  # of the driver's time, for one question and its answer
-_SHARE = 0.05  # of the driver's time that questions may take
+_ROUNDS_PER_HEARTBEAT = 3  # with a heartbeat of 30 s, questions to 1,000 ranks stay below `_SHARE`
+_QUESTION_S = 0.0005  # driver's time for one question and its answer
+_SHARE = 0.05  # largest share of the driver's time that questions may take
 
 
 class LivenessCheck(Generic[KeyT]):
-    """Keeps the questions that are open. Seconds in which this process did not look at them do not count.
+    """Keeps open questions to workers. Seconds in which this process did not look at them do not count.
 
     Args:
         heartbeat_s: A worker that does not answer for so long is silent.
-        poll: What became of a question, as of now.
-        now: Time.
+        poll: Returns the present outcome of a question.
+        now: Clock, in seconds.
     """
 
     def __init__(self, heartbeat_s: float, poll: Callable[[KeyT, Any], Outcome], now: Callable[[], float]) -> None:
@@ -97,20 +97,20 @@ class LivenessCheck(Generic[KeyT]):
         self._asked: dict[KeyT, tuple[Any, float]] = {}
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
-        """Time from one round of questions to the next: as wanted, longer for many workers, but still often enough."""
+        """Return the time between two rounds of questions: `wanted_s`, or more for many workers, within limits."""
         return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
     def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
-        """Ask all who do not owe an answer already."""
+        """Ask all workers that do not have an open question."""
         for key in keys:
             if key not in self._asked:
                 self._asked[key] = submit(key), self._own_time.look()
 
     def poll(self) -> tuple[list[tuple[KeyT, Outcome]], list[tuple[KeyT, float]]]:
-        """Look who has answered since the last time.
+        """Check which workers have answered since the last time.
 
         Returns:
-            Who answered, and what; and who has not for too long, and for how many seconds. Those are not waited for
+            The answers by worker, and the workers that are silent with their seconds of silence. Neither are waited for
             any more.
         """
         now = self._own_time.look()
@@ -128,9 +128,9 @@ class LivenessCheck(Generic[KeyT]):
         return answers, silent
 
     def rest(self) -> None:
-        """Say that until now this process was here to poll."""
+        """Count all the time until now as time in which this process was polling."""
         self._own_time.catch_up()
 
     def remove(self, key: KeyT) -> None:
-        """Expect no answer from `key` any more."""
+        """Stop waiting for an answer from `key`."""
         self._asked.pop(key, None)

@@ -1,9 +1,9 @@
-"""Watches a call while it runs: heartbeats, snapshots taken inside the call, and when to stop for a change.
+"""Watches a call while it runs: heartbeats, mid-call snapshots, and stops for changes of the group.
 
-The driver calls `poll` some ten times a second while it waits for the call. All questions go to the second thread of
-each worker; between two rounds nothing is asked, so a call that takes less than a round costs nothing.
+The driver calls `poll` some ten times a second while it waits for the call. `poll` asks the second thread of each
+worker, once per round. A call that is shorter than a round is not slowed down.
 
-Why all ranks agree on a step before they stop: ADR 11.
+ADR 11 explains why all ranks agree on a step before they stop.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from raysgd.engine.shared.types import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-_FASTEST_ROUND_S = 0.25  # where snapshots inside the call may come that fast, or workers are about to step in
-_FIRST_ROUND_S = 0.2  # of a call: most are short, and what is known of them comes from the signs of life
+_FASTEST_ROUND_S = 0.25  # if there are mid-call snapshots, which may come that fast, or workers are about to step in
+_FIRST_ROUND_S = 0.2  # the first round of a call is early, because most calls are short
 _POLL_S = 0.2
 _MOST_STACKS = 8
-_REPORT_S = 1.0  # for an answer; the report says which ranks gave none
+_REPORT_S = 1.0  # to wait for answers; the report names the ranks that gave none
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
@@ -41,28 +41,28 @@ class Monitor:
 
     Args:
         lifecycle: Holds the group.
-        is_of_restore: Whether it watches restores only. It takes no snapshots: one taken then would seem to cover all
-            calls that are repeated.
+        is_of_restore: True if it watches restores only. It then takes no snapshots: one taken during a restore would
+            seem to cover all calls that are being repeated.
 
     Attributes:
-        is_on: Whether something is watched; set to False where nothing runs any more.
-        heartbeats: The last sign of life of each rank in what is watched.
+        is_on: True while something is watched. Callers set it to False when nothing runs any more.
+        heartbeats: The last heartbeat of each rank in the current call or change.
         reason: Why the ranks were asked to stop.
-        is_leaving: Whether they were asked so that the call can be left.
-        observer: Called about once a second while a call runs, and when one failed for good; if it is set.
+        is_leaving: True if they were asked to stop so that the call can be left.
+        observer: Called about once a second during a call, and after a call failed for good; None to call nothing.
     """
 
     def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
         self._lifecycle, self._snapshots = lifecycle, lifecycle.snapshots
         self._is_of_restore = is_of_restore
-        self._num_holds = 0  # stops inside a call that were proposed; each has a number
+        self._num_holds = 0  # number of the last stop that was proposed inside a call
         self._once = Once()
         self.observer: Callable[[], None] | None = None
         self.watch()
         self.is_on = is_of_restore
 
     def watch(self, call: Call | None = None) -> None:
-        """Monitor the group from now on: while it runs a call, or while it changes, or waits."""
+        """Start watching a call, or the group while it changes or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._parted = None if call is None else call.parted
@@ -70,10 +70,10 @@ class Monitor:
         self.heartbeats: dict[int, Heartbeat] = {}
         self._first: dict[int, Heartbeat] = {}
         self._steps_per_s = 0.0
-        self._snapshot = 0  # the newest inside the call that was taken over
+        self._snapshot = 0  # number of the newest mid-call snapshot that was taken
         self._infos: object = None
         self._expect_no_answers()
-        # A call of few workers is asked soon; many are busy when they begin or go on after a failure.
+        # Few workers are asked soon. Many are busy when they start, or continue after a failure.
         first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
         is_soon = of_call and first_s <= _FIRST_ROUND_S
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
@@ -85,14 +85,14 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Monitor what follows the call: a failure, or a change of the ranks that were held for it."""
+        """Keep watching after the call: a failure, or a change for which the ranks have stopped."""
         if self.is_on:
             before = self.heartbeats
             self.watch()
             self._before = before
 
     def poll(self) -> None:
-        """Do what is due. To be called now and then while the driver waits."""
+        """Do what is due. Call it regularly while the driver waits."""
         if not self.is_on:
             return
         self._listen()
@@ -110,17 +110,17 @@ class Monitor:
                 self._lifecycle.start_owed_spares()
                 self._lifecycle.let_step_in()
             if not self._is_of_restore:
-                self._snapshots.poll()  # Ray brings a snapshot to this node only once somebody asks
+                self._snapshots.poll()  # Ray brings a snapshot to this node only after someone asks for it
                 self.observe()
         self._liveness.rest()
 
     def observe(self) -> None:
-        """Tell the observer."""
+        """Call the observer, if there is one and the trainer was not stopped."""
         if self.observer is not None and not self._lifecycle.stopped.is_set():
             self.observer()
 
     def await_snapshot(self) -> None:
-        """Wait until no snapshot is on its way any more, for whatever reason."""
+        """Wait until the snapshot that is on its way has arrived or is lost."""
         if not self.is_on:
             self.watch()
         self._snapshots.poll()
@@ -128,7 +128,7 @@ class Monitor:
             self._snapshots.poll(timeout_s=_POLL_S)
             self.poll()
 
-    # ------------------------------------------------------------------------------------------ signs of life
+    # -------------------------------------------------------------------------------------------- heartbeats
 
     def _expect_no_answers(self) -> None:
         lifecycle = self._lifecycle
@@ -161,7 +161,7 @@ class Monitor:
 
     def _listen(self) -> None:
         infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
-        if infos is not self._infos:  # what the former worker of a rank owes, its successor does not
+        if infos is not self._infos:  # do not wait for answers of workers that were replaced
             self._infos = infos
             self._expect_no_answers()
         answers, silent = self._liveness.poll()
@@ -175,7 +175,7 @@ class Monitor:
             self._free_parted()
 
     def _free_parted(self) -> None:
-        """End the wait of ranks for others that did something else; the call then fails, which tells what they did."""
+        """Free ranks that wait for others that did something different. The call then fails, and says what they did."""
         group = self._lifecycle.group
         if group is not None and self._parted is not None and self._parted(self.heartbeats):
             self._parted = None
@@ -192,7 +192,7 @@ class Monitor:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Throughput of the training call since the first signs of life; None where samples are not counted."""
+        """Throughput of the training call since the first heartbeats; None if samples are not counted."""
         group = self._lifecycle.group
         spans = [(first, self.heartbeats[rank]) for rank, first in self._first.items()]
         if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):
@@ -200,24 +200,24 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way."""
+        """Kill ranks that do not respond. Their call then fails in the usual way."""
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
         logger.warning("%s\n%s", cause, self._report())
-        if group.is_ended:  # by Ctrl-C, which ends the wait for the report when it is pressed again and again
+        if group.is_ended:  # by Ctrl-C, pressed again during the wait for the report
             return
         self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
         for rank in silent:
             group.kill_rank(rank)
 
     def tell_stuck(self) -> None:
-        """Log what every rank is doing, so that you can find out why one of them holds the others up."""
+        """Log what every rank is doing, so that the user can see which rank holds up the others."""
         if self.is_on:
             logger.warning("workers are not stopping:\n%s", self._report())
 
     def _report(self) -> str:
-        """Each rank's last step and present stack, as far as it answers. Ranks with the same are shown together."""
+        """Return the last step and the current stack of each rank that answers. Equal ones are shown once."""
         group = self._lifecycle.group
         if group is None:
             return "there is no group"
@@ -230,7 +230,7 @@ class Monitor:
         return shown_together(alike)
 
     def _look_for_snapshot(self) -> None:
-        """Take a snapshot from inside the running call, once all ranks have one; not while another is on its way."""
+        """Take a mid-call snapshot once all ranks have one, unless another is on its way."""
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
             return
@@ -254,7 +254,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------ stops inside a call
 
     def _hold_where_due(self) -> None:
-        """Stop the running call at a step boundary, where workers are to leave or can step in."""
+        """Stop the running call at a step boundary if workers have to leave or can step in."""
         lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
         if group is None or self._is_holding:
             return
@@ -269,7 +269,7 @@ class Monitor:
         is_due = now >= self._next_growth
         if is_due:
             self._next_growth = now + check_s
-        if not lifecycle.spec.regroups:  # only a restart makes it larger
+        if not lifecycle.spec.regroups:  # the group can grow only by a restart
             if is_due and lifecycle.find_room():
                 self._agree(group, ROOM)
             return
@@ -296,7 +296,7 @@ class Monitor:
         return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
-        """Agree with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
+        """Agree with all ranks on a step to stop at. If a rank is past it, the next round looks further ahead."""
         self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
         self._num_holds += 1
@@ -313,9 +313,9 @@ class Monitor:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
     def settle_last_hold(self) -> None:
-        """Settle the stop that a process that was killed may have left open: ranks wait for that without limit.
+        """Settle the proposal that a killed driver may have left open, because ranks wait for that without limit.
 
-        A rank that was told to stop does, so all have to.
+        If one rank was told to stop, all have to.
         """
         group = self._lifecycle.running
         told = filter(None, group.ask_beside("beside", replica.last_hold).values())
@@ -331,7 +331,7 @@ def _place(heartbeat: Heartbeat | None) -> str:
 
 
 def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
-    """A few of the texts, by rank: those of the fewest ranks, who are what the others wait for."""
+    """Return a few of the texts, by rank: those of the fewest ranks, because the others usually wait for these."""
     few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
     lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
     num_others = sum(map(len, alike.values())) - sum(len(ranks) for _, ranks in few)
@@ -339,6 +339,6 @@ def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
 
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
-    """A sign of life of each rank that gives one in time."""
+    """Return a heartbeat of each rank that answers in time."""
     answers = group.ask_beside("beside", replica.sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

@@ -1,6 +1,6 @@
-"""Placement: what the cluster has, what is reserved of it, and the slots of workers there.
+"""Placement: the resources of the cluster, reservations of them, and the slots of workers in these.
 
-The only module that asks Ray what is free, and that creates and removes placement groups of live trainers.
+Only this module asks Ray for free resources, and creates and removes the placement groups of live trainers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_S = 0.5
 _CLOSE_S = 5.0
 _SLICE_S = 1.0
 _CONNECT_S = 5.0
-_TELL_S = 5.0  # a cluster that is idle grants within a second
+_TELL_S = 5.0  # an idle cluster grants a reservation within a second
 _BUNDLE = "bundle_group_"
 _CANNOT_GROW = (
     "No node will join: Ray was started for this program alone. To use a cluster, run the program on one of its "
@@ -48,31 +48,31 @@ _DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+
 
 
 def _ray() -> Any:
-    """Ray. Its own annotations are incomplete, which is nothing to trouble every caller with."""
+    """Return Ray as `Any`, because its own annotations are incomplete."""
     import ray
 
     return ray
 
 
 def ensure_ray() -> None:
-    """Connect to the cluster of RAY_ADDRESS, or that of this machine; start a single-node one if there is none."""
+    """Connect to the cluster of RAY_ADDRESS or of this machine; start a single-node cluster if there is none."""
     ray = _ray()
     prepare_to_use_ray()
     if not ray.is_initialized():
         logger.info("Ray is not initialized: using the cluster of RAY_ADDRESS or of this machine, or starting one")
         init_ray(include_dashboard=False)
-        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # else a cluster was found
+        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # otherwise it found a cluster
             _started.add(session())
     _quiet_ray()
 
 
 def init_ray(**options: Any) -> None:
-    """Do what `ray.init` does, also in a cluster whose head was started with a token that this user has, too.
+    """Call `ray.init`, and use this user's token if the cluster requires one.
 
-    Where `RAY_AUTH_MODE` is not set, Ray goes by the file `~/.ray/auth_token` only if it starts a cluster.
+    If `RAY_AUTH_MODE` is not set, Ray itself reads the file `~/.ray/auth_token` only when it starts a cluster.
 
     Raises:
-        ConnectionError: Nothing answers at the address. Ray itself tries for minutes.
+        ConnectionError: Nothing answers at the address. Ray itself would try for minutes.
     """
     ray = _ray()
     prepare_to_use_ray()
@@ -92,7 +92,7 @@ def _check_address(address: str) -> None:
 
 
 def _connection_error(address: str, timeout_s: float) -> OSError | None:
-    """Return why nothing answers at a `host:port`; None if something does, or if it is another word, as "auto"."""
+    """Return why nothing answers at a `host:port`; None if something does, or if the address is a word like "auto"."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return None
@@ -106,25 +106,25 @@ def _connection_error(address: str, timeout_s: float) -> OSError | None:
 def _use_token() -> None:
     setup = "ray._private.authentication.authentication_token_setup"
     enable = find_name(f"{setup}:maybe_enable_token_auth_if_token_available")
-    with suppress(TypeError):  # older versions have no tokens, or take other arguments
+    with suppress(TypeError):  # older versions have no tokens, or other arguments
         enable(warn_if_disabled=False)
 
 
 _started: set[Any] = set()
-"""The sessions of Ray that `ensure_ray` has started: this machine is all there is, and no node joins."""
+"""The Ray sessions that `ensure_ray` started. They run on this machine only, and no node will join."""
 
 _noted: set[tuple[str, str]] = set()
 
 
 def note_processes(infos: Iterable[WorkerInfo]) -> None:
-    """Remember where workers are or were: raysgd says itself, in one line, if one of them is lost."""
+    """Remember the processes of workers. If one is lost, raysgd reports it in one line, so Ray need not."""
     _noted.update((info.node_id, str(info.pid)) for info in infos)
 
 
 def _quiet_ray() -> None:
-    """Keep Ray from printing 1,200 characters on each such worker, whatever `log_to_driver` is.
+    """Keep Ray from printing 1,200 characters about each lost worker, whatever `log_to_driver` is.
 
-    What prints them is private: where it is missing, they are printed.
+    The function that prints them is private. If it is missing, Ray prints them.
     """
     show = find_name("ray._private.worker:print_to_stdstream")
     if show is None or hasattr(show, "__wrapped__"):
@@ -141,7 +141,7 @@ def _quiet_ray() -> None:
 
 
 def session() -> Any:
-    """Return what tells the session of Ray that this process is in from any other; None outside of one. Starts none."""
+    """Return an object that identifies the Ray session of this process; None without a session. Starts none."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -152,37 +152,37 @@ def session() -> Any:
 
 
 def _is_gone(address: str) -> bool:
-    """Return whether nothing listens at the address of a cluster's head any more; one that is busy is there."""
+    """Return True if the head of the cluster at this address is gone. A busy head is not."""
     return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
 
 
 def is_ray_client() -> bool:
-    """Return whether this process drives a cluster through a Ray Client connection."""
+    """Return True if this process uses a cluster through a Ray Client connection."""
     return bool(_ray().util.client.ray.is_connected())
 
 
 def num_gpus() -> float:
-    """Return how many GPUs the nodes have; 0 before there is a connection to Ray."""
+    """Return the number of GPUs of all nodes; 0 if there is no connection to Ray yet."""
     ray: Any = sys.modules.get("ray")
     return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
 
 
 def outer_group() -> Any:
-    """The placement group that this process is in and that is meant for what it starts, too; None without one."""
+    """Return the placement group of this process if it also applies to what the process starts; otherwise None."""
     ray = _ray()
     captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
     return ray.util.get_current_placement_group() if captures else None
 
 
 def living_nodes() -> frozenset[str]:
-    """Return the ids of the nodes that are there, as far as Ray has noticed."""
+    """Return the IDs of the nodes that Ray believes to be alive."""
     return frozenset(node["NodeID"] for node in _ray().nodes() if node["Alive"])
 
 
 def cluster_view() -> ClusterView:
-    """The live nodes with their total and free resources, and the placement groups that hold or want some.
+    """Return the live nodes with their total and free resources, and the placement groups that hold or want some.
 
-    Inside an existing placement group that group is all there is: each bundle counts as a node.
+    Inside an existing placement group, only that group counts, and each bundle counts as a node.
     """
     ray = _ray()
     outer = outer_group()
@@ -207,16 +207,16 @@ def cluster_view() -> ClusterView:
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
-    """Return whether a node still has bundles of a placement group that is none of `groups`, a list made later.
+    """Return True if a node still has bundles of a placement group that is not in `groups`, a list made later.
 
-    Ray calls a group removed as soon as it was told to remove it. What the group held is free some time after that, on
-    a busy machine seconds, and in the same moment its bundles are off the node's list.
+    Ray calls a group removed as soon as it is told to remove it. The resources become free some time later, on a busy
+    machine after seconds. At the same moment, the bundles disappear from the node's list.
     """
     return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Free resources node by node; Ray's public interface has only the sum, which serves for a single node."""
+    """Return the free resources of each node. Ray's public function has only the sum, which is enough for one node."""
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
         return dict(by_node())
@@ -225,36 +225,36 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def _placement_groups() -> dict[str, Any]:
-    """Return what Ray says of each placement group that was not removed, by its id."""
+    """Return Ray's entry of each placement group that was not removed, by ID."""
     table = _ray().util.placement_group_table()
     return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
 
 
 def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Without the bookkeeping entries that Ray keeps beside the real resources."""
+    """Return the real resources, without Ray's bookkeeping entries."""
     hidden = ("node:", "object_store_memory")
     return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
 
 
 def draining_nodes() -> frozenset[str]:
-    """The nodes that Ray knows will go away soon."""
+    """Return the nodes that Ray expects to go away soon."""
     return frozenset(drain_deadlines())
 
 
 def drain_deadlines() -> dict[str, int]:
-    """Return when each of them goes, in milliseconds of Unix time; 0 where no one said.
+    """Return when each draining node goes away, in milliseconds of Unix time; 0 if unknown.
 
-    Ray keeps this query private; where it is missing, none are known.
+    The query is private to Ray. If it is missing, the result is empty.
     """
     draining = find_name("ray._private.state:state.get_draining_nodes")
     return {} if draining is None else dict(draining())
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
-    """The table for error messages: what was asked, what the cluster has, and what holds it."""
+    """Return a table for error messages: the resources that were requested, what the cluster has, and what holds it."""
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
-    hidden = {"memory"} - need.bundle().keys()  # Ray counts it, but few ask for it
+    hidden = {"memory"} - need.bundle().keys()  # Ray lists it, but few programs request it
     for node in view.nodes:
         free, total = ({name: of[name] for name in of if name not in hidden} for of in (node.available, node.total))
         lines.append(f"  node {node.address}:  free {free} of {total}")
@@ -273,7 +273,7 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 
 
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
-    """Return why today's nodes can never hold so many workers, and what to ask for instead; None if they can."""
+    """Return why these nodes can never hold so many workers, and what to request instead; None if they can."""
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
         return None
@@ -287,23 +287,23 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
 
 
 def _state_of(group: Any) -> str:
-    """Return what Ray says of a placement group, such as CREATED; `wait(0)` often gives up before Ray answers."""
+    """Return the state of a placement group, such as CREATED. `wait(0)` often gives up before Ray answers."""
     return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
 
 
 class Reservation:
     """Resources for all workers at once, all or none.
 
-    Inside an existing placement group (a Tune trial, say) that one is used, and left alone on `close`.
+    Inside an existing placement group (such as that of a Tune trial), that group is used, and `close` leaves it alone.
 
     Args:
-        need: What one worker needs.
-        num_workers: How many there are.
-        has_driver: Whether the first of them is this very process. Its GPU is then one of this node.
-        packs: Whether workers go to as few nodes as they can, rather than to as many.
-        within: Whose placement group to use: "default" for that of this process if it captures child tasks, a group for
-            that one, None for none.
-        words: What to do where the cluster does not grant them, for the error.
+        need: Resources of one worker.
+        num_workers: Number of workers.
+        has_driver: True if the first worker is this process. Its GPU is then one of this node.
+        packs: True to place workers on as few nodes as possible; False for as many as possible.
+        within: The placement group to use: "default" for that of this process if it captures child tasks, a placement
+            group, or None for none.
+        words: What to do if the cluster does not grant the resources, for the error.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class Reservation:
         self._guard: Any = None
         bundle = need.bundle()
         if self._outer is None and bundle and num_workers:
-            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # Ray takes no name twice, and there may be several trainers
+            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # unique, because there may be several trainers
             bundles = [bundle] * num_workers
             if has_driver and need.num_gpus:
                 bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
@@ -338,24 +338,24 @@ class Reservation:
 
     @property
     def is_own(self) -> bool:
-        """True if it holds resources itself, so that the actors of the workers find their place at once."""
+        """True if it holds resources itself, so that actors of workers start at once."""
         return self._own is not None
 
     def is_granted(self) -> bool:
-        """Return whether the resources are there, as of now."""
+        """Return True if the resources are available now."""
         group = self._own or self._outer
         return group is None or _state_of(group) == "CREATED"
 
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-        """Block until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
+        """Block until the resources are granted. If this raises, nothing stays reserved, even after Ctrl-C.
 
         Args:
             timeout_s: How long to wait.
-            check: Called now and then while it waits; may raise.
+            check: Called regularly during the wait. May raise.
 
         Raises:
-            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation; at once where there
-                is never room, and no node can join.
+            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation; at once if there can
+                never be room and no node can join.
         """
         group = self._own or self._outer
         if group is None:
@@ -367,14 +367,14 @@ class Reservation:
         began = time.monotonic()
         words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
         waited_s = 0.0
-        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; hears no Ctrl-C
+        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; ignores Ctrl-C
             time.sleep(_POLL_S)
             check()
             waited_s = time.monotonic() - began
             while words and waited_s >= words[-1][0]:
                 words.pop()[1](timeout_s)
             if waited_s >= timeout_s:
-                if self.is_granted():  # meanwhile: this process, too, may have stood still
+                if self.is_granted():  # in the meantime, because this process may have stood still
                     return
                 view = cluster_view()
                 reason = impossibility(self._need, self._num_workers, view, self._words)
@@ -385,7 +385,7 @@ class Reservation:
     def _is_ready(self, group: Any, timeout_s: int) -> bool:
         try:
             return bool(group.wait(timeout_s))
-        except Exception as error:  # Ray raises a bare one
+        except Exception as error:  # Ray raises nothing more specific
             if _state_of(group) != "REMOVED":
                 raise
             raise ReservationTimeoutError(
@@ -414,15 +414,15 @@ class Reservation:
         )
 
     def actor_options(self, index: int) -> dict[str, Any]:
-        """Options that place the actor number `index` into this reservation.
+        """Return options that place an actor into bundle `index` of this reservation.
 
-        Its tasks find a place as those of this process do: our bundles are full. In a trial of Tune they go into
-        the trial's placement group, which may have a bundle for them.
+        Tasks of the actor are not placed in our bundles, which are full, but like tasks of this process. In a Tune
+        trial, they go into the trial's placement group, which may have a bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
-        if "memory" in self._need.custom:  # which Ray takes under its own name only
+        if "memory" in self._need.custom:  # Ray takes it only as an option of its own
             options["memory"] = self._need.custom["memory"]
         if custom := {name: amount for name, amount in self._need.custom.items() if name != "memory"}:
             options["resources"] = custom
@@ -437,7 +437,7 @@ class Reservation:
         return options
 
     def nodes(self) -> list[str | None]:
-        """Return the live node that holds each bundle now, or None; Ray moves the bundles of a lost node."""
+        """Return the live node of each bundle, or None. Ray moves the bundles of a lost node to other nodes."""
         ray, alive = _ray(), living_nodes()
         if self._own is None:
             return [next(iter(alive), None)] * self._num_workers
@@ -445,10 +445,10 @@ class Reservation:
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def gpus_of_driver(self) -> list[str]:
-        """Take the GPUs of the first worker for this very process, and return their ids.
+        """Take the GPUs of the first worker for this process, and return their IDs.
 
-        Ray hands out GPUs to actors only, so an actor that does nothing holds them until `close`. Inside a worker or
-        somebody else's placement group nothing is taken: what this process may use was decided there.
+        Ray assigns GPUs only to actors, so an idle actor holds them until `close`. Inside a worker or a placement group
+        of someone else nothing is taken, because that decides which GPUs this process may use.
         """
         if self._own is None or not self._need.num_gpus:
             return []
@@ -459,10 +459,10 @@ class Reservation:
         return ids
 
     def close(self, timeout_s: float) -> None:
-        """Give the resources back and wait until Ray says so; after `timeout_s` only a warning is logged.
+        """Release the resources and wait until Ray confirms it. After `timeout_s`, only log a warning.
 
-        Where the head of the cluster is gone, as after a signal to all processes of a program, no one waits: Ray would
-        try for a minute to reach it, and then end this process.
+        Does not wait if the head of the cluster is gone, for example after a signal to all processes of a program. Ray
+        would try for a minute to reach it, and then end this process.
         """
         if self._own is None:
             return
@@ -503,20 +503,20 @@ class _GPUHolder:
     """An actor that holds GPUs for a process that is not an actor."""
 
     def gpu_ids(self) -> list[str]:
-        """Return which GPUs Ray gave it."""
+        """Return the GPUs that Ray assigned to the actor."""
         return [str(identity) for identity in _ray().get_gpu_ids()]
 
 
 def guard(name: str) -> Any:
-    """Return an actor that removes the placement group of this name once this process is dead; None if Ray does that.
+    """Return an actor that removes the placement group `name` when this process dies; None if Ray removes it.
 
-    Kill the actor when you have removed the group yourself. Make it before the group, so that no moment is unguarded.
+    Make the actor before the group, so that the group is never unguarded. Kill the actor after you remove the group.
     """
     import ray
 
     context = ray.get_runtime_context()
     maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
-    if not _is_alive(*maker):  # a driver, whose groups end with its job, or a Ray that does not tell
+    if not _is_alive(*maker):  # a driver, whose groups end with its job, or Ray lacks the query
         return None
     return (
         ray.remote(ReservationGuard)
@@ -526,9 +526,9 @@ def guard(name: str) -> Any:
 
 
 def _is_alive(maker: str, node_id: str | None) -> bool:
-    """Return whether a process of a task or an actor lives; without a node, whether an actor does or will again.
+    """Return True if the process of a task or actor is alive. Without a node, also if the actor will be restarted.
 
-    Ray keeps these queries private; without them, none does.
+    The queries are private to Ray. If they are missing, this returns False.
     """
     actors, workers = find_name("ray._private.state:actors"), find_name("ray._private.state:workers")
     if actors is None or workers is None:
@@ -541,7 +541,7 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
 class ReservationGuard:
     """Waits in a thread until a process is dead, removes its placement group, and ends.
 
-    It belongs to no other actor, so it outlives the process, and Ray starts it again elsewhere if its node is lost.
+    It belongs to no other actor, so it outlives the process. If its node is lost, Ray starts it again on another node.
     """
 
     def __init__(self, name: str, maker: str, node_id: str | None) -> None:
@@ -552,30 +552,30 @@ class ReservationGuard:
 
         while _is_alive(maker, node_id):
             time.sleep(_GUARD_POLL_S)
-        time.sleep(_GUARD_POLL_S)  # what the process asked for last may be on its way
-        with suppress(ValueError):  # there is no such group
+        time.sleep(_GUARD_POLL_S)  # the last request of the process may still be on its way
+        with suppress(ValueError):  # if there is no such group
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
         ray.kill(ray.get_runtime_context().current_actor)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One bundle of a reservation: room for one worker."""
+    """One bundle of a reservation, with room for one worker."""
 
     reservation: Reservation
     index: int
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options that place an actor here."""
+        """Options that place an actor in this slot."""
         return self.reservation.actor_options(self.index)
 
 
 class Slots:
-    """All that is reserved, what of it is free, and what was requested beside it.
+    """The reservations of a trainer, their free slots, and pending requests for more.
 
     Args:
-        reserve: Asks for room. Takes for how many workers, and whether the first of them is this very process.
+        reserve: Requests room. Takes the number of workers, and True if the first of them is this process.
     """
 
     def __init__(self, reserve: Callable[[int, bool], Reservation]) -> None:
@@ -589,13 +589,13 @@ class Slots:
 
     @property
     def are_own(self) -> bool:
-        """True if what is reserved is held already, so that an actor finds its place at once."""
+        """True if the reservations hold resources themselves, so that actors start at once."""
         return all(reservation.is_own for reservation in self._reservations)
 
     def reserve(
         self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Reserve room for `count` more workers, all or none, instead of what was requested before.
+        """Reserve room for `count` more workers, all or none. Replaces pending requests.
 
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
@@ -606,27 +606,27 @@ class Slots:
         self._add(reservation)
 
     def ask_up_to(self, max_workers: int, num_workers: int) -> None:
-        """Ask for the room that `num_workers` lack to become `max_workers`. An autoscaler starts nodes for it.
+        """Request room for the workers missing from `max_workers`. An autoscaler then starts nodes for them.
 
-        Does not wait: `take_granted` takes what came.
+        Does not wait: `take_granted` takes what was granted.
         """
-        self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more than one for each worker
+        self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more slots than workers
 
     def _ask_for(self, count: int) -> None:
-        """Ask for room for `count` more workers, instead of what was requested before.
+        """Request room for `count` more workers. Replaces pending requests.
 
-        Each is requested by itself, because one is of use without the others. Why: ADR 11.
+        Each worker gets a request of its own, because one is useful without the others: ADR 11.
         """
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)
         for _ in range(count - len(self._asked)):
             reservation = self._reserve(1, False)
-            if not reservation.is_own:  # inside a placement group there is no more to get
+            if not reservation.is_own:  # a given placement group cannot grow
                 return
             self._asked.append(reservation)
 
     def take_granted(self) -> None:
-        """Take what was requested and is there now."""
+        """Take the requested room that has been granted."""
         for reservation in [each for each in self._asked if each.is_granted()]:
             self._asked.remove(reservation)
             self._add(reservation)
@@ -634,9 +634,9 @@ class Slots:
     def await_room(
         self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
     ) -> None:
-        """Ask for room for `count` workers, and wait until it is there or the time is over.
+        """Request room for `count` workers, and wait until it is granted or the time is over.
 
-        Nothing stays reserved: how many are started is decided by what is there then.
+        Nothing stays reserved: the caller looks at the free resources then and decides how many workers to start.
         """
         reservation, waited_s = self._reserve(count, has_driver), 0.0
         try:
@@ -652,7 +652,7 @@ class Slots:
         self._free += [Slot(reservation, index) for index in range(len(reservation))]
 
     def take_over(self, slots: Slots, taken: Collection[Slot]) -> None:
-        """Take over what another process has reserved, of which these slots are taken."""
+        """Take over the reservations of another process, of which these slots are in use."""
         self._asked = slots._asked
         places = {(id(slot.reservation), slot.index) for slot in taken}
         for reservation in slots._reservations:
@@ -660,11 +660,11 @@ class Slots:
         self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
 
     def take_slot(self) -> Slot:
-        """A free slot, whatever became of its node; for a group that is just starting."""
+        """Take a free slot, even if its node is lost. For a group that is starting."""
         return self._free.pop(0)
 
     def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
-        """Up to `count` free slots on live nodes other than those to `avoid`."""
+        """Take up to `count` free slots on live nodes that are not in `avoid`."""
         nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
         usable = [each for each in self._free if nodes[id(each.reservation)][each.index] not in (None, *avoid)]
         taken = usable[: max(0, count)]
@@ -672,20 +672,20 @@ class Slots:
         return taken
 
     def num_usable(self, avoid: Collection[str] = ()) -> int:
-        """Return how many slots, taken or not, are on live nodes other than those to `avoid`."""
+        """Return how many slots, free or not, are on live nodes that are not in `avoid`."""
         nodes = [node for reservation in self._reservations for node in reservation.nodes()]
         return sum(node not in (None, *avoid) for node in nodes)
 
     def node_of(self, slot: Slot) -> str | None:
-        """The node that `slot` is on now; None where it has none."""
+        """Return the present node of a slot; None if it has none."""
         return slot.reservation.nodes()[slot.index]
 
     def give_back(self, slot: Slot) -> None:
-        """Say that `slot` is free again."""
+        """Mark a slot as free."""
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:
-        """Give everything back to the cluster, also where Ctrl-C ends the wait for a part of it."""
+        """Release everything, even if Ctrl-C ends the wait for a part of it."""
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []
         with ExitStack() as closing:

@@ -1,6 +1,6 @@
-"""The system that the workers run on, as the driver needs it, in one place: Ray. Tests bring a simulation of it.
+"""All that the driver's side of the engine needs from Ray, in one place. Tests replace it with a simulation.
 
-Why the engine reaches Ray through one class: ADR 131.
+ADR 131 explains why the engine uses Ray through one class.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from raysgd.engine.shared.types import Failure, Outcome, WorkerInfo
 from raysgd.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
 from raysgd.exceptions import WorkerFault
 
-_TOGETHER_S = 0.01  # answers to short calls come together: one look at all takes less than one at each
-_TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
+_TOGETHER_S = 0.01  # answers to short calls arrive together: one look at all is faster than one at each
+_TOGETHER_S_EACH = 0.00005  # per call: with one look for each answer, the driver's work would grow quadratically
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
 class Platform:
-    """Starts processes and ends them, holds room for them, carries what they say, and knows the time."""
+    """Starts and ends processes, reserves resources, passes messages, and knows the time."""
 
     make_reservation: Callable[..., Reservation] = Reservation
-    """Asks for resources; takes what `Reservation` takes."""
+    """Reserves resources. Takes the arguments of `Reservation`."""
     ensure_running = staticmethod(placement.ensure_ray)
     """Connects to the cluster, or starts one."""
     transfer = staticmethod(transfers.transfer)
-    """Takes a call; returns what it will return, on its way."""
+    """Takes a call and returns the transfer of its result."""
     store = staticmethod(transfers.store)
-    """Puts a value where all workers can take it from, once."""
+    """Puts a value, once, where all workers can read it."""
     living_nodes = staticmethod(placement.living_nodes)
-    """The nodes that are there, as far as is known."""
+    """Returns the nodes that are known to be alive."""
     now = staticmethod(time.monotonic)
-    """Seconds, on a clock that only goes forward."""
+    """Returns seconds on a clock that only moves forward."""
     sleep = staticmethod(time.sleep)
     """Waits."""
     make_event = threading.Event
-    """Makes something that has not happened yet."""
+    """Makes a `threading.Event`."""
 
     @property
     def home(self) -> str:
-        """The node of the driver."""
+        """Node of the driver."""
         return node_here()[0]
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
-        """Begin to start a worker process. Does not wait."""
+        """Start a worker process. Does not wait for it."""
         return RemoteWorker(slot, connection, num_threads)
 
     def new_local_worker(self, connection: Connection) -> LocalWorker:
-        """A worker in this process."""
-        return LocalWorker(copy.deepcopy(connection))  # this one is sent to others
+        """Return a worker in this process."""
+        return LocalWorker(copy.deepcopy(connection))  # the original is sent to other workers
 
     def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` in another thread of the driver; return what waits for its end."""
+        """Run `body` in another thread of the driver. Return a function that waits for its end."""
         thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
         thread.start()
         return thread.join
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
-        """The process of a worker that has not answered yet; None while there is none.
+        """Return the process of a worker that has not answered yet; None if there is none yet.
 
-        Ray keeps this query private; where it is missing, no process is found.
+        The query is private to Ray. If Ray lacks it, this returns None.
         """
         actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
         if actors is None or identity is None:
@@ -81,7 +81,7 @@ class Platform:
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
     def kill_process(self, info: WorkerInfo) -> None:
-        """End a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
+        """Kill a process on any node, even one that is stopped and cannot answer. Does not wait."""
         if info.node_id == self.home:
             _sigkill(info.pid)
         else:
@@ -89,17 +89,17 @@ class Platform:
 
     @property
     def is_running(self) -> bool:
-        """True if there is still a cluster to listen to."""
+        """True if there is still a cluster to ask."""
         import ray
 
         return bool(ray.is_initialized())
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
-        """Those of `references` that came to an end; waits for the first one, or until the time is over.
+        """Wait for the first of `references` to end, up to `timeout_s`. Return those that have ended.
 
-        Answers come together, or many one after the other, and each look costs: it may wait a moment for all.
+        Answers often arrive together, and each look costs time, so this may wait a moment for all of them.
         """
-        # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
+        # `ray.get` on all of them would not do: if an exception is too large to be inlined, it waits for all others.
         together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
         done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
         if not done and (timeout_s is None or timeout_s > together_s):
@@ -108,11 +108,11 @@ class Platform:
         return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
-        """Those of `references` that came to an end; waits until all have, or the time is over."""
+        """Wait until all of `references` have ended, up to `timeout_s`. Return those that have."""
         return call_lines.wait(references, len(references), timeout_s)
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
-        """Return what is known of one call right now."""
+        """Return the present outcome of one call."""
         import ray
 
         try:
@@ -123,11 +123,9 @@ class Platform:
             return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
         except ray.exceptions.GetTimeoutError:
             return Outcome(rank, answered=False)
-        except WorkerFailed as carrier:  # Ray raises a class derived from ours
+        except WorkerFailed as carrier:  # Ray raises a subclass of it
             return Outcome(rank, failure=getattr(carrier, "cause", carrier).failure)
-        except (
-            ray.exceptions.RayTaskError
-        ) as error:  # the worker could not even word its failure, or Ray could not run it
+        except ray.exceptions.RayTaskError as error:  # the worker could not describe it, or Ray could not run it
             return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
         except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
             return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
@@ -136,7 +134,7 @@ class Platform:
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return what was wrong with a call. If Ray could not unpickle its arguments, only the reason's text is left."""
+    """Return the error behind a failed call. If Ray could not unpickle the arguments, only its text is left."""
     import ray
 
     cause: BaseException = error.cause or error
@@ -150,14 +148,14 @@ def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
 
 
 def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
-    """Call a function with the number of a process on the node of that process, in another one."""
+    """Call `function` with the ID of a process, in another process on the same node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # elsewhere it is another one
     }
     remote: Any = ray.remote(**options)(function)
     return remote.remote(info.pid)

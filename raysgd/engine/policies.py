@@ -1,4 +1,4 @@
-"""Decisions as pure functions: how many workers, what a failure means and what follows it, who goes on from whom.
+"""Decisions as pure functions: how many workers run, what a failure means and what follows, and whose state survives.
 
 Facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker.
 """
@@ -23,10 +23,10 @@ from raysgd.engine.shared.types import (
 )
 from raysgd.exceptions import WorkerFault
 
-_TOLERANCE = 1e-6  # Ray counts resources in 1/10000; sums of floats may be off by less
+_TOLERANCE = 1e-6  # Ray counts resources in units of 1/10000; rounding errors of sums are smaller
 _REASON_LENGTH = 160
 _LONGEST_DELAY_S = 60.0
-# What Ray says of a lost worker in a sentence, in two or three words.
+# Short words for the sentences in which Ray reports a lost worker.
 _PROCESS_DIED, _NODE_DIED = "its process died", "its node died"
 _DEATHS = {
     "ActorDiedError": _PROCESS_DIED,
@@ -44,20 +44,21 @@ _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
 Decision = Literal["continue", "restart", "raise error", "give up"]
-"""What follows a failed call: the survivors form a new group and continue it; new workers start, restore the last
-snapshot, and run it again; the error of user code is raised; the failure is."""
+"""The answer to a failed call. "continue": the survivors form a new group and continue the call. "restart": new workers
+restore the last snapshot and run the call again. "raise error": the error of user code is raised. "give up": an error
+about the lost workers is raised."""
 
 
 @dataclass(frozen=True)
 class WaitForWorkers:
-    """Too few workers fit now, says `reason`; look again in `delay_s`, or never where that is None."""
+    """Too few workers fit now, for this reason. Look again in `delay_s`; None means never."""
 
     delay_s: float | None
     reason: str
 
 
 def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
-    """Return how many workers fit into one node's `amounts`."""
+    """Return how many workers fit into these resources of one node."""
     bundle = need.bundle()
     if not bundle:
         return 10**6
@@ -65,12 +66,12 @@ def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
 
 
 def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
-    """Return how many workers the cluster holds, node by node: of what is free, or of all there is."""
+    """Return how many workers fit into the cluster: into its free resources, or into all of them."""
     return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
 
 
 def cpus_that_fit(view: ClusterView, need: Resources, num_workers: int) -> float:
-    """Return with how many CPUs each so many workers fit once nothing else runs; 0 where fewer CPUs do not help."""
+    """Return the CPUs per worker with which so many would fit if nothing else ran; 0 if fewer CPUs do not help."""
     of_nodes = {node.total.get("CPU", 0.0) for node in view.nodes}
     shares = {floor(100 * cpus / count) / 100 for cpus in of_nodes for count in range(1, num_workers + 1)}
     smaller = sorted((share for share in shares if 0 < share < need.num_cpus), reverse=True)
@@ -83,11 +84,11 @@ class ScalingPolicy:
     """Decides how many workers to run.
 
     Attributes:
-        max_workers: Never more than this.
-        min_workers: Never fewer than this.
+        max_workers: Upper limit.
+        min_workers: Lower limit.
         num_attempts: How often to look for resources before giving up.
-        first_delay_s: The first wait; each further one is twice as long, up to a minute.
-        num_local: Workers that run in the driver, reserved or not.
+        first_delay_s: The first wait. Each further wait is twice as long, up to a minute.
+        num_local: Number of workers that run in the driver, reserved or not.
     """
 
     max_workers: int
@@ -97,7 +98,7 @@ class ScalingPolicy:
     num_local: int = 0
 
     def decide(self, view: ClusterView, need: Resources, attempt: int) -> int | WaitForWorkers:
-        """Return how many workers to start out of what is free, in `attempt` (from 0), or to wait for more."""
+        """Return how many workers to start with the free resources, or a wait for more. `attempt` counts from 0."""
         fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
         if fitting >= self.min_workers:
             return fitting
@@ -109,29 +110,29 @@ class ScalingPolicy:
         return WaitForWorkers(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> int:
-        """Return how many more workers fit now beside `num_workers`, a group that gives `num_reserved` back."""
+        """Return how many more workers would fit. A new group could also use the `num_reserved` slots of this one."""
         return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
 
     def delay_s(self, attempt: int) -> float:
-        """Exponential back-off: 1, 2, 4, ... seconds."""
+        """Return the wait before the next attempt. It doubles each time: 1, 2, 4, ... seconds."""
         return min(_LONGEST_DELAY_S, self.first_delay_s * 2.0**attempt)
 
 
 Wait = bool | Literal["auto"]
-"""The setting of users: whether survivors wait for new workers; "auto": where they have to."""
+"""The user's choice: True if survivors wait for new workers, False if not; "auto" to wait only if they have to."""
 
 AUTO: Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True)
 class Resizing:
-    """The ways in which the number of workers changes.
+    """When the number of workers changes.
 
     Attributes:
-        check_s: How often a running call looks for room to grow; None: growing waits for the next call.
-        num_awaited: Survivors of a failure wait for new workers until they are so many.
-        num_awaited_by_call: So does a call that can grow while it runs, before it begins.
-        minds_memory: Whether survivors wait after all where memory runs out in their first step.
+        check_s: How often a running call looks for room to grow; None to grow only between calls.
+        num_awaited: Survivors of a failure wait until there are so many workers.
+        num_awaited_by_call: Before a call that can grow later, the driver waits for so many workers.
+        minds_memory: True if survivors wait after all when memory runs out in their first step.
     """
 
     check_s: float | None
@@ -143,14 +144,14 @@ class Resizing:
 def resizing(
     wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
 ) -> Resizing:
-    """Return how the number of workers changes.
+    """Return when the number of workers changes.
 
     Args:
-        wait: Whether survivors wait for new workers, as the user set it.
-        interval_s: How often a running call looks for room to grow; None: never.
-        keeps_global_batch: Whether survivors can go on, with steps that do not depend on their number.
-        max_workers: How many there are meant to be.
-        num_short: With how many, at most, memory has run out; 0 if it never has.
+        wait: The user's choice: do survivors wait for new workers?
+        interval_s: How often a running call looks for room to grow; None for never.
+        keeps_global_batch: True if steps do not depend on the number of workers, so that survivors can continue alone.
+        max_workers: Number of workers that the trainer wants.
+        num_short: Largest number of workers with which memory ran out; 0 if it never did.
     """
     if wait == AUTO and keeps_global_batch:
         enough = min(max_workers, num_short + 1)
@@ -162,13 +163,14 @@ def resizing(
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The one cause that a failed call is put down to.
+    """The cause of a failed call.
 
     Attributes:
-        kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although no rank is
-            known to be dead) or "user" (an exception in user code).
+        kind: "died" (a process or node died), "disconnected" (the group lost a connection although no rank is known to
+            be dead) or "user" (an exception in user code).
         faults: The faults of that kind, in rank order.
-        beside: Exceptions in user code that came with a death: perhaps because of it, so they are told, not raised.
+        beside: Exceptions in user code that came with a death. The death may have caused them, so they are only
+            reported.
     """
 
     kind: FailureKind
@@ -181,10 +183,10 @@ class Diagnosis:
 
 
 def classify(report: GroupReport) -> Diagnosis:
-    """Name the cause of a failed call.
+    """Return the cause of a failed call.
 
-    A death outranks everything, because the survivors' errors follow from it. A user exception outranks lost
-    connections, which follow from the rank that stopped. Lost connections alone mean a peer that could not be reached.
+    A death comes first, because it causes the survivors' errors. A user exception comes before lost connections, which
+    its rank causes by stopping. Lost connections alone mean that a peer could not be reached.
     """
     failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
     assert failures, "classify() needs a report with at least one failure"
@@ -196,19 +198,19 @@ def classify(report: GroupReport) -> Diagnosis:
 
 
 def failed_alike(report: GroupReport) -> bool:
-    """Return whether every rank failed, and at the same line of user code."""
+    """Return True if every rank failed, all at the same line of user code."""
     failures = [outcome.failure for outcome in report.outcomes]
     places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
     return None not in failures and len(places) == 1
 
 
 def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
-    """Return whether memory ran out on each rank that failed, on a device or on its node, and the processes live."""
+    """Return True if memory ran out, on a device or a node, on every rank that failed, and no process died."""
     return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
 
 
 def _lacks_memory(fault: WorkerFault) -> bool:
-    """Return whether an exception says so. PyTorch raises a `RuntimeError`; TensorFlow has one class for it."""
+    """Return True if an exception means lack of memory: in PyTorch a `RuntimeError`, in TensorFlow its own class."""
     if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
         return True
     is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
@@ -217,11 +219,11 @@ def _lacks_memory(fault: WorkerFault) -> bool:
 
 @dataclass(frozen=True)
 class LostNodes:
-    """What is known of the nodes on which all workers were lost.
+    """The nodes on which all workers were lost.
 
     Attributes:
-        addresses: Of these nodes; none where a rank was lost on another node.
-        are_dead: Whether Ray says that they died.
+        addresses: Addresses of these nodes; empty if a rank was also lost on a node where others live.
+        are_dead: True if Ray says that the nodes died.
     """
 
     addresses: tuple[str, ...] = ()
@@ -233,19 +235,19 @@ class LostNodes:
 
 
 def emptied_nodes(lost: Collection[int], infos: Sequence[WorkerInfo]) -> dict[str, str]:
-    """Return the addresses of the nodes of lost ranks, by the ids; empty unless all workers of these nodes are lost."""
+    """Return the nodes of the lost ranks, as addresses by ID; empty if any of these nodes still has a worker."""
     emptied = {infos[rank].node_id: infos[rank].node_ip for rank in sorted(lost)}
     in_use = {info.node_id for rank, info in enumerate(infos) if rank not in lost}
     return {} if in_use & emptied.keys() else emptied
 
 
 def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | None = None) -> str:
-    """The cause in a few words, for logs and messages.
+    """Return the cause in a few words, for logs and messages.
 
     Args:
         diagnosis: The cause.
-        gone: All ranks that are lost, as far as that is known.
-        nodes: What is known of their nodes.
+        gone: All ranks that are known to be lost.
+        nodes: Nodes on which all workers were lost.
     """
     reason = _said(diagnosis.faults[0])
     if diagnosis.kind == "user":
@@ -265,7 +267,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
 
 
 def why_not_started(failure: Failure) -> str:
-    """Why a worker did not start, in words; of an exception in user code with the line."""
+    """Return in words why a worker did not start. For an exception in user code, add the line."""
     reason = _said(failure.fault)
     if failure.kind == "user":
         return f"{reason}, raised at {failure.fault.location}"
@@ -284,20 +286,20 @@ def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
 
 
 class RetryBudget:
-    """The restarts that one call may use up, or several that make up one piece of work.
+    """The retries for one call, or for several calls that form one piece of work.
 
-    Continuing in place is free where there was progress: at least a step of the call, and more than one since the last
-    time.
-    Anything else costs one, and so does a worker that hangs: its code may do so again and again. Survivors that went on
-    and completed no step do not go on again: the way they went on may be what ended them.
+    Continuing in place is free after progress: at least one step of the call, and more than one since the survivors
+    last continued. Otherwise it costs a retry. It also costs one after a hang, because the code may hang again and
+    again. Survivors that complete no step after they continued do not continue again: continuing may be what broke
+    them.
 
     Attributes:
-        num_spent: How many were used up.
-        num_refused: How many failures came when none was left.
+        num_spent: Number of retries used.
+        num_refused: Number of failures when no retry was left.
 
     Args:
-        num_restarts: How many there are, possibly without end; with 0 the first failure ends the call, whatever it
-            would cost.
+        num_restarts: Number of retries, possibly infinite. With 0, the first failure ends the call, even if continuing
+            would be free.
     """
 
     def __init__(self, num_restarts: float) -> None:
@@ -305,10 +307,10 @@ class RetryBudget:
         self.renew()
 
     def renew(self) -> None:
-        """Start afresh, for the next piece of work."""
+        """Reset the budget, for the next piece of work."""
         self.num_spent = 0
         self.num_refused = 0
-        self._continued_at: int | None = None  # steps done in all when survivors went on, since the workers were new
+        self._continued_at: int | None = None  # total steps when survivors last continued; None for new workers
         self._has_hung = False
 
     @property
@@ -316,7 +318,7 @@ class RetryBudget:
         return self.num_spent >= self.num_restarts
 
     def obstacle_to_continuing(self, progress: int) -> str | None:
-        """Return why survivors stop after `progress` steps in all; None when going on is free or can be paid for."""
+        """Return why survivors cannot continue after `progress` steps in all; None if it is free or a retry is left."""
         if self._continued_at is not None and progress <= self._continued_at:
             return "no step was completed since the survivors went on the last time"
         if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
@@ -324,11 +326,11 @@ class RetryBudget:
         return None
 
     def note_hang(self) -> None:
-        """Note that what comes next is because of a worker that hung."""
+        """Note that the next recovery is caused by a worker that hung."""
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
-        """Return whether continuing in place is free. What fails at every step completes one between two failures."""
+        """Return True if continuing in place is free. Code that fails at each step completes one between failures."""
         least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung
 
@@ -341,24 +343,24 @@ class RetryBudget:
         self._continued_at, self._has_hung = None, False
 
     def refuse(self) -> None:
-        """Note a failure that nothing is left for."""
+        """Count a failure for which no retry is left."""
         self.num_refused += 1
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides what follows a failed call. The failure of workers is retried; an error in user code only if you say so.
+    """Decides what follows a failed call. Lost workers are retried; errors in user code only if the user asks for it.
 
     Attributes:
-        continues: Whether survivors are kept where that is possible.
-        retries_user_errors: Whether an error in user code costs a retry, and new workers, as a failure does.
+        continues: True to keep survivors if possible.
+        retries_user_errors: True to restart all workers after an error in user code, for a retry, as after a failure.
     """
 
     continues: bool = False
     retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do next; `can_continue` says whether the call could continue with the survivors."""
+        """Return what to do next. `can_continue` is True if the survivors could continue the call."""
         if diagnosis.kind == "user":
             return "restart" if self.retries_user_errors and not budget.is_spent else "raise error"
         if self.continues and can_continue and budget.num_restarts > 0:
@@ -367,9 +369,9 @@ class FailurePolicy:
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
-    """Index of the replica that all others go on from: the most advanced whole one; None when no one can go on.
+    """Return the index of the replica whose state the others take over: the most advanced whole one, or None.
 
-    A step that one replica has completed carries every rank's gradient, those of lost ranks too.
+    A step that one replica has completed contains the gradients of all ranks, including lost ones.
     """
     if any(report.obstacle for report in reports):
         return None
@@ -378,11 +380,11 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
 
 
 def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
-    """Return whether all replicas are in one and the same state: that of a completed step, after equally many."""
+    """Return True if all replicas have the same state: that of a completed step, after the same number of steps."""
     return all(each.is_whole for each in reports) and len({each.progress for each in reports}) == 1
 
 
 def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
-    """Indices of the replicas that have to take over the state of `source`."""
+    """Return the indices of the replicas that have to take over the state of `source`."""
     progress = reports[source].progress
     return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)

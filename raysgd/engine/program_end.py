@@ -1,4 +1,4 @@
-"""The end of the program: what runs in Ray is ended before Ray is, and nothing starts Ray again."""
+"""The end of the program: our cleanup runs before Ray's, and keeps Ray from starting again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raysgd.exceptions import RaySGDError
 
 
 class ProgramEnd:
-    """What is done when the program ends.
+    """Cleanup at the end of the program.
 
     Attributes:
-        has_begun: Whether the program is ending.
-        finalizers: End what is not ended yet, in the order in which it was begun.
+        has_begun: True if the program is ending.
+        finalizers: Finalizers of what has not ended yet, oldest first.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,10 @@ class ProgramEnd:
         self.finalizers: list[finalize[..., Any]] = []
 
     def come_before_ray(self) -> None:
-        """Be run before Ray's own exit hook. Python runs the last one first, and Ray adds its one when it is imported.
+        """Register `run` so that it runs before Ray's exit hook. Python runs the hook first that was added last.
 
-        Hooks of the program that are added later still find Ray and the trainers running.
+        Ray adds its hook when it is imported. Hooks that the program adds later still find Ray and the trainers
+        running.
         """
         if not self._is_before_ray:
             atexit.unregister(self.run)
@@ -35,10 +36,10 @@ class ProgramEnd:
             self._is_before_ray = "ray" in sys.modules
 
     def run(self) -> None:
-        """End what is not ended yet, the newest first, whatever fails, and keep Ray from starting again."""
+        """End what has not ended yet, newest first, even if some of it raises. Keep Ray from starting again."""
         self.has_begun = True
         auto_init = find_name("ray:_private.auto_init_hook") if "ray" in sys.modules else None
-        if auto_init is not None:  # or a call that outlives this would start another Ray
+        if auto_init is not None:  # otherwise a call that outlives this would start Ray again
             auto_init.enable_auto_connect = False
         for each in reversed(self.finalizers):
             try:
@@ -51,9 +52,9 @@ _PROGRAM_END = ProgramEnd()
 
 
 def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> finalize[..., Any]:
-    """Call `end` when nothing refers to `owner` any more, or when the program ends, while Ray still runs.
+    """Call `end` when nothing refers to `owner` any more, or at the end of the program, while Ray still runs.
 
-    A hook of `weakref.finalize` may run after that of Ray: it is added with the first finalizer of the whole program.
+    A plain `weakref.finalize` may run after Ray's exit hook, depending on who made the first finalizer of the program.
 
     Returns:
         A finalizer, as `weakref.finalize` makes it.
@@ -66,7 +67,7 @@ def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def prepare_to_use_ray() -> None:
-    """Call this once Ray is imported and before it is started.
+    """Get ready to start Ray. Call it after Ray is imported and before it starts.
 
     Raises:
         RaySGDError: The program is ending.

@@ -1,4 +1,4 @@
-"""The ranks of workers, by where they live."""
+"""Which worker gets which rank, depending on its node and GPUs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ItemT = TypeVar("ItemT")
 
 
 def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
-    """Order new workers for their ranks, as indices of `infos`: node by node, and by the GPU on each.
+    """Return the order of new workers for their ranks, as indices of `infos`: by node, and by GPU on each node.
 
-    The nodes come in the order in which they appear, and so do workers that share a GPU or have none. So neighbours in
-    the world are neighbours in fact, wherever the cluster put them.
+    Nodes keep the order in which they first appear, and so do workers that share a GPU or have none. Thus ranks on one
+    node are consecutive, wherever the cluster placed the workers.
 
     Args:
-        infos: Where the workers live.
-        first_stays: Whether the first one is rank 0 in any case, as the driver is.
+        infos: Where the workers run.
+        first_stays: True if the first worker must be rank 0, as the driver must.
     """
     nodes = _numbered_nodes(infos)
 
@@ -31,7 +31,7 @@ def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:
-    """Give each worker its place; world ranks follow the order of `infos`, local ranks count up node by node."""
+    """Return each worker's place. World ranks follow the order of `infos`; local ranks count from 0 on each node."""
     seen: Counter[str] = Counter()
     sizes = Counter(info.node_id for info in infos)
     node_ranks = _numbered_nodes(infos)
@@ -58,14 +58,14 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
 
 
 def places(ranks: Sequence[int], num_workers: int) -> list[int]:
-    """Return the next rank of each worker: first those with a rank, who keep it as far as there is such, then others.
+    """Return the next rank of each worker. Workers keep their rank if it still exists; others get the free ranks.
 
     >>> places([0, 2], 3), places([1, 2], 2), places([2, 3], 3)
     ([0, 2, 1], [1, 0], [2, 0, 1])
 
     Args:
-        ranks: The present ranks of those who stay.
-        num_workers: How many there will be.
+        ranks: The present ranks of the workers that stay. New workers follow them.
+        num_workers: The next number of workers.
     """
     free = [rank for rank in range(num_workers) if rank not in ranks]
     kept = [rank if rank < num_workers else free.pop(0) for rank in ranks]
@@ -73,7 +73,7 @@ def places(ranks: Sequence[int], num_workers: int) -> list[int]:
 
 
 def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
-    """Return items in the order of their places; as they are without any.
+    """Sort items by their places; without places, leave them in order.
 
     >>> in_places(["a", "b", "c"], [0, 2, 1])
     ['a', 'c', 'b']
@@ -82,14 +82,14 @@ def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
 
 
 def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
-    """Return which rank keeps a copy of what another one has: its partner on another node, by the rank that has it.
+    """Return, by rank, which other rank keeps a copy of its part: a partner on another node.
 
-    The copies of each node go to the next one, in a circle, so that no node keeps much more than it gives.
+    The copies of each node go to the next node, in a circle, so that no node keeps much more than it gives.
 
     Args:
-        infos: Where the workers live.
-        home: The node of the driver, who keeps the copies for this node. Ranks on it need none: if they are lost with
-            their node, so is the driver.
+        infos: Where the workers run.
+        home: The node of the driver, which itself keeps the copies for this node. Ranks on it need none: if they are
+            lost with their node, so is the driver.
     """
     on_node: dict[str, list[int]] = {}
     for rank, info in enumerate(infos):
@@ -103,12 +103,12 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
 
 
 def _numbered_nodes(infos: Sequence[WorkerInfo]) -> dict[str, int]:
-    """The nodes with their numbers, in the order in which they appear."""
+    """Number the nodes in the order in which they first appear."""
     return {node: index for index, node in enumerate(dict.fromkeys(info.node_id for info in infos))}
 
 
 def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:
-    """Each once; numbers by their value."""
+    """Return each ID once, numbers by value."""
     return tuple(sorted(set(gpu_ids), key=_by_number))
 
 

@@ -1,9 +1,9 @@
-"""The way on after a failure of workers: who is left, how they go on, and what is done where they cannot.
+"""Recovery: what happens after workers fail.
 
-`Recovery.recover` comes first. The survivors form a new group in place, with standby workers and new ones as far as
-there are any (ADR 9 says why, ADR 11 when they wait for a new worker). Where that cannot be done, other replicas
-restore the last snapshot: new ones in the processes that are left, or all in new workers. Where nothing is left to try,
-the failure is raised. The same changes let workers leave and step in between two steps or calls.
+`Recovery.recover` comes first. The survivors form a new group in place, together with standby workers and new ones if
+there are any. (ADR 9 explains why, and ADR 11 when they wait for a new worker.) If that is impossible, other replicas
+restore the last snapshot: new replicas in the processes that are left, or entirely new workers. If nothing is left to
+try, the failure is raised. The same changes let workers leave and step in between two steps or calls.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsErr
 
 logger = logging.getLogger(__name__)
 
-STANDBY_WAIT_S = 30.0  # survivors do not wait longer for somebody new; who is late steps in later
-_AWAITED_S = 10.0  # for a state that a file is to be written of
-_REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or another program took it
+STANDBY_WAIT_S = 30.0  # longest time that survivors wait for new workers, which otherwise step in later
+_AWAITED_S = 10.0  # for a state that will be written to a file
+_REBUILD_RESERVATION_S = 10.0  # free resources are granted at once, unless another program took them
 
 
 class CannotForm(Exception):
-    """The ranks cannot form a new group: only a restart is left.
+    """The ranks cannot form a new group, so only a restart is left.
 
     Args:
-        reason: Why; empty where that is plain, because no one is left.
-        staying: Who is left.
-        is_failure: Whether a worker was lost that is not counted among those who are gone.
+        reason: Why; empty if no rank is left.
+        staying: The ranks that are left.
+        is_failure: True if a worker was lost that does not show as missing from `staying`.
     """
 
     def __init__(self, reason: str, staying: Collection[int], is_failure: bool = False) -> None:
@@ -66,7 +66,7 @@ class CannotForm(Exception):
 
 @dataclass
 class NextGroup:
-    """The workers that are to form the next group."""
+    """The workers that will form the next group."""
 
     staying: list[int]
     progress_reports: list[ReplicaProgress]
@@ -78,7 +78,7 @@ class NextGroup:
 
     @property
     def source(self) -> int:
-        """Index of the one that all others go on from."""
+        """Index of the rank whose state all others take over."""
         source = choose_source(self.progress_reports)
         if source is None:
             obstacles = [each.obstacle for each in self.progress_reports if each.obstacle]
@@ -92,17 +92,17 @@ class Change:
     """A change of the group in place.
 
     Attributes:
-        kind: What it is called in the history, unless ranks are lost over it.
-        cause: Why, given the ranks that are lost.
-        staying: Ranks that are to stay.
+        kind: Its name in the history, unless ranks are lost during it.
+        cause: Returns the reason, given the lost ranks.
+        staying: Ranks that should stay.
         began: When it began.
-        num_awaited: To wait for workers that are still starting until they are so many; 0: for those needed.
-        budget: What pays for it; None for what costs nothing.
+        num_awaited: Wait for starting workers until the group has so many; 0 to wait only for those that it needs.
+        budget: The retries that it may use; None if it is free.
         leaving: Ranks that leave in an orderly way.
-        orphans: How far those are.
+        orphans: Progress of these ranks.
         wait_s: How long to wait.
-        goes_on: Whether those who stay go on from the state that they have.
-        only_copies: Whether their state is all that is wanted: no one joins, and however few there are are enough.
+        goes_on: True if the ranks that stay continue with their present state.
+        only_copies: True if only their state is wanted. Then no one joins, and any number of ranks is enough.
     """
 
     kind: EventKind
@@ -119,18 +119,17 @@ class Change:
 
 
 Failed = tuple[EventKind, str]
-"""A change that cannot be made in place: what the restart is called in the history, and what led to it."""
+"""A change that cannot be made in place: the name of the restart in the history, and its cause."""
 
 
 class Recovery:
-    """Mends the group of a trainer after a failure, or replaces it.
+    """Repairs the group of a trainer after a failure, or replaces it.
 
     Args:
         lifecycle: Holds the group.
-        monitor: Watches it meanwhile.
+        monitor: Watches the group during the recovery.
         failures: Decides what follows a failed call.
-        start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
-            costs nothing.
+        start_budget: Retries for workers that die during a start. None: each start is tried a few times.
     """
 
     def __init__(
@@ -139,27 +138,27 @@ class Recovery:
         self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
         self._start_budget = start_budget
-        self._went_on_at: int | None = None  # with larger shares of the global batch: steps of the call until then
+        self._went_on_at: int | None = None  # step at which survivors continued with larger shares of the global batch
         self._went_on_in: Call | None = None
 
     # ------------------------------------------------------------------------------------------- a call failed
 
     def recover(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Mend or replaces the group after a failed call.
+        """Repair the group after a failed call, or replace it.
 
         Returns:
-            Whether the replicas are inside the call, so that it can continue.
+            True if the call can continue where it was.
 
         Raises:
             WorkerError: An exception in user code.
-            WorkersLostError: When the retries are spent or too few workers can be had.
+            WorkersLostError: The retries are used up, or too few workers can be started.
         """
         self._lifecycle.check_active()
         self._monitor.go_on()
         diagnosis = classify(report)
         told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
         if parted := call.parted(told):
-            self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
+            self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
             raise UnevenStepsError(parted) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
@@ -168,7 +167,7 @@ class Recovery:
             raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
         if decision == "give up":
             behind = set[int]()
-            if diagnosis.kind == "disconnected":  # some saw only a connection break: who does not answer?
+            if diagnosis.kind == "disconnected":  # only lost connections were reported: find the silent ranks
                 everyone = range(len(self._lifecycle.running))
                 behind = set(everyone) - set(self._lifecycle.running.answering(everyone))
             self._give_up(diagnosis, report, budget, self._in_words(diagnosis, behind))
@@ -191,7 +190,7 @@ class Recovery:
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
-        """Change the group whose ranks were held at a step boundary; return what `recover` does."""
+        """Change the group while its ranks hold at a step. Return True if the call can continue where it was."""
         self._lifecycle.check_active()
         reason = self._monitor.reason
         self._monitor.go_on()
@@ -202,7 +201,7 @@ class Recovery:
         return self._is_inside_after(self.change(leaving, reason, parts))
 
     def _is_inside_after(self, failed: Failed | None) -> bool:
-        """After a change that costs no retry: rebuilds where only that is left, and returns what `recover` does."""
+        """After a change that is free, restart if it failed. Return True if the call can continue where it was."""
         if failed is None:
             return True
         self._monitor.await_snapshot()
@@ -215,12 +214,12 @@ class Recovery:
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
-        """The cause of a failure of the group as it is; `gone` are ranks that are lost, as far as that is known."""
+        """Return the cause of a failure of the present group, in words. `gone` are ranks that are known to be lost."""
         group, lost = self._lifecycle.running, {*gone, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
         return words(diagnosis, gone, group.nodes_of(lost, group.infos))
 
     def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
-        """Raise a failure for good."""
+        """Raise a failure because no retry is left."""
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()
@@ -234,7 +233,7 @@ class Recovery:
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
 
     def _refuse_to_repeat(self, diagnosis: Diagnosis, report: GroupReport, cause: str) -> NoReturn:
-        """Raise where the state from before a call is lost, and what survivors have may hold half of what it does."""
+        """Raise an error: the state before the call is lost, and the survivors may be half-way through the call."""
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         raise WorkersLostError(
@@ -243,16 +242,16 @@ class Recovery:
         ) from diagnosis.faults[0].error
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
-        """After an exception in user code: kills a group whose ranks are not at the same place, and says so.
+        """After an exception in user code, kill the group if its ranks are not at the same place, and say so.
 
-        It is kept only if every rank lives, is connected, and is where the others are.
+        The group is kept only if every rank is alive, connected, and at the same place as the others.
         """
         group = self._lifecycle.running
-        if not report.all_answered:  # why these cannot be kept: ADR 7
+        if not report.all_answered:  # ADR 7 explains why these cannot be kept
             parted = "others were inside the call"
         elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
             parted = "others were elsewhere"
-            self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
+            self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
         else:
             return ""
         self.fetch_only_state(report)
@@ -268,21 +267,21 @@ class Recovery:
         )
 
     def _has_failed_alike(self, report: GroupReport) -> bool:
-        """Return whether all ranks failed at one place, and wait for the next call in one state."""
+        """Return True if all ranks failed at the same place, and wait for the next call in the same state."""
         if not failed_alike(report):
             return False
         progress = self._ask_progress()
         return progress.ok and are_alike([answer.value for answer in progress.values])
 
-    # ------------------------------------------------------------------------------ before workers are ended
+    # ------------------------------------------------------------------------------ before workers are killed
 
     def fetch_only_state(self, after: GroupReport | None = None) -> None:
-        """Fetch the state that only workers have, also from the middle of a call. Called before any of them is ended.
+        """Fetch the state that only workers have, before any of them is killed, even in the middle of a call.
 
-        Where no worker is left that has it whole, the log says so, and it is given up.
+        If no worker has the whole state any more, this is logged and the state is given up.
 
         Args:
-            after: What is known of the call that failed; None where the ranks may be anywhere.
+            after: The report of the failed call; None if the ranks may be anywhere.
         """
         lifecycle = self._lifecycle
         self.await_only_state()
@@ -294,7 +293,7 @@ class Recovery:
             group = lifecycle.running
             survivors = group.settle_any() if after is None else group.settle(after)
             while lifecycle.holds_only_state:
-                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a long step is waited for
+                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a rank in a long step is waited for
                 survivors = list(range(len(group)))
             logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
         except CannotForm as failed:
@@ -329,18 +328,18 @@ class Recovery:
         return captures
 
     def await_only_state(self) -> None:
-        """Wait for a copy of the state that only workers have, if one is on its way."""
+        """If only workers have the state, wait for the copy that is on its way, if any."""
         if self._lifecycle.holds_only_state and self._snapshots.is_coming:
             self._monitor.await_snapshot()
 
     def _fetch_from(self, living: Collection[int]) -> list[Capture]:
-        """Let those who live form a group of their own, which has one state, and fetch that.
+        """Let the living ranks form a group of their own, which gives them one state, and fetch it.
 
         Returns:
             What each of them captured; nothing where one of them was lost over it.
 
         Raises:
-            CannotForm: No one is left who has it.
+            CannotForm: No rank is left that has the state.
         """
         group, now, newcomers = self._lifecycle.running, self._lifecycle.now(), self._lifecycle.newcomers
         staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
@@ -361,15 +360,15 @@ class Recovery:
     # --------------------------------------------------------------------------------------- changes in place
 
     def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> Failed | None:
-        """After a failure: lets the survivors form a new group, with spares and new workers as far as there are any.
+        """After a failure, let the survivors form a new group, with spares and new workers if there are any.
 
         Returns:
-            Why only a restart is left; None when it worked.
+            Why only a restart is left; None if the group was formed.
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
         survivors = self._settled(report, self._monitor.tell_stuck)
-        if group.stuck and classify(report).kind == "disconnected":  # else they are slow, and another one died
+        if group.stuck and classify(report).kind == "disconnected":  # otherwise ranks are slow, and another died
             budget.note_hang()
         verb = "does" if len(group.silent) == 1 else "do"
         silent = f"; {named(group.silent)} {verb} not answer any more" if group.silent else ""
@@ -383,20 +382,20 @@ class Recovery:
         return self._make(Change("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """The survivors of a failure, freed of what they waited for."""
+        """Free the survivors of a failure from their waits, and return them."""
         survivors = self._lifecycle.running.settle(report, tell_stuck)
         self._lifecycle.suspect(survivors)
         return survivors
 
     def _is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
-        """Return whether the survivors of a failure went on, and found no memory for their shares in the first step."""
+        """Return True if survivors continued, and in their first step memory was too small for their larger shares."""
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
         signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
     def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> Failed | None:
-        """Let survivors that went on wait for new workers after all, as long as any are coming."""
+        """Let survivors that tried to continue wait for new workers after all, as long as any are coming."""
         lifecycle, began, num_short = self._lifecycle, self._lifecycle.now(), len(self._lifecycle.running)
         lifecycle.note_short_of_memory()
         self._went_on_at = None
@@ -407,19 +406,19 @@ class Recovery:
 
         logger.warning("%s; waiting for new workers", cause(()))
         survivors = self._settled(report, self._monitor.tell_stuck)
-        lifecycle.start_standby()  # also where no room was reserved
+        lifecycle.start_standby()  # even if no room was reserved
         return self._make(Change("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
 
     def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> Failed | None:
-        """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
+        """Between two steps or calls, let workers on some nodes leave, and ready ones step in.
 
         Args:
             leaving: Nodes that are going away.
             cause: Why.
-            parts: What each rank copied of its progress when it was held inside a call.
+            parts: Each rank's copy of its progress, if the ranks hold inside a call.
 
         Returns:
-            Why only a restart is left; None when it worked.
+            Why only a restart is left; None if the change was made.
         """
         group = self._lifecycle.running
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
@@ -439,14 +438,14 @@ class Recovery:
         )
 
     def grow(self, num_awaited: int, cause: str) -> Failed | None:
-        """Between two calls: lets as many workers step in as there is room for.
+        """Between two calls, let as many workers step in as there is room for.
 
         Args:
-            num_awaited: To wait, as long as they are fewer, for those that are still being made ready.
+            num_awaited: Wait for starting workers until there are so many.
             cause: Why.
 
         Returns:
-            Why only a restart is left; None when it worked, or there was no one to step in.
+            Why only a restart is left; None if the change was made, or no worker could step in.
         """
         lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
         lifecycle.start_standby()
@@ -459,7 +458,7 @@ class Recovery:
         return self.change(frozenset(), cause) if standby.num_ready else None
 
     def can_change(self) -> bool | None:
-        """Between two calls: whether the replicas could go on in another group; None if some of them are lost."""
+        """Between two calls, return True if the replicas could continue in another group; None if some are lost."""
         if not self._spec.regroups:
             return False
         report = self._ask_progress()
@@ -473,17 +472,17 @@ class Recovery:
         return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)
 
     def _make(self, change: Change) -> Failed | None:
-        """Make a change, and note it in the budget and in the history."""
+        """Make a change. Record it in the history, and use a retry if it costs one."""
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
 
         def gone(staying: Collection[int]) -> set[int]:
-            """The ranks that were lost, as they were numbered when it began."""
+            """Return the lost ranks, numbered as before the change."""
             infos = lifecycle.running.infos
             kept = {infos[rank] for rank in staying}
             return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
 
         def end_unless_unformed(error: BaseException) -> None:
-            """A group that is formed half-way must never be used, also after Ctrl-C."""
+            """Make sure that a half-formed group is never used, even after Ctrl-C."""
             if not isinstance(error, CannotForm):
                 self.fetch_only_state()
                 lifecycle.end_call(type(error).__name__)
@@ -508,13 +507,13 @@ class Recovery:
         may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "continued" if lost else change.kind
-        if kind != "grown" or len(group) > len(before):  # else nothing has changed: newcomers are dead
+        if kind != "grown" or len(group) > len(before):  # otherwise nothing changed, because the joining workers died
             lifecycle.record(kind, len(before), change.began, change.cause(lost), source.words)
         lifecycle.owe_spares()
         return None
 
     def _try_to_make(self, change: Change) -> NextGroup:
-        """Form the next group; where workers are lost over it, another one without them, which waits for no one new.
+        """Form the next group. If workers are lost during that, form another one without waiting for new workers.
 
         Raises:
             CannotForm: No group can be formed.
@@ -543,10 +542,10 @@ class Recovery:
             change = replace(change, num_awaited=0)
 
     def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
-        """Return who lives after a group could not be formed.
+        """Return the living ranks after a group could not be formed.
 
         Raises:
-            CannotForm: It failed for another reason than the failure of workers.
+            CannotForm: The reason was not a failure of workers.
         """
         diagnosis = classify(report)
         reason = f"could not form a new group: {words(diagnosis)}"
@@ -556,22 +555,22 @@ class Recovery:
             raise CannotForm(reason, range(len(failed.staying)), is_failure=diagnosis.kind != "user")
         return survivors
 
-    # ----------------------------------------------------------------------------------- who forms the next group
+    # -------------------------------------------------------------------------------- members of the next group
 
     def form(self, change: Change, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
-        """Let those who stay leave the old group, and find others to fill it up. Workers that die are left out.
+        """Let the staying ranks leave the old group, and find workers to fill it up. Workers that die are left out.
 
         Args:
-            change: What it is for.
+            change: The change that the group is for.
             staying: Ranks of the old group.
-            without_state: Those of them that were to take over a state and did not.
+            without_state: Those of them that should have taken over a state and did not.
 
         Raises:
-            CannotForm: That makes no group.
+            CannotForm: No group can be formed of them.
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
-        if change.only_copies:  # what keeps a replica from continuing keeps no one from copying its state
+        if change.only_copies:  # a replica that cannot continue can still copy its state
             reports = [replace(each, obstacle=None) for each in formed.progress_reports]
             self._remove_others(formed.staying)
             return replace(formed, progress_reports=reports)
@@ -582,7 +581,7 @@ class Recovery:
 
         with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
-            if not change.goes_on:  # else those would be given up, too, who are still coming
+            if not change.goes_on:  # otherwise a restart can still use the workers that are coming
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
@@ -590,10 +589,10 @@ class Recovery:
         return formed
 
     def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
-        """Let the survivors leave the group; those that turn out to be dead are no survivors.
+        """Let the survivors leave the group. Drop survivors that turn out to be dead.
 
         Raises:
-            CannotForm: None is left that another group could be formed of, or one of them failed.
+            CannotForm: No rank is left to form another group, or one of them raised an error.
         """
         group, staying = self._lifecycle.running, list(survivors)
         while staying:
@@ -607,7 +606,7 @@ class Recovery:
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
                 raise CannotForm("a surviving worker could not report its progress", staying)
-            dead = {o.rank for o in failed if o.failure is not None}  # others just come later than the word of a death
+            dead = {o.rank for o in failed if o.failure is not None}  # the others may only be slow to answer
             staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
         if not change.goes_on:
             group.standby.kill_unresponsive()  # spares may have died with the workers
@@ -620,12 +619,13 @@ class Recovery:
         group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
 
     def _fill_up(self, change: Change, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Let others join, and wait for them: until they are `num_awaited`, and for those that are needed.
+        """Let workers join. Wait for them until the group has `num_awaited` members, and for those that it needs.
 
-        Returns who is still there then.
+        Returns:
+            The members that are still alive after the wait.
 
         Raises:
-            CannotForm: None of those who stay is left, or nothing pays for going on.
+            CannotForm: No staying rank is left, or no retry to continue with.
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         deadline = lifecycle.now() + change.wait_s
@@ -638,14 +638,14 @@ class Recovery:
             self._remove_others(formed.staying)
             if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
                 return formed
-            answering = group.answering(formed.staying)  # they were not polled while they waited
+            answering = group.answering(formed.staying)  # nothing checked them while they waited
             if answering == formed.staying:
                 return formed
             lifecycle.suspect(answering)
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
     def _fill_from_standby(self, change: Change, formed: NextGroup, wait_s: float) -> bool:
-        """Let those join who are ready; and new ones, if there is room and time to wait. Return whether it waited."""
+        """Let ready workers join, and new ones if there is room and time to wait. Return True if it waited."""
         standby, most = self._lifecycle.running.standby, self._scaling.max_workers
         admits = all(each.admits for each in formed.progress_reports)
         missing = most - formed.num_workers if admits else 0
@@ -664,15 +664,15 @@ class Recovery:
     # ------------------------------------------------------------------------------- back to the last snapshot
 
     def restart_workers(self, kind: EventKind, cause: str, after: GroupReport | None = None) -> None:
-        """Kill what is left, size a new group by what is free, start it, and restore the last snapshot.
+        """Kill the old group, start a new one as large as free resources allow, and restore the last snapshot.
 
         Args:
-            kind: What it is called in the history.
+            kind: Its name in the history.
             cause: Why.
-            after: What is known of a failed call; then processes that are left are kept where that can be done.
+            after: The report of a failed call. If given, living processes are kept if possible.
 
         Raises:
-            WorkersLostError: Too few workers could be had.
+            WorkersLostError: Too few workers could be started.
             WorkerError: The user's set-up failed.
         """
         lifecycle = self._lifecycle
@@ -683,7 +683,7 @@ class Recovery:
         lifecycle.allow_replacements()
 
         def end(error: BaseException) -> None:
-            """A group that is restored half-way must never be used, also after Ctrl-C."""
+            """Make sure that a half-restored group is never used, even after Ctrl-C."""
             lifecycle.kill_group()
             if kind != "started":
                 is_failure = isinstance(error, WorkersLostError)
@@ -701,12 +701,13 @@ class Recovery:
             lifecycle.end_replacements()
 
     def _try_renew(self, after: GroupReport) -> int | None:
-        """Restore the last snapshot in the processes that are there; None where all have to be new.
+        """Restore the last snapshot in the present processes. Return None if all have to be replaced.
 
-        Of replicas that regroup only standby workers are kept: why the survivors could not go on may be in them.
+        If replicas regroup, only standby workers are kept, because the reason why the survivors could not continue may
+        lie in their processes.
 
         Returns:
-            How many ranks were in the group before.
+            How many of the ranks were in the group before.
         """
         lifecycle, spec, group = self._lifecycle, self._spec, self._lifecycle.running
         is_possible = spec.renews or (spec.regroups and not spec.use_local and group.standby.num_all)
@@ -715,7 +716,7 @@ class Recovery:
         before = set(group.infos)
         if spec.renews:
             staying = self._settled(after, self._monitor.tell_stuck)
-        else:  # what ends the others does not reach those that are frozen
+        else:  # killing an actor does not end a frozen process, so find out which ranks are silent
             staying = []
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
@@ -735,7 +736,7 @@ class Recovery:
         return len(before & set(lifecycle.running.infos)) if self._restore_those_left() else None
 
     def _start_others(self, kind: EventKind, cause: str) -> None:
-        """Start another group, as soon as it finds room, and restore the last snapshot in it."""
+        """Start another group as soon as there is room, and restore the last snapshot in it."""
         lifecycle, scaling = self._lifecycle, self._scaling
         lifecycle.kill_group()
         self._refuse_if_lost(cause)
@@ -747,7 +748,7 @@ class Recovery:
             decision = scaling.decide(view, self._spec.resources, attempt)
             attempt += 1
             if isinstance(decision, WaitForWorkers):
-                if kind == "started":  # nodes that were there may come back
+                if kind == "started":  # after a restart, lost nodes may come back
                     impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
                 if decision.delay_s is None:
                     table = impossible or explain(self._spec.resources, scaling.max_workers, view)
@@ -765,16 +766,16 @@ class Recovery:
                 has_started = lifecycle.try_start(decision, max(0, num_spares), _REBUILD_RESERVATION_S)
                 if has_started and self._restore_those_left():
                     return
-            except ReservationTimeoutError as error:  # another program took them, or the node is lost by now
+            except ReservationTimeoutError as error:  # another program took the resources, or the node was lost
                 logger.warning("%s", str(error).partition("\n")[0])
                 continue
             if self._start_budget is not None:
                 pay_for_start(self._start_budget)
-                attempt -= 1  # this one was paid for
+                attempt -= 1  # this attempt used a retry instead
         raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
-        """Raise where no state is left to go on from: new workers would begin from the start, unnoticed."""
+        """Raise an error if the state is lost. New workers would silently start from the beginning."""
         if not self._snapshots.is_lost:
             return
         if not self._spec.loses_state:
@@ -789,7 +790,7 @@ class Recovery:
         )
 
     def _restore_those_left(self) -> bool:
-        """Restore the state in all who live through it; False when too few do."""
+        """Restore the state in all workers that survive it. Return False if too few do."""
         lifecycle = self._lifecycle
         while (failed := self._restore()) is not None:
             on_wait = Monitor(lifecycle, is_of_restore=True).poll
@@ -803,15 +804,15 @@ class Recovery:
         return True
 
     def _restore(self) -> GroupReport | None:
-        """Bring the new group to the state of the last snapshot, and on to the last completed call.
+        """Bring the new group to the state of the last snapshot, then repeat the calls since then.
 
         Returns:
-            What failed, when a worker died over it.
+            The report of the call in which workers were lost; None if none were.
         """
         group, snapshots = self._lifecycle.running, self._snapshots
-        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll  # calls that are repeated take long, too
+        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll  # repeated calls can hang, too
         snapshot = snapshots.landed
-        if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):  # read from nodes that are there
+        if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):  # read parts from living nodes
             parts = snapshot.shared_state.best_on({info.node_id for info in group.infos})
             snapshot = snapshots.landed = replace(snapshot, shared_state=parts)
         if snapshot is not None:
@@ -834,13 +835,13 @@ class Recovery:
         return None
 
     def _has_lost_workers(self, report: GroupReport) -> bool:
-        """Return whether a call failed for the failure of workers; raises where it failed for another reason."""
+        """Return True if a call failed because workers were lost. Raise an error if it failed for another reason."""
         if report.ok:
             return False
         diagnosis = classify(report)
         if diagnosis.kind != "user":
             return True
         lost_parts = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
-        if lost_parts:  # a rank did not find its part of the snapshot
+        if lost_parts:  # a rank's part of the snapshot is nowhere
             raise WorkersLostError(f"{lost_parts[0]} {self._snapshots.last_file_in_words}")
         raise worker_error(diagnosis.faults)

@@ -1,11 +1,11 @@
-"""The retry point: the state to which a group that lost workers goes back, and after which calls it is copied.
+"""Snapshots: the state that a restart restores, when it is copied, and which calls have to be repeated after it.
 
-The bytes are on the driver's node, because a value that an actor returned may exist only on the node that was just
-lost. Where the ranks divide their state, each part is on two nodes: ADR 92. A snapshot is copied once in the worker,
-at the end of a call, and travels while the group already works on the next one. Until it has landed, the calls that it
-covers are remembered, so that they can be run again from the snapshot before it.
+Snapshots are kept on the driver's node, because an object that an actor returned may exist only on the actor's node,
+which may be the one that was lost. If the ranks divide their state, each part is kept on two nodes (ADR 92). The worker
+copies its state once, at the end of a call. The copy is sent while the group already runs the next call. Until it
+arrives, the calls that it covers are remembered, so that they can be repeated from the snapshot before.
 
-Why snapshots are taken after calls, why they are throttled, and what is repeated instead: ADR 4.
+ADR 4 explains why snapshots are taken after calls, why not after every call, and what is repeated instead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from raysgd.exceptions import WorkersLostError
 logger = logging.getLogger(__name__)
 
 
-_SHARE = 0.02  # of the time, for copies
+_SHARE = 0.02  # largest share of the time that copies may take
 _MAX_REPLAY_S = 30.0
-_MAX_CALLS = 10_000  # each is kept, with its arguments
+_MAX_CALLS = 10_000  # remembered calls, which hold on to their arguments
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Snapshot:
     """A state that the driver holds.
 
     Attributes:
-        shared_state: What all ranks share. Where they divide it, `Parts`.
-        rank_states: What each rank had for itself.
-        progress: How far each rank was in the call in which it was taken; None when it was taken between calls.
-        reference: Ray's reference to the shared state, where it came through the object store.
+        shared_state: State that all ranks share; if they divide it, a `DividedValue`.
+        rank_states: State that only one rank has, by rank.
+        progress: Progress of each rank in the call in which the snapshot was taken; None if it was taken between calls.
+        reference: Ray's reference to the shared state, if that came through the object store.
     """
 
     shared_state: Any
@@ -49,9 +49,10 @@ class Snapshot:
     reference: Any = None
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
-        """Return what each rank of a new group, of whatever size, takes of it beside the shared state.
+        """Return what each rank of a new group, of any size, restores in addition to the shared state.
 
-        That is its own state, and where there is progress, that of rank 0 and of all whose metrics it counts.
+        That is the rank's own state. For a mid-call snapshot it is also the progress of rank 0, and the progress of the
+        ranks whose metrics this rank counts.
         """
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
@@ -60,18 +61,18 @@ class Snapshot:
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
-    """The state of each rank; None for ranks that there were not."""
+    """Return the own state of each rank; None for ranks that did not exist when the snapshot was taken."""
     return [*rank_states[:num_ranks], *[None] * (num_ranks - len(rank_states))]
 
 
 @dataclass(frozen=True)
 class NewestSnapshot:
-    """A snapshot, whether or not it has landed; for any thread.
+    """A snapshot that has arrived or is on its way. Any thread may use it.
 
     Attributes:
-        landed: The snapshot, if it has.
-        transfer: Else what brings what all ranks share.
-        token: What that is called in the worker.
+        landed: The snapshot, if it has arrived.
+        transfer: Otherwise the transfer of the shared state.
+        token: The worker's token for that state.
         rank_states: As in `Snapshot`.
         progress: As in `Snapshot`.
     """
@@ -83,7 +84,7 @@ class NewestSnapshot:
     progress: tuple[Any, ...] | None = None
 
     def result(self, timeout_s: float | None = None) -> Snapshot:
-        """The snapshot, once it is in the driver.
+        """Return the snapshot, once it is in the driver.
 
         Raises:
             TimeoutError: It is still on its way.
@@ -96,21 +97,21 @@ class NewestSnapshot:
             state = self.transfer.result(timeout_s)
         except TimeoutError:
             raise
-        except Exception as error:  # of Ray, for the death of the worker; or what its copy has come to there
+        except Exception as error:  # Ray raises it for the death of the worker, or the worker for its copy
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
         return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
 
 
 def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float, num_calls: int) -> bool:
-    """Return whether a snapshot is due after a call.
+    """Return True if a snapshot is due after a call.
 
     Args:
-        every_s: So many seconds after the last one. "auto": so rarely that copies take 2 % of the time at most, but
-            before more than 30 s of calls would have to be repeated. None: never.
-        copy_s: For how long a copy holds the workers up.
+        every_s: Seconds between snapshots. "auto": so rarely that copies take at most 2% of the time, but before more
+            than 30 s of calls would have to be repeated. None: never.
+        copy_s: How long a copy stops the workers.
         since_s: Seconds from the last copy to the end of the call.
-        replay_s: How long the calls since, and this one, would take again.
-        num_calls: How many these are.
+        replay_s: How long it would take to repeat the calls since then, including this one.
+        num_calls: Number of these calls.
     """
     if every_s is None:
         return False
@@ -122,15 +123,15 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
 
 
 class SnapshotPace:
-    """Follows what copies cost and how long calls take.
+    """Measures copies and calls, and decides when a copy is due.
 
-    Whether a copy is due is decided ahead of a call, because the call takes the request along. So its length is
-    expected to be that of the last call of the same function.
+    It decides before a call, because the call carries the request to copy. So it expects the call to take as long as
+    the last call of the same function.
 
     Args:
         every_s: When a snapshot is due, as for `is_due`.
-        now: Time.
-        heartbeat_s: For how long a worker may give no sign of life.
+        now: Clock, in seconds.
+        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
     """
 
     def __init__(self, every_s: EverySeconds, now: Callable[[], float], heartbeat_s: float = float("inf")) -> None:
@@ -141,11 +142,11 @@ class SnapshotPace:
         self._has_warned = False
 
     def note_call(self, function: Any, seconds: float) -> None:
-        """Note how long a call took."""
+        """Record how long a call took."""
         self._usual_s[function] = seconds
 
     def note_copy(self, seconds: float) -> None:
-        """Note that the state was copied, and for how long that held the workers up."""
+        """Record a copy of the state, and how long it stopped the workers."""
         self.copy_s, self._taken_at = seconds, self._now()
         if seconds > self._heartbeat_s and not self._has_warned:
             self._has_warned = True
@@ -158,12 +159,12 @@ class SnapshotPace:
             )
 
     def is_due(self, function: Any, replay_s: float, num_calls: int) -> bool:
-        """Return whether to copy the state after a call that is about to be made.
+        """Return True if the state should be copied after a call that is about to be made.
 
         Args:
-            function: What the call runs.
+            function: The function of the call.
             replay_s: How long the calls since the last snapshot took.
-            num_calls: How many these are.
+            num_calls: Number of these calls.
         """
         usual_s = self._usual_s.get(function)
         if self.copy_s is None or usual_s is None:
@@ -172,11 +173,11 @@ class SnapshotPace:
         return is_due(self._every_s, self.copy_s, since_s, replay_s + usual_s, num_calls + 1)
 
     def is_overdue(self, replay_s: float) -> bool:
-        """Return whether one is due without a call, because so much would have to be repeated."""
+        """Return True if a copy is due even without a call, because it would take too long to repeat the last calls."""
         return self._every_s == "auto" and replay_s > _MAX_REPLAY_S
 
     def words(self) -> str:
-        """Return what is due when, for the status of a trainer."""
+        """Return in words how often a snapshot is taken, for the status of a trainer."""
         if self._every_s is None:
             return "switched off"
         if self._every_s != "auto":
@@ -188,20 +189,20 @@ class SnapshotPace:
 
 
 class Snapshots:
-    """Keeps the newest snapshot that has landed, and the calls completed since it was taken.
+    """Keeps the newest snapshot that has arrived, and the calls completed since it was taken.
 
     Args:
-        spec: Says whether and how often the state is copied.
-        now: Time.
+        spec: Says if and how often the state is copied.
+        now: Clock, in seconds.
 
     Attributes:
         landed: The newest snapshot that the driver holds.
-        landed_token: What it is called in the workers.
-        landed_at: When it landed.
-        is_awaited: Whether the one that is on its way is waited for, also when the workers are about to be ended.
-        must_follow: Whether a copy has to follow as soon as it can.
+        landed_token: The workers' token for it.
+        landed_at: When it arrived.
+        is_awaited: True if the snapshot on its way is waited for even before the workers are stopped.
+        must_follow: True if a copy has to be taken as soon as possible.
         last_file: The last file that was saved or loaded.
-        pace: After which calls one is due.
+        pace: Decides after which calls a snapshot is due.
     """
 
     def __init__(self, spec: GroupSpec, now: Callable[[], float] = time.monotonic) -> None:
@@ -223,29 +224,29 @@ class Snapshots:
 
     @property
     def last_file_in_words(self) -> str:
-        """The advice for somebody who has no snapshot."""
+        """What to tell a user who has no snapshot."""
         if self.last_file is None:
             return "No file was saved or loaded."
         return f"The last file is {self.last_file}: `load` it into a new trainer."
 
     @property
     def has_gap(self) -> bool:
-        """True if a call changed the state since `landed` that can not be run again."""
+        """True if a call since `landed` changed the state and cannot be repeated."""
         return self._num_gaps > self._num_gaps_landed
 
     @property
     def replay_s(self) -> float:
-        """The time that the calls took that no snapshot covers, landed or coming."""
+        """Total time of the calls that no snapshot covers, neither `landed` nor one on its way."""
         return sum(self._call_s[self._num_coming_covers :])
 
     @property
     def calls_since_s(self) -> float:
-        """The time that the calls took that `landed` does not cover."""
+        """Total time of the calls that `landed` does not cover."""
         return sum(self._call_s)
 
     @property
     def num_uncovered(self) -> int:
-        """The number of these calls."""
+        """Number of calls that no snapshot covers, neither `landed` nor one on its way."""
         return len(self._calls) - self._num_coming_covers
 
     @property
@@ -254,36 +255,37 @@ class Snapshots:
 
     @property
     def is_inside(self) -> bool:
-        """True if `landed` was taken inside the call that follows those it covers: that one can continue."""
+        """True if `landed` was taken inside the first call that it does not cover. That call can continue from it."""
         return self.landed is not None and self.landed.progress is not None
 
     @property
     def calls_since(self) -> tuple[Call, ...]:
-        """The calls to run again after `landed` was restored, oldest first."""
+        """The calls to repeat after `landed` is restored, oldest first."""
         return tuple(self._calls)
 
     @property
     def is_current(self) -> bool:
-        """True if the newest state is covered by a snapshot, landed or coming."""
+        """True if a snapshot, landed or on its way, has the newest state."""
         return self.shares_current and not self._is_stale_for_ranks
 
     @property
     def shares_current(self) -> bool:
-        """True if that holds for what all ranks share; of what is a rank's own, newer random numbers may be missing."""
+        """True if a snapshot has the newest shared state. The newest states of single ranks may be missing."""
         return self.has_any and not self._is_stale
 
     @property
     def has_any(self) -> bool:
-        """True if there is a snapshot at all, landed or coming."""
+        """True if there is a snapshot, landed or on its way."""
         return self.landed is not None or self.is_coming
 
     def completed(self, call: Call | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
         """Note that a call changed the state.
 
         Args:
-            call: The call; None for one that will never be run again.
+            call: The call; None if it can never be repeated.
             seconds: How long it took.
-            is_repeatable: Whether it would do the same again. If not, a snapshot has to follow as soon as it can.
+            is_repeatable: False if repeating it may give another result. A snapshot then has to follow as soon as
+                possible.
         """
         self._is_stale = True
         if call is None:
@@ -294,9 +296,9 @@ class Snapshots:
         self.must_follow = self.must_follow or not is_repeatable
 
     def newest(self) -> NewestSnapshot:
-        """The newest snapshot. One that is on its way will be waited for, also when the workers are about to be ended.
+        """Return the newest snapshot; there has to be one.
 
-        There has to be one.
+        If it is on its way, it is waited for from now on, even before the workers are stopped.
         """
         if self._coming is None:
             return NewestSnapshot(self.landed)
@@ -304,15 +306,15 @@ class Snapshots:
         return self._coming
 
     def touch(self) -> None:
-        """Note that the state may have changed in a way that no call explains."""
+        """Note that the state may have changed outside of any call."""
         self._is_stale = True
 
     def touch_ranks(self) -> None:
-        """Note the same of what each rank has for itself alone."""
+        """Note that the own states of ranks may have changed outside of any call."""
         self._is_stale_for_ranks = True
 
     def leave_call(self) -> None:
-        """Note that the running call was broken off for good: it will not continue from inside."""
+        """Note that the interrupted call will not continue, so that no snapshot counts as taken inside it."""
         if self._coming is not None and self._coming.progress is not None:
             self._lose_coming()
         if self.landed is not None and not self._calls:
@@ -320,18 +322,18 @@ class Snapshots:
 
     @property
     def is_coming(self) -> bool:
-        """True if a snapshot is on its way. Another one would overtake it, and under haste none would ever land."""
+        """True if a snapshot is on its way. No other is taken then, because hurried snapshots would never arrive."""
         return self._coming is not None
 
     def take_captures(
         self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
     ) -> None:
-        """Take over what the ranks captured after the last completed call.
+        """Take a snapshot from the captures of the ranks after the last completed call.
 
         Args:
-            captures: That of each rank.
-            fetch: Starts a transfer: of what rank 0 has under a token, or of the parts that all have under theirs.
-            is_first: Whether the ranks have just been set up: what they captured covers no call at all.
+            captures: The capture of each rank.
+            fetch: Starts a transfer: of rank 0's state by its token, or of all ranks' parts by their tokens.
+            is_first: True if the ranks have just been set up, so that the snapshot covers no call.
         """
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
@@ -349,51 +351,51 @@ class Snapshots:
             self._num_covered, self.is_awaited = num_covered, False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Let a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""
+        """Take the snapshot on its way if it has arrived. Wait for it up to `timeout_s`; None waits without limit."""
         if self._coming is None:
             return
         try:
             snapshot = self._coming.result(timeout_s)
         except TimeoutError:
             return
-        except WorkersLostError as error:  # the one before it, and the calls since, still stand
+        except WorkersLostError as error:  # the previous snapshot, and the calls since then, are still there
             reason = error.__cause__
-            # Without the lines of the process that said so.
+            # The cause has the message without the remote traceback.
             logger.warning("a snapshot was lost in transit: %s", getattr(reason, "cause", None) or reason)
             self._lose_coming()
             return
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Note that the replicas are gone: what they were sending will not come, and new ones count tokens from 1."""
+        """Note that the replicas have ended: what they were sending is lost, and new ones count tokens from 1."""
         if self.is_coming:
             self._lose_coming()
         self.landed_token = None
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Take over a state that the driver had before the workers did."""
+        """Use a state that the driver had before the workers did, such as a loaded file, as the newest snapshot."""
         self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
         self.must_follow, self._num_gaps_coming = False, self._num_gaps
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def forget_calls(self) -> None:
-        """Leave `landed` as the state to go on from: the calls since are not to be run again."""
+        """Keep `landed` as the state to continue from, without repeating the calls since then."""
         self._calls.clear()
         self._call_s.clear()
 
     def clear(self) -> None:
-        """Drop everything, once nothing in the driver works on it any more."""
+        """Drop everything, when nothing in the driver uses it any more."""
         self.landed, self._coming = None, None
         self.forget_calls()
 
     def begin_again(self) -> None:
-        """Drop everything, for workers that are about to be as new; what they send from now on is counted from 1."""
+        """Drop everything, because the workers are about to be reset. New replicas count tokens from 1."""
         self.clear()
         self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
 
     def _lose_coming(self) -> None:
-        """Open again what it covered: a snapshot should follow soon, whatever calls these were."""
+        """Give up the snapshot on its way. The calls that it covered need another one soon."""
         self._coming, self._is_stale = None, True
         self.must_follow = bool(self._calls)
 
@@ -407,7 +409,7 @@ class Snapshots:
     # ------------------------------------------------------------------------------------------- around a call
 
     def is_due_after(self, call: Call) -> bool:
-        """Return whether the workers are to copy their state after a call that is about to be made."""
+        """Return True if the workers should copy their state after a call that is about to be made."""
         if call.captures:
             return True
         if not (self._spec.captures_after_calls and call.is_kept) or self.is_coming:
@@ -416,7 +418,7 @@ class Snapshots:
         return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
 
     def note_call(self, call: Call, seconds: float) -> None:
-        """Note that a call is completed that is kept in a copy, or to be repeated."""
+        """Note that a call whose effect must be kept, by a copy or by repeating it, is complete."""
         if self._spec.captures_after_calls:
             self.completed(call, seconds, is_repeatable=call.is_repeatable)
             self.pace.note_call(call.function, seconds)
@@ -424,7 +426,7 @@ class Snapshots:
             self.completed(None)
 
     def note_broken_off(self, call: Call, *, has_group: bool) -> None:
-        """Note that a call ended half-way: ranks that were kept are in no state that a snapshot knows."""
+        """Note that a call ended half-way: the surviving ranks have a state that is in no snapshot."""
         self.leave_call()
         if call.changes_state and has_group:
             self.touch()
@@ -433,20 +435,20 @@ class Snapshots:
 
     @property
     def is_overdue(self) -> bool:
-        """True if a snapshot should be taken right now, because repeating what is not covered would take too long."""
+        """True if a snapshot should be taken right now, because repeating the last calls would take too long."""
         return not self.is_coming and self.pace.is_overdue(self.replay_s)
 
     def is_known(self, *, has_group: bool) -> bool:
-        """Return whether the newest snapshot, if any, is the state as it is now, or all that is left of it.
+        """Return True if the newest snapshot is the current state, or all that is left of it.
 
-        That is so where no worker is left that could know more, and no completed call is to be made up for: new workers
-        would start from it. So there is no need to wait for any, which may never come.
+        The latter holds if no worker is left, and no completed call has to be repeated. New workers would start from
+        this snapshot, so there is no need to wait for them.
         """
         is_whole = not has_group and self._spec.captures and not self.calls_since and not self.has_gap
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Take over what the ranks copied of their state; what rank 0 kept is fetched, or each rank's part."""
+        """Take a snapshot from copies of the ranks. Fetch what rank 0 kept, or each rank's part."""
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):
@@ -459,17 +461,17 @@ class Snapshots:
 
     @property
     def is_lost(self) -> bool:
-        """True if calls changed the state that no snapshot and no replay brings back."""
+        """True if calls changed the state, and neither a snapshot nor repeating them can bring it back."""
         is_nowhere = self._spec.captures and not self.has_any
         return self.has_gap and (self._spec.loses_state or is_nowhere)
 
     @property
     def is_only_in_workers(self) -> bool:
-        """True if calls changed the state, and no snapshot of it has landed, as one would."""
+        """True if calls changed the state, and no snapshot has landed although the workers do copy their state."""
         return self.has_gap and self._spec.captures and self.landed is None and not self._spec.loses_state
 
     def restored_from(self) -> str:
-        """Return which state the next workers go on from, in words."""
+        """Return in words what state the next workers start from."""
         num_calls = len(self._calls)
         if num_calls:
             calls = "1 completed call" if num_calls == 1 else f"{num_calls} completed calls"
@@ -480,5 +482,5 @@ class Snapshots:
 
 
 def copy_call() -> Call:
-    """A call that only lets the state be copied after it."""
+    """Return a call whose only purpose is the copy of the state after it."""
     return Call(replica.nothing, captures=True)

@@ -1,4 +1,4 @@
-"""Workers that are being made ready, those that wait to step in, and loans of these."""
+"""Standby workers: starting them, keeping them ready, and lending them out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _ROUND_S = 0.5
 _POLL_S = 0.1
-_LOADING_S = 120.0  # the interpreter may be locked for as long while a library is loaded on a busy machine
+_LOADING_S = 120.0  # loading a library on a busy machine may hold the GIL for as long
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class StandbyWorker:
 
 
 class Loan:
-    """A standby worker that one thread uses while another one may call it back. It runs one call at most.
+    """A standby worker on loan: one thread uses it, and another may call it back. It runs at most one call.
 
     Args:
         standby_worker: The worker.
-        number: Larger than that of each loan before.
-        platform: What it runs on.
-        spec: Says after which silence a worker is killed, and where its log lines go.
+        number: Number of the loan, larger than those of earlier loans.
+        platform: Where the worker runs.
+        spec: Says after how long a silence a worker is killed, and where its log lines go.
 
     Attributes:
-        is_recalled: Whether the group needs the worker.
+        is_recalled: True if the group needs the worker.
     """
 
     def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
@@ -62,20 +62,20 @@ class Loan:
     def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
     ) -> Outcome | None:
-        """Run `function(replica, number, *args)`, which gives up between two batches once it is recalled.
+        """Run `function(replica, number, *args)`, which gives up between two batches if the loan is recalled.
 
         Args:
             function: What to run.
             make_args: Makes the arguments.
-            on_wait: Called now and then; what it or `make_args` raises ends the loan.
+            on_wait: Called regularly during the call. If it or `make_args` raises, the loan ends.
 
         Returns:
-            What it came to; None where the worker was lost or recalled.
+            The outcome of the call; None if the worker was lost or recalled.
         """
         try:
             with OnFailure(self.recall):
                 packed = pack(function, False, None, (self._number, *make_args()))
-                with self._lock:  # what is sent after the recall would change a member of the group
+                with self._lock:  # a call sent after the recall would change a member of the group
                     if self.is_recalled:
                         return None
                     self._call = self._worker.submit("on_packed", *packed)
@@ -93,7 +93,7 @@ class Loan:
         return None if is_left or found.has_died else found
 
     def recall(self) -> None:
-        """From any thread: lets the call give up, and none begin."""
+        """Make the call give up, or keep it from starting. May be called from any thread."""
         with self._lock:
             self.is_recalled = True
             if self._call is not None:
@@ -101,12 +101,12 @@ class Loan:
 
     @property
     def call(self) -> Any:
-        """The call; None where none was begun."""
+        """The call; None if none was started."""
         return self._call
 
     @property
     def is_over(self) -> bool:
-        """True if no call is running or will begin."""
+        """True if no call is running or will start."""
         is_free = self._call is None or self._platform.outcome(-1, self._call).answered
         return is_free and (self._has_ended or self.is_recalled)
 
@@ -119,17 +119,15 @@ class Loan:
 class StartupCheck:
     """Kills workers that freeze while they start or wait, so that nothing waits for them forever.
 
-    It asks them for heartbeats, beside whatever they do.
-
-    A worker counts from its first answer on. One that has never answered counts from when Ray knows its process: before
-    that, the process may not exist yet.
+    It asks the workers for signs of life, whatever else they do. Silence counts from a worker's first answer on, or, if
+    it has never answered, from the time when Ray knows its process. Before that, the process may not exist yet.
 
     Args:
-        platform: What the workers run on.
-        heartbeat_s: A worker that does not answer for so long is killed; never less than a library takes to load.
+        platform: Where the workers run.
+        heartbeat_s: A worker that does not answer for so long is killed, but not before a library can have loaded.
 
     Attributes:
-        lost: Those of whom the last look has found that they died, or whom it killed.
+        lost: Workers that the last `poll` found dead or killed.
     """
 
     def __init__(self, platform: Platform, heartbeat_s: float) -> None:
@@ -143,19 +141,19 @@ class StartupCheck:
         self.lost: list[RemoteWorker] = []
 
     def watch_worker(self, worker: RemoteWorker) -> None:
-        """Check `worker` from now on."""
+        """Start checking `worker`."""
         self._workers.append(worker)
         self._ask([worker])
 
     def remove(self, worker: RemoteWorker) -> None:
-        """Check `worker` no longer: a group has it, or it was killed."""
+        """Stop checking `worker`, because a group has it or it was killed."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
             self._liveness.remove(worker)
 
     def poll(self) -> None:
-        """Read the answers, kill silent workers, and ask again when that is due. Call it now and then."""
+        """Read the answers, kill silent workers, and ask again if that is due. Call it regularly."""
         answers, silent = self._liveness.poll()
         self.lost = [worker for worker, found in answers if found.has_died]
         for worker, found in answers:
@@ -185,16 +183,16 @@ class StartupCheck:
 
 @dataclass
 class Replacements:
-    """The number of workers that may still be started in the place of those that die while a group starts."""
+    """The number of workers that may still replace others that died while a group started."""
 
     num_left: int = 0
 
 
 class StandbyWorkers:
-    """Makes workers ready beside a group that runs or starts. Their faults are logged, never raised.
+    """Gets workers ready while a group runs or starts. Logs their errors and never raises them.
 
     Attributes:
-        replacements: Those of a start, which all its attempts share.
+        replacements: How many dead workers may still be replaced. Shared by all attempts to start a group.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
@@ -211,28 +209,28 @@ class StandbyWorkers:
 
     @property
     def num_coming(self) -> int:
-        """The number of those that are being made ready."""
+        """Number of workers that are getting ready."""
         self.look_after()
         return len(self._coming)
 
     @property
     def num_ready(self) -> int:
-        """The number of those that could step in now, lent ones too."""
+        """Number of workers that could step in now, including those on loan."""
         self.look_after()
         return len(self._ready) + len(self._loans)
 
     @property
     def num_all(self) -> int:
-        """The number of all of them."""
+        """Number of all standby workers."""
         return self.num_coming + self.num_ready
 
     def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        """Begin to make up to `count` more workers ready where there is reserved room; return for how many there is.
+        """Start up to `count` more workers if reserved slots are free for them. Return how many were started.
 
         Args:
-            count: How many are wanted beside those that are coming or ready.
-            world_size: The size of the group that they are meant for.
-            avoid: Nodes that are lost, as far as we know, or going away.
+            count: Number of workers wanted in addition to those that are starting or ready.
+            world_size: Size of the group for which they get ready.
+            avoid: Nodes that are probably lost, or going away.
         """
         self.kill_on(avoid)
         self._world_size = world_size
@@ -247,7 +245,7 @@ class StandbyWorkers:
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
-        """Begin to make workers ready instead of those that died while they started, as far as these are allowed."""
+        """Start workers in place of those that died while they started, as many as are still allowed."""
         if not self._is_cancelled:
             left = self.replacements
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
@@ -255,9 +253,9 @@ class StandbyWorkers:
     def take_ready(
         self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
     ) -> list[StandbyWorker]:
-        """Up to `count` ready workers, waiting up to `timeout_s` for those that are being made ready.
+        """Return up to `count` ready workers. Wait up to `timeout_s` for those that are getting ready.
 
-        `on_wait` is called now and then while it waits.
+        `on_wait` is called regularly during the wait.
         """
         deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
@@ -274,9 +272,9 @@ class StandbyWorkers:
     def take_needed(
         self, count: int, most: int, on_wait: Callable[[], None] | None = None
     ) -> list[StandbyWorker] | None:
-        """`count` ready workers, as soon as there are so many; None where there will not be.
+        """Return `count` ready workers as soon as there are so many; None if there will not be.
 
-        Takes up to `most` where more are ready by then.
+        Returns up to `most` if more are ready by then.
         """
         taken = self.take_ready(max(0, count), math.inf, on_wait or self.look_after)
         if len(taken) >= count:
@@ -286,8 +284,8 @@ class StandbyWorkers:
         return None
 
     def lend(self) -> Loan | None:
-        """Lend a worker that is ready; None where none is. It steps in all the same when it is needed."""
-        with self._polling:  # waits for another thread: one that died counts as a spare until it is taken back
+        """Lend a ready worker; return None if there is none. The group can still call it back."""
+        with self._polling:  # wait for other threads, because a dead worker counts as a spare until it is taken back
             self._see_to_all()
         if not self._ready:
             return None
@@ -297,7 +295,7 @@ class StandbyWorkers:
         return loan
 
     def _recall(self, count: int) -> None:
-        """Take back up to `count` that are lent. One that does not leave its call in time stays where it is."""
+        """Recall up to `count` workers on loan. One that does not leave its call in time stays on loan."""
         loans = self._loans[: max(0, count)]
         for loan in loans:
             loan.recall()
@@ -307,7 +305,7 @@ class StandbyWorkers:
         self._take_back()
 
     def _take_back(self) -> None:
-        """Make those ready again whose call is over; end those that died in it."""
+        """Take back the workers whose call is over, and kill those that died in it."""
         for loan in [each for each in self._loans if each.is_over]:
             if not _take_out(self._loans, loan):
                 continue
@@ -318,33 +316,33 @@ class StandbyWorkers:
 
     @property
     def _idle(self) -> list[StandbyWorker]:
-        """Those that no group has."""
+        """Ready workers and workers on loan."""
         return [*self._ready, *(loan.standby_worker for loan in self._loans)]
 
     def cancel(self) -> None:
-        """From another thread: lets no one wait for them any more."""
+        """Stop all waits for standby workers. Called from another thread."""
         self._is_cancelled = True
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
-        """Kill those on nodes that are going away, also those that are still being made ready."""
+        """Kill workers on nodes that are going away, including those that are still getting ready."""
         self._drop([each for each in self._idle if each.info.node_id in node_ids])
         for each in [*self._coming] if node_ids else ():
             if self._slots.node_of(each[0].slot) in node_ids and _take_out(self._coming, each):
                 self.kill(each[0])
 
     def kill_all(self) -> None:
-        """End all of them."""
+        """Kill all standby workers."""
         coming, self._coming = self._coming, []
         self._drop(self._idle)
         for worker, _ in coming:
             self.kill(worker)
 
     def look_after(self) -> None:
-        """See who is ready, and who froze over it. To be called now and then while workers are made ready.
+        """Check which workers are ready and which have frozen. Call it regularly while workers get ready.
 
-        From any thread: programs request a status outside of turns.
+        May be called from any thread, because programs may request a status at any time.
         """
-        if not self._polling.acquire(blocking=False):  # another thread sees to it
+        if not self._polling.acquire(blocking=False):  # another thread is already doing it
             return
         try:
             self._see_to_all()
@@ -375,7 +373,7 @@ class StandbyWorkers:
             self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
-        """End those that were ready and do not answer any more: they are not polled while they wait."""
+        """Kill ready workers that do not answer any more. Between calls, nothing else checks them."""
         self.look_after()
         idle = self._idle
         if not idle:
@@ -388,7 +386,7 @@ class StandbyWorkers:
                 logger.warning("new worker (process %s) died", standby_worker.info.pid)
                 self._drop([standby_worker])
                 if not answer.answered:
-                    self._platform.kill_process(standby_worker.info)  # it may be stopped
+                    self._platform.kill_process(standby_worker.info)  # it may be stopped (SIGSTOP)
 
     def _drop(self, idle: Sequence[StandbyWorker]) -> None:
         for each in idle:
@@ -397,14 +395,14 @@ class StandbyWorkers:
                 self.kill(each.worker)
 
     def kill(self, worker: RemoteWorker) -> None:
-        """End a worker, also one that was taken and is not needed after all."""
+        """Kill a worker, also one that was taken but is not needed."""
         self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)
 
 
 def _take_out(items: list[Any], item: Any) -> bool:
-    """Take an item out of a list; return False where another thread has done that."""
+    """Remove an item from a list. Return False if another thread has done so."""
     try:
         items.remove(item)
     except ValueError:

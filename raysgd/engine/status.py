@@ -1,4 +1,4 @@
-"""The state of a trainer: what `trainer.status()` returns, as text and as a card in a notebook."""
+"""The result of `trainer.status()`, which prints as text and shows as a card in a notebook."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
 from raysgd.engine.snapshots import SnapshotPace, Snapshots
 
-_STRAGGLES = 1.2  # times the median of the ranks' own time
-_MOST_ALONE = 16  # workers that are shown one by one
+_STRAGGLES = 1.2  # own time of a straggler, relative to the median of the others
+_MOST_ALONE = 16  # more workers are shown in groups
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker.
+    """The state of one worker.
 
     Attributes:
-        rank: Its world rank.
+        rank: Its rank.
         node: Address of its node.
-        pid: Its process.
-        heartbeat: Its last sign of life; None when it did not answer.
+        pid: ID of its process.
+        heartbeat: Its last heartbeat; None if it did not answer.
     """
 
     rank: int
@@ -37,23 +37,23 @@ class WorkerStatus:
 
     @property
     def own_s(self) -> float | None:
-        """Seconds of the training call, running or last, that it spent on its own work rather than on waiting.
+        """Seconds of the current or last training call that the worker spent on its own work rather than on waiting.
 
-        None where that was not measured, or when it did not answer.
+        None if that was not measured, or if the worker did not answer.
         """
         return self.heartbeat.own_s if self.heartbeat is not None else None
 
 
 @dataclass(frozen=True)
 class SnapshotStatus:
-    """The state that a restart would start from.
+    """The snapshot that a restart would start from.
 
     Attributes:
-        age_s: How long ago it reached the driver.
-        num_calls_since: Completed calls that would be run again after it.
-        is_inside: Whether it was taken inside a call.
-        replay_s: How long the calls since took.
-        has_newer: Whether a newer one is on its way. Until it is there, only workers have what is in it.
+        age_s: Seconds since it reached the driver.
+        num_calls_since: Number of completed calls that would be repeated after it.
+        is_inside: True if it was taken inside a call.
+        replay_s: How long these calls took.
+        has_newer: True if a newer snapshot is on its way. Until it arrives, only workers have its state.
     """
 
     age_s: float
@@ -76,23 +76,23 @@ class TrainerStatus:
 
     Attributes:
         workers: The workers, in rank order.
-        num_wanted: How many there are meant to be.
-        num_spares: How many wait to step in.
-        samples_per_s: Throughput of the training call that is running, or else of the last one; None before the first.
-        straggler: The rank that the others wait for; None when no one stands out or it was not measured.
-        data: The samples of the present pass; None where the library does not divide the data.
-        failures: What each failure meant for the work, oldest first: where survivors went on, what became of the
-            samples; where all workers restarted, what from; where that was not possible, what is left.
-        num_failures: Failures that were recovered from.
-        num_continued: Of these, how often the survivors went on.
-        num_restored: Of these, how often all workers restarted.
-        num_resizes: How often the number of workers became another one.
+        num_wanted: Number of workers that the trainer wants.
+        num_spares: Number of workers that wait to step in.
+        samples_per_s: Throughput of the current or last training call; None before the first.
+        straggler: The rank that the others wait for; None if no rank is clearly slower, or if that was not measured.
+        data: Samples used in the current epoch; None if the library does not divide the data.
+        failures: Effect of each failure on the work, oldest first: where survivors continued and what became of the
+            samples, what a restart started from, or what was left if neither was possible.
+        num_failures: Number of failures from which the trainer recovered.
+        num_continued: How often survivors continued in place.
+        num_restored: How often all workers restarted.
+        num_resizes: How often the number of workers changed.
         events: The history of the workers.
-        snapshot: The last snapshot; None while there is none.
-        snapshot_pace: After which calls one is taken, in words.
-        ledger: Where the time of the ranks went; None where that is not measured.
-        global_batch: How large a step is where that follows the number of workers, in words; else empty.
-        has_session_ended: Whether the workers ended with their Ray session.
+        snapshot: The last snapshot; None if there is none yet.
+        snapshot_pace: How often snapshots are taken, in words.
+        ledger: What the time of the ranks was spent on; None if not measured.
+        global_batch: Size of a step in words, if it depends on the number of workers; otherwise empty.
+        has_session_ended: True if the workers ended with their Ray session.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -115,7 +115,7 @@ class TrainerStatus:
 
     @property
     def state(self) -> str:
-        """In a word: "running" while workers are in a call, "idle" between calls, "ended" after their Ray session."""
+        """One word: "running" during a call, "idle" between calls, "ended" after the end of the Ray session."""
         phases = {each.heartbeat.phase for each in self.workers if each.heartbeat is not None}
         return "ended" if self.has_session_ended else "running" if phases - {"idle", "between calls"} else "idle"
 
@@ -125,14 +125,14 @@ class TrainerStatus:
         return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
 
     def __repr__(self) -> str:
-        """The text: a program that prompts shows it, where all fields would be pages."""
+        """Return the text, because a Python prompt shows the `repr`, and all fields would take pages."""
         return str(self)
 
     def _repr_html_(self) -> str:
         return self.as_card("Trainer")
 
     def as_card(self, title: str) -> str:
-        """Return the card as HTML, under this title."""
+        """Return the card as HTML, with a title."""
         workers = grid(
             ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
         )
@@ -168,7 +168,7 @@ class TrainerStatus:
         return [_row(workers) for workers in self._shown_together()]
 
     def _shown_together(self) -> list[list[WorkerStatus]]:
-        """Each worker alone while they are few; else those that do the same, and the straggler."""
+        """Group workers that do the same thing, except the straggler. A few workers are not grouped."""
         if len(self.workers) <= _MOST_ALONE:
             return [[worker] for worker in self.workers]
         alike: dict[Any, list[WorkerStatus]] = {}
@@ -179,7 +179,7 @@ class TrainerStatus:
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
-    """The rank whose own work takes clearly longest, so that the others wait for it; None when there is none."""
+    """Return the rank whose own work takes clearly longest, so that the others wait for it; None if there is none."""
     known = [seconds for seconds in own_s if seconds is not None]
     if len(known) < len(own_s) or len(known) < 2:
         return None
@@ -200,7 +200,7 @@ def compose(
     pace: SnapshotPace | None = None,
     has_session_ended: bool = False,
 ) -> TrainerStatus:
-    """Put together what the parts of a trainer know."""
+    """Combine what the parts of a trainer know into its status."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     return TrainerStatus(
@@ -209,7 +209,7 @@ def compose(
         num_spares=num_spares,
         samples_per_s=samples_per_s,
         straggler=find_straggler([worker.own_s for worker in workers]),
-        data=ledgers[0] if ledgers else None,  # at any moment all ranks have the same, up to a step
+        data=ledgers[0] if ledgers else None,  # the ledgers of all ranks are equal, up to a step
         failures=tuple(event.detail for event in history.events if event.is_failure and event.detail),
         num_failures=history.num_failures,
         num_continued=history.count("continued"),
@@ -230,7 +230,7 @@ def _snapshot_status(snapshots: Snapshots) -> SnapshotStatus | None:
 
 
 def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
-    """Workers that do the same, as a row of a table: ranks, nodes, processes, what they do, their own time."""
+    """Return a table row for workers that do the same thing: ranks, nodes, processes, activity, own time."""
     nodes = list(dict.fromkeys(worker.node for worker in workers))
     own_s = sorted(worker.own_s for worker in workers if worker.own_s is not None)
     return (
@@ -243,7 +243,7 @@ def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
 
 
 def _doing(heartbeats: Sequence[Heartbeat]) -> str:
-    """Return what workers do that are in one phase of one epoch; none answered if there is no heartbeat."""
+    """Return the activity of workers that are in the same phase of the same epoch."""
     if not heartbeats:
         return "no answer"
     steps = sorted(heartbeat.step for heartbeat in heartbeats if heartbeat.step >= 0)
@@ -252,7 +252,7 @@ def _doing(heartbeats: Sequence[Heartbeat]) -> str:
 
 
 def _span(numbers: Sequence[str]) -> str:
-    """The first and the last of numbers in order; one of them where they look alike."""
+    """Return the first and last of sorted numbers; one number if they look the same."""
     return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
 
 

@@ -1,6 +1,6 @@
-"""Values on their way between the driver and the workers.
+"""Transfers of values between the driver and the workers.
 
-Why sending has its own thread: ADR 131.
+ADR 131 explains why sending has its own thread.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Transfer:
     """A value on its way from a worker to the driver.
 
     Attributes:
-        result: Returns the value. Takes how many seconds to wait, or None to wait for it. Raises `TimeoutError` while
-            it is on its way, anything else when it is lost.
-        reference: Ray's reference to it, where it comes through the object store. Holding on to it keeps the value in
-            the store of the driver's node.
+        result: Returns the value. Its argument is the number of seconds to wait, or None for no limit. Raises
+            `TimeoutError` if the value is still on its way, any other error if it is lost.
+        reference: Ray's reference to the value, if it comes through the object store. Keep it to keep the value in the
+            store of the driver's node.
     """
 
     result: Callable[[float | None], Any]
@@ -35,7 +35,7 @@ class SharedValue:
     """A value for all ranks.
 
     Attributes:
-        value: The value; where there are remote ranks, as it lies in the object store of the driver's node.
+        value: The value. If there are remote ranks, it is the one in the object store of the driver's node.
         reference: Ray's reference to it.
     """
 
@@ -44,7 +44,7 @@ class SharedValue:
 
 
 def store(value: Any) -> SharedValue:
-    """Put a value into Ray's object store, once for all ranks, whatever the group will look like then."""
+    """Put a value into Ray's object store, once for all ranks of any group."""
     import ray
 
     reference = ray.put(value)
@@ -52,7 +52,7 @@ def store(value: Any) -> SharedValue:
 
 
 def transfer(call: Any) -> Transfer:
-    """Return what a call will return, on its way."""
+    """Return the transfer of a call's result."""
     if isinstance(call, LocalCall):
         value = call.function()
         return Transfer(lambda timeout_s: value)
@@ -73,11 +73,11 @@ def transfer(call: Any) -> Transfer:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part in the object store of a node.
+    """A part of a divided value, in the object store of a node.
 
     Attributes:
         node_id: The node.
-        reference: Ray's reference to it.
+        reference: Ray's reference to the part.
     """
 
     node_id: str
@@ -86,14 +86,13 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class DividedValue:
-    """A value that the ranks divide: the part of each, as it lies in the object store.
+    """A value that is divided over the ranks: one part for each rank.
 
-    The driver holds on to the parts and does not read them. To another process they travel as references, so that it
-    reads those that it needs.
+    The driver keeps the parts without reading them. Other processes get references, and read the parts that they need.
 
     Attributes:
-        values: The parts that are in this process; None for others.
-        places: Where those are that came through the object store, each once or twice, in the order in which to try.
+        values: The parts that are in this process; None for the others.
+        places: For each part in the object store, its one or two places, in the order in which to try them.
     """
 
     values: tuple[Any, ...]
@@ -107,10 +106,10 @@ class DividedValue:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Any:
-        """The part of a rank.
+        """Return the part of a rank.
 
         Raises:
-            LostPartError: It was lost.
+            LostPartError: The part was lost.
         """
         import ray
 
@@ -124,12 +123,12 @@ class DividedValue:
         raise LostPartError(f"The last snapshot is lost: no node is left that has what rank {index} had of it.")
 
     def best_on(self, nodes: Collection[str]) -> DividedValue:
-        """The same parts, to be read from these nodes where that is possible: others may be lost."""
+        """Return the same parts, read from these nodes if possible, because other nodes may be lost."""
         home, values, places = node_here()[0], list[Any](), list[tuple[StoredPart, ...]]()
         for value, places_of_part in zip(self.values, self.places, strict=True):
             best = tuple(sorted(places_of_part, key=lambda place: place.node_id not in nodes))
             if value is not None and best and not any(place.node_id in (*nodes, home) for place in best):
-                stored = store(value)  # a reader would ask the lost node first, and wait until Ray misses it: ADR 92
+                stored = store(value)  # otherwise readers ask the lost node first, and wait until Ray notices: ADR 92
                 value, best = stored.value, (StoredPart(home, stored.reference),)
             values.append(value)
             places.append(best)
@@ -137,19 +136,19 @@ class DividedValue:
 
 
 class LostPartError(WorkersLostError):
-    """A part of a snapshot was lost, and its copy too."""
+    """A part of a snapshot was lost together with its copy."""
 
 
 def together(
     transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, tuple[Transfer, StoredPart]]
 ) -> Transfer:
-    """Return the parts of all ranks, on their way to the driver's node or to partners, as one `DividedValue`.
+    """Return one transfer of all parts as a `DividedValue`. Parts go to the driver's node or to partner ranks.
 
     Args:
         transfers: The part of each rank.
         nodes: The node of each rank.
-        relays: By rank: of those that partners keep, what has a result when the copy is there, and its place. They do
-            not come to the driver's node.
+        relays: By rank, for parts that a partner keeps: a transfer that is done once the copy exists, and the copy's
+            place. These parts do not come to the driver's node.
     """
 
     def places(rank: int) -> tuple[StoredPart, ...]:

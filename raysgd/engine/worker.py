@@ -1,4 +1,4 @@
-"""A worker: the code that runs in its process, and the handles of the driver on it, local or remote."""
+"""Workers: the code that runs in a worker's process, and the driver's handles on local and remote ones."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 _RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # what Ray makes `breakpoint()` call
 _FOLDER = "/dev/fd"
-_RAYLET = "/raylet"  # the name of its socket ends with it
+_RAYLET = "/raylet"  # the path of the raylet's socket ends with it
 
 
 class WorkerFailed(Exception):
-    """Carries a worker's failure across the process boundary; raised, so that Ray ends the wait at once."""
+    """Carries a worker's failure to the driver. It is raised so that Ray returns to the driver at once."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
         self.failure = failure
 
-    def __str__(self) -> str:  # brief: Ray puts it into the text of its exception once more
+    def __str__(self) -> str:  # short, because Ray repeats it in the text of its own exception
         return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
 
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """A call's value and, when asked for, this rank's part of a snapshot; `notes` are what the worker logged."""
+    """The value of a call, this rank's part of a snapshot if requested, and the worker's log lines (`notes`)."""
 
     value: Any
     capture: Capture | None = None
@@ -72,7 +72,7 @@ class WorkerAnswer:
 
 
 def with_rank(found: Outcome) -> Outcome:
-    """Return an outcome with the rank filled in where the worker did not know its own yet."""
+    """Return the outcome with its rank filled in if the worker did not know its rank yet."""
     failure = found.failure
     if failure is None or failure.fault.rank >= 0:
         return found
@@ -80,17 +80,17 @@ def with_rank(found: Outcome) -> Outcome:
 
 
 def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
-    """Return what a worker logged up to an answer of it."""
+    """Return the lines that a worker logged up to this outcome."""
     if found.failure is not None:
         return found.failure.notes
     return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
 
 
 def packed_bytes(what: str, value: Any) -> bytes:
-    """`value` as it travels to a worker.
+    """Return `value` pickled for a worker.
 
     Raises:
-        UnpicklableError: It cannot be pickled. The message begins with `what` it is.
+        UnpicklableError: It cannot be pickled. The message begins with `what`.
     """
     from ray import cloudpickle
 
@@ -100,7 +100,7 @@ def packed_bytes(what: str, value: Any) -> bytes:
         except TypeError:
             pickle_modules_by_name()
             packed = cloudpickle.dumps(value, protocol=5)
-    except Exception as error:  # whatever an object of the user raises
+    except Exception as error:  # pickling an object of the user may raise anything
         reason = str(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__
         raise UnpicklableError(
             f"{what} cannot be sent to the workers, because something in it cannot be pickled: {reason}. "
@@ -112,12 +112,12 @@ def packed_bytes(what: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class SentData:
-    """Data on their way to a detached trainer: each call has a copy of them there, of which `identity` is the same.
+    """Data of a call on its way to a detached trainer. There each call gets its own copy, with the same `identity`.
 
     Attributes:
-        argument: The name of the argument that they are.
-        data: What the program has.
-        token: Stands for them in its process.
+        argument: Name of the argument.
+        data: The data in the program.
+        token: Identifies the data in the process of the detached trainer.
     """
 
     argument: str
@@ -128,7 +128,7 @@ class SentData:
         return _received, (self.argument, self.data, self.token)
 
 
-_RECEIVED: dict[str, tuple[Any, str]] = {}  # what came last as each argument, and its token
+_RECEIVED: dict[str, tuple[Any, str]] = {}  # by argument: the data that came last, and its token
 
 
 def _received(argument: str, data: Any, token: str) -> Any:
@@ -137,12 +137,12 @@ def _received(argument: str, data: Any, token: str) -> Any:
 
 
 def identity(data: Any) -> Any:
-    """Return what is one and the same object for all calls with the same data: they themselves, but for copies."""
+    """Return an object that is the same for all calls with the same data: the data, or the token of a copy."""
     return next((token for received, token in _RECEIVED.values() if received is data), data)
 
 
 def is_sendable(value: Any) -> bool:
-    """Return whether a value can travel to a worker."""
+    """Return True if a value can be sent to a worker."""
     try:
         packed_bytes("it", value)
     except UnpicklableError:
@@ -157,9 +157,9 @@ def pack(
     args: Sequence[Any],
     number: CallNumber | None = None,
 ) -> tuple[Any, ...]:
-    """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to.
+    """Return a call as arguments of `WorkerProcess.on_packed`. It is pickled once for any number of workers.
 
-    Objects in Ray's store stay outside, with their places: Ray hands such an object over by itself.
+    Object references are not pickled with it; only their positions are. Ray itself passes their objects to the worker.
     """
     from ray import ObjectRef
 
@@ -170,7 +170,7 @@ def pack(
 
 
 def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
-    """The answer to a call; a copy of the state goes with it, if the call is over."""
+    """Return the answer to a call. If the call is over, add a copy of the state if requested."""
     part = None
     if capture and not isinstance(value, HeldAtStep):
         began = time.perf_counter()
@@ -180,14 +180,14 @@ def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | Non
 
 
 def _guarded(method: MethodT) -> MethodT:
-    """A method of `WorkerProcess` whose exceptions become failures of its call."""
+    """Decorate a method of `WorkerProcess`: its exceptions become failures of the call."""
 
     @wraps(method)
     def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
         self._busy_thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
-        except BaseException as error:  # user code runs there: what it raises is the answer
+        except BaseException as error:  # user code runs here, and whatever it raises is the answer
             if not self._is_from_call(error):
                 raise
             failure = self._failure(error)
@@ -197,12 +197,12 @@ def _guarded(method: MethodT) -> MethodT:
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Stand for `breakpoint()` in a worker, where Ray would wait without end for a debugger that few have."""
+    """Replace `breakpoint()` in a worker, where Ray would wait forever for a debugger."""
     raise BdbQuit
 
 
 class WorkerProcess:
-    """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
+    """Hosts one replica, in a Ray actor, or in the driver for a local worker."""
 
     def __init__(
         self, connection: Connection, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
@@ -221,12 +221,12 @@ class WorkerProcess:
         self._reply: WorkerAnswer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
-        """Return where this worker lives. Answered beside its work, so it is a sign of life too."""
+        """Return where this worker runs. Answered while a call runs, so it is also a sign of life."""
         return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
     @_guarded
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
-        """Run the user's hook, then load the framework. Return where this worker lives."""
+        """Run the user's hook, then load the framework. Return where this worker runs."""
         return self._prepare(initialization_hook)
 
     def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
@@ -236,7 +236,7 @@ class WorkerProcess:
             initialization_hook()
         if self._is_remote:
             self._connection.load()
-            gc.freeze()  # what was imported never becomes garbage
+            gc.freeze()  # imported modules never become garbage
             gc.enable()
         else:
             self._connection.load_in_driver()
@@ -244,18 +244,18 @@ class WorkerProcess:
 
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Leave the group that it is in, if any, and listen for the ranks of the next one. Return the port."""
-        if self._replica is not None or self._world.size:  # it was made ready to step in, or failed to join
+        """Leave the current group, if any, and listen for the ranks of the next one. Return the port."""
+        if self._replica is not None or self._world.size:  # a standby worker, or one that failed to join
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 
     @_guarded
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
-        """Join the group and build the replica in it, instead of one that was here before."""
+        """Join the group and build the replica, in place of a previous one."""
         self._world = world
         if self._replica is not None:
             self._end_replica()
-            gc.collect()  # the next one may need its memory
+            gc.collect()  # the new replica may need its memory
         self._connection.join(rendezvous, world)
         self._replica = make_replica(world)
         return _answer(self, self._replica.setup(), capture, None)
@@ -264,12 +264,12 @@ class WorkerProcess:
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
     ) -> WorkerAnswer:
-        """Get ready to step in: everything that a rank does before it joins, in a separate group.
+        """Get ready to step in: do all that a rank does before it joins, in a group of its own.
 
-        Without `make_replica`, the replica is made only in the group that it joins.
+        Without `make_replica`, the replica is built only after the worker has joined a group.
 
         Returns:
-            Where it lives.
+            Where this worker runs.
         """
         info = self._prepare(hook)
         if make_replica is not None:
@@ -284,10 +284,10 @@ class WorkerProcess:
 
     @_guarded
     def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
-        """Leave the group, whatever is left of it, and listen under `host` for the ranks of the next one.
+        """Leave the group, even if it is broken, and listen at `host` for the ranks of the next one.
 
         Returns:
-            How far the replica is, and the port; None where it has to know its rank to listen.
+            The replica's progress and the port; None for the port if the worker has to know its rank to listen.
         """
         connection, replica = self._connection, self.replica
         connection.leave_for_another()
@@ -304,28 +304,28 @@ class WorkerProcess:
 
     @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
-        """Run `function(replica, *args)`, and copy the state right behind it when `capture` is set."""
+        """Run `function(replica, *args)`. If `capture` is set, copy the state right after it."""
         return _answer(self, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Do what `on_replica` does with a call that `pack` made; `values` go to their places in it.
+        """Run a call that `pack` made. `values` are the objects that it left out.
 
-        One whose number it has had is not run again: it was sent by a process that has died since.
+        A call whose number this worker has already seen is not run again; a process that has died sent it before.
         """
         return self._told(_reply_of(self, packed, values))
 
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
-        """Do what `on_packed` does, and answer by a line; then with the calls that come by it, until its end.
+        """Run a call and answer it over a line. Then run the calls that arrive over the line, until it ends.
 
         Returns:
-            The last answer if it does not go by the line.
+            The last answer if it cannot be sent over the line.
         """
         line = LineEnd(name)
         try:
             message: bytes | None = packed
             while message is not None:
                 reply = _reply_of(self, message)
-                self._busy_thread = _NO_THREAD  # before the driver has the answer, and asks what is running
+                self._busy_thread = _NO_THREAD  # before the driver gets the answer and asks what is running
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return self._told(reply)
                 message = line.next()
@@ -337,30 +337,30 @@ class WorkerProcess:
         return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
 
     def last_call(self) -> CallNumber | None:
-        """From another thread: the number of the last call that had one, whether or not it has ended."""
+        """Return the number of the last call that had one, running or ended. Called from another thread."""
         return self._number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
+        """Run `function(*args, **kwargs)` between calls. The caller gets its value or exception unchanged."""
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Do what `execute` does with `function(replica, *args, **kwargs)`."""
+        """Run `function(replica, *args, **kwargs)` between calls. The caller gets its value or exception unchanged."""
         return function(self.replica, *args, **kwargs)
 
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(replica, *args)` in a second thread, while the replica may be busy; None once it is closed."""
+        """Run `function(replica, *args)` in a second thread, possibly during a call. Return None after `close`."""
         replica = self._replica
         return None if replica is None else function(replica, *args)
 
     def send(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Do what `beside` does in a third thread, for answers that may take long: no heartbeat waits for them."""
+        """Run `function(replica, *args)` in a third thread. For slow answers, so that no heartbeat waits for them."""
         return self.beside(function, *args)
 
     def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
-        """Return what another worker has returned: as an object in the store of this node, which outlives that one's.
+        """Fetch the result of another worker into the object store of this node, where it outlives that worker.
 
-        What comes first is all that the driver waits for, so that the object does not travel to it.
+        The driver waits only for the first return value, so the object is not sent to the driver.
         """
         import ray
 
@@ -368,11 +368,11 @@ class WorkerProcess:
         return None, value
 
     def interrupt(self) -> None:
-        """From another thread: ends all waiting for other ranks."""
+        """End all waits for other ranks. Called from another thread."""
         self._connection.interrupt()
 
     def stack(self) -> str:
-        """From another thread: where the thread is that runs the calls, from the replica inwards."""
+        """Return the stack of the thread that runs the calls, from the replica inwards. Called from another thread."""
         frame = sys._current_frames().get(self._busy_thread or 0)
         if frame is None:
             return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
@@ -381,7 +381,7 @@ class WorkerProcess:
         return "".join(traceback.format_list(frames[num_ours:] or frames))
 
     def close(self) -> None:
-        """Let the replica and the group go; errors of a broken group do not matter any more."""
+        """Shut down the replica and leave the group. Errors of a broken group do not matter any more."""
         try:
             self._end_replica()
         finally:
@@ -394,12 +394,12 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
-        """The replica."""
+        """The replica. There has to be one."""
         assert self._replica is not None, "the worker has no replica yet"
         return self._replica
 
     def _failure(self, error: BaseException) -> Failure:
-        # A worker without others has no group to lose: any connection that it speaks of is the user's own.
+        # A worker without others has no group to lose. A connection error is then one of the user's code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
         is_brief = kind == "disconnected"  # all survivors fail like this at the same time
@@ -407,20 +407,20 @@ class WorkerProcess:
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
         failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
         if kind == "disconnected":
-            self._connection.give_up(error)  # only this tells the ranks that wait for this one
+            self._connection.give_up(error)  # otherwise ranks that wait for this one would not notice
         return failure
 
     def _fail(self, failure: Failure) -> Any:
-        """End a call without a value."""
+        """End a call with a failure."""
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
-        """Return whether the call raised it. In the driver, `KeyboardInterrupt` is Ctrl-C, and not the call's."""
+        """Return True if the call raised the error. In the driver, `KeyboardInterrupt` comes from Ctrl-C instead."""
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
 
 def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
-    """Run a call. This is no method: users look at these frames, and Ray puts one around each method of an actor."""
+    """Run a call. Not a method, because users see these frames, and Ray adds one around each method of an actor."""
     process._busy_thread = threading.get_ident()
     number = None
     try:
@@ -435,7 +435,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
             reply: Any = _answer(process, function(process.replica, *args), capture, landed)
         else:
             reply = process._reply
-    except BaseException as error:  # user code runs there: what it raises is the answer
+    except BaseException as error:  # user code runs here, and whatever it raises is the answer
         if not process._is_from_call(error):
             raise
         reply = process._failure(error)
@@ -445,7 +445,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
-    """The error for objects of a module that the worker's process does not find."""
+    """Return the error for an object whose module the worker's process cannot import."""
     message = (
         f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
         "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
@@ -456,12 +456,12 @@ def cannot_import(module: str | None) -> ModuleNotFoundError:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call that waits to be run in the driver, by the rank that is there."""
+    """A call that the driver will run itself, for the rank that is there."""
 
     function: Callable[[], Any]
 
     def run(self, rank: int) -> Outcome:
-        """The outcome. The exception of a failure still has the live traceback that a debugger can use."""
+        """Run the call. The exception of a failure keeps its live traceback, which a debugger can use."""
         try:
             return Outcome(rank, self.function())
         except WorkerFailed as carrier:
@@ -471,22 +471,22 @@ class LocalCall:
 class LocalWorker:
     """The driver's handle on the worker in its own process: `use_local=True`.
 
-    It answers to the same methods as a remote one, but a call runs when it is gathered, in the driver's own thread, so
-    that a debugger stops where the user wants it to.
+    It has the methods of a remote worker, but a call runs only when its result is gathered, in the driver's own thread.
+    A debugger can therefore stop in it.
     """
 
     is_local = True
 
     def __init__(self, connection: Connection) -> None:
-        # The number of threads of the driver is the user's business.
+        # Leave the number of threads of the driver to the user.
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
 
     def submit(self, method: str, *args: Any) -> LocalCall:
-        """Note the call; nothing runs yet."""
+        """Return the call. Nothing runs yet."""
         return LocalCall(partial(getattr(self._process, method), *args))
 
     def interrupt(self) -> None:
-        """From another thread: frees a worker that waits for the others to join."""
+        """Free a worker that waits for others to join. Called from another thread."""
         self._process.interrupt()
 
     @property
@@ -495,10 +495,10 @@ class LocalWorker:
         return self._process.replica
 
     def kill(self) -> None:
-        """Close it; a process cannot kill itself and live on. What goes wrong is logged: the others must end too."""
+        """Close the worker; its process, the driver, lives on. Only log errors, because other workers must end too."""
         try:
             self._process.close()
-        except Exception as error:  # of user code
+        except Exception as error:  # user code may raise anything
             logger.warning("the worker in the driver failed to close: %r", error)
 
 
@@ -525,7 +525,7 @@ class RemoteWorker:
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Do what `submit("on_packed", ...)` does, by a line if that can be."""
+        """Run a packed call, like `submit("on_packed", ...)`, over a line if possible."""
         before = self._call
         self._can_attend = self._can_attend and (before is None or before.was_heard)
         if values or len(packed) > LARGEST or not self._can_attend:
@@ -536,7 +536,7 @@ class RemoteWorker:
         self._hang_up()
         try:
             self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
-        except OSError:  # a sandbox, or the limit of open files
+        except OSError:  # a sandbox, or too many open files
             self._can_attend = False
             return self.submit("on_packed", packed)
         return self._call
@@ -547,13 +547,13 @@ class RemoteWorker:
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process can use: no line."""
+        """Return the state without the line, which no other process can use."""
         return {**vars(self), "_call": None}
 
     def kill(self) -> None:
         import ray
 
-        if self._call is not None and self._call.is_answered:  # otherwise another thread may wait for it
+        if self._call is not None and self._call.is_answered:  # if unanswered, another thread may be waiting for it
             self._hang_up()
         if session() == self._session:
             ray.kill(self.actor, no_restart=True)
@@ -563,8 +563,8 @@ class _HostedProcess(WorkerProcess):
     """A worker process in an actor. It sees no GPU if Ray gave it none, whatever its node has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Until it is prepared: looking for garbage again and again is a sixth of the time that the framework takes to
-        # import, which for a standby worker may be while Ray unpickles the arguments of `prepare_standby`.
+        # Collecting garbage takes a sixth of the time to import the framework. A standby worker may import it while Ray
+        # unpickles the arguments of `prepare_standby`, so collection stays off until `_prepare`.
         gc.disable()
         if not _gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -572,15 +572,15 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _fail(self, failure: Failure) -> Any:
-        """Return a lost connection, which all survivors report at once: Ray is faster with a value."""
+        """Return a lost connection, do not raise it: all survivors report it at once, and values are faster in Ray."""
         return failure if failure.kind == "disconnected" else super()._fail(failure)
 
 
 def let_go_of_ray() -> None:
-    """Let processes that this one forks from now on give up its connection to Ray, which they have no use for.
+    """Let processes that this one forks close the connection to Ray, which they do not need.
 
-    Ray notices that a worker was killed when its connection to the worker ends, and a forked process keeps that open.
-    While such a process lived, the loss was seen only after the worker had been silent for `heartbeat_s`.
+    Ray notices that a worker was killed when its connection to the worker ends. A forked process would keep it open,
+    and the loss would be noticed only after `heartbeat_s`.
     """
     numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
     os.register_at_fork(after_in_child=lambda: _drop(numbers))
@@ -595,11 +595,11 @@ def _leads_to_ray(number: int) -> bool:
 def _drop(numbers: Sequence[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in numbers:
-        os.dup2(nowhere, number, inheritable=False)  # nothing else gets the number, by which Ray's code still knows it
+        os.dup2(nowhere, number, inheritable=False)  # keep the number in use, because Ray's code still refers to it
     os.close(nowhere)
 
 
-# Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
+# Each group is one thread. The group "signs" never does slow work: a worker that does not answer there is killed.
 _GROUPS = {
     "beside": ("beside", "stack"),
     "signs": ("describe", "interrupt", "last_call"),
@@ -611,7 +611,7 @@ _BESIDE = {name for names in _GROUPS.values() for name in names}
 
 
 def _actor_class() -> Any:
-    """The actor class, made on first use because Ray is imported no earlier than needed."""
+    """Return the actor class. It is made on first use, to import Ray as late as possible."""
     global _ACTOR_CLASS
     if _ACTOR_CLASS is None:
         import ray
@@ -629,7 +629,7 @@ def _actor_class() -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """A method that Ray may mark as its own without marking that of `WorkerProcess`."""
+    """Return a copy of a method of `WorkerProcess`, which Ray may mark as its own."""
 
     def method(self: WorkerProcess, *args: Any) -> Any:
         return getattr(WorkerProcess, name)(self, *args)
@@ -641,7 +641,7 @@ _ACTOR_CLASS: Any = None
 
 
 def node_here() -> tuple[str, str]:
-    """Node id and address of this process; the host's name stands in for both where Ray is not running."""
+    """Return the node ID and address of this process; without Ray, the host name and the loopback address."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         context = ray.get_runtime_context()
@@ -651,7 +651,7 @@ def node_here() -> tuple[str, str]:
 
 
 def _gpu_ids() -> tuple[str, ...]:
-    """The GPUs that Ray gave this process."""
+    """Return the GPUs that Ray assigned to this process."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return ()

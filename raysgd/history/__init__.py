@@ -1,1 +1,1 @@
-"""Measurements, epoch by epoch: as numbers, text and cards."""
+"""Measurements by epoch, as numbers, text and cards."""

@@ -1,4 +1,4 @@
-"""The numbers of `trainer.status()` for whatever collects Ray's metrics. Without Ray nothing is reported."""
+"""Exports the numbers of `trainer.status()` as Ray metrics. Without Ray, nothing is exported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.engine.shared.time_spent import BINS
 from raysgd.engine.status import TrainerStatus
 
-_PAUSE_S = 0.9  # a bit less than the time between two looks at the workers
+_PAUSE_S = 0.9  # a bit less than the time between two polls of the workers
 _NOBODY = -1
 
 
@@ -51,16 +51,16 @@ _NUMBERS: dict[str, tuple[str, Callable[[TrainerStatus], float | None]]] = {
         for name, words in BINS.items()
     },
 }
-"""For each name its description, and what finds the number in a status: None where it is not known."""
+"""By name: the description, and a function that returns the number from a status, or None if it is not known."""
 
 _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 
 
 class Gauges:
-    """Reports the numbers of one trainer, at most once a second.
+    """Exports the numbers of one trainer, at most once a second.
 
     Args:
-        trainer: What tells it from other trainers in the same metrics.
+        trainer: Identifies the trainer among others in the same metrics.
     """
 
     def __init__(self, trainer: str) -> None:
@@ -70,7 +70,7 @@ class Gauges:
         self._num_events = -1
 
     def report(self, num_events: int, read: Callable[[], TrainerStatus]) -> None:
-        """Report, unless it did a moment ago and nothing has happened to the workers since."""
+        """Export the numbers, unless that happened a moment ago and there were no new events."""
         now = time.monotonic()
         if (now < self._due and num_events == self._num_events) or not _is_ray_up():
             return
@@ -82,7 +82,7 @@ class Gauges:
                 self._gauge(name).set(value, self._tags)
 
     def report_end(self) -> None:
-        """Say that there are no workers any more, if it was said that there are some."""
+        """Export that there are no workers any more, if workers were exported before."""
         if _is_ray_up():
             for name in _ZERO_AT_THE_END:
                 if name in self._gauges:

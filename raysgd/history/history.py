@@ -1,4 +1,4 @@
-"""`History`: what a trainer or a run has measured, call by call and epoch by epoch."""
+"""`History`: the measurements of a trainer or a run, by call and by epoch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
 
 _MOST_ELEMENTS = 1000
-_MOST_METRICS = 4  # in what is printed
+_MOST_METRICS = 4  # in printed tables
 _MOST_ROWS = 20
 _ALLOWED: dict[Any, Any] = {float: (int, float)}
 MOST_EPOCHS = 10_000
-"""That the history of a trainer has; a run has its own."""
+"""Largest number of epochs in the history of a trainer. A run sets its own."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class CallRecord:
 
     Attributes:
         kind: "train", "validation" or "test".
-        epoch: How many epochs were begun by then.
-        metrics: What the call returned; empty with `reduce_results=False`.
+        epoch: Number of epochs that had begun.
+        metrics: The result of the call; empty with `reduce_results=False`.
         began_at: When it began, in seconds since the Unix epoch.
-        seconds: How long it took, recoveries included.
-        num_workers: How many workers there were at its end.
-        of_fit: Whether `fit` made it, as a part of an epoch; not so what callbacks call.
+        seconds: How long it took, including recoveries.
+        num_workers: Number of workers at its end.
+        of_fit: True if `fit` made the call as part of an epoch. False for calls of callbacks.
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class CallRecord:
 
 
 class HistoryLimits(NamedTuple):
-    """The numbers of rows, records and events in a history."""
+    """Numbers of rows, records and events in a history."""
 
     rows: int = 0
     records: int = 0
@@ -64,16 +64,16 @@ BEGINNING = HistoryLimits()
 
 
 class History(Sequence[dict[str, Any]]):
-    """One row per epoch: the metrics of training, and those of validation under names with `val_`.
+    """One row per epoch: the metrics of training, and those of validation with the prefix `val_`.
 
-    A row also has "epoch", "seconds" (of the training call) and "num_workers". An epoch of `fit` has the validation of
-    `fit`; what a callback validates is among the records only.
+    A row also has "epoch", "seconds" (of the training call) and "num_workers". In an epoch of `fit`, the validation is
+    that of `fit`. Validations by callbacks are only among the records.
 
     Args:
-        events: Where failures and resizes are listed; by default a new list.
+        events: The list of failures and resizes; by default a new list.
 
     Attributes:
-        records: Every call of `train`, `validate` and `test`, in order.
+        records: All calls of `train`, `validate` and `test`, in order.
         events: Failures of workers and resizes.
         stop_reason: Why a callback stopped the run; None if none did.
 
@@ -99,7 +99,7 @@ class History(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: str) -> list[Any]: ...
     def __getitem__(self, index: int | slice | str) -> Any:
-        """A row, some rows, or with the name of a metric its values, None where a row lacks it."""
+        """Return a row, several rows, or, for the name of a metric, its values, with None for rows without it."""
         if isinstance(index, str):
             if index not in self.metrics:
                 raise KeyError(f"no epoch has the metric {index!r}: there are {self.metrics}")
@@ -114,15 +114,15 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def metrics(self) -> list[str]:
-        """The names in the rows, in the order in which they were first met."""
+        """All names in the rows, in the order of their first appearance."""
         return readable.names_in(self._rows)
 
     def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
-        """Add a call: one of `train` begins a row, one of `validate` completes it.
+        """Add a call. A call of `train` starts a row, a call of `validate` completes it.
 
         Args:
             record: The call.
-            row: The row that it completes. By default the last one, if both are of `fit`, or neither is.
+            row: The row to complete. By default the last one, if `fit` made both or neither of the calls.
         """
         row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
@@ -134,29 +134,29 @@ class History(Sequence[dict[str, Any]]):
             row.update(validation, val_seconds=record.seconds)
 
     def row_for(self, of_fit: bool) -> dict[str, Any]:
-        """Return the row that a validation completes; one that no one sees if there is none."""
+        """Return the row that a validation completes; if there is none, a row outside of the history."""
         trained = next((record.of_fit for record in reversed(self.records) if record.kind == "train"), of_fit)
         return self._rows[-1] if self._rows and trained == of_fit else {}
 
     def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an epoch, or a report of a function, as a new row; return the row."""
+        """Add an epoch, or a report of a function, as a new row. Return the row."""
         self._rows.append(dict(row))
         return self._rows[-1]
 
     def take_over(self, other: History) -> None:
-        """Put what another history has ahead of what this one has; its reason to stop is that of a run before."""
+        """Insert another history before this one. Ignore its reason to stop, which belongs to an earlier run."""
         self._rows[:0] = [dict(row) for row in other]
         self.records[:0] = other.records
         self.events[:0] = other.events
 
     @property
     def extent(self) -> HistoryLimits:
-        """The number of events of each kind, with those that were forgotten."""
+        """Numbers of rows, records and events, including forgotten ones."""
         rows, records, events = self._forgotten
         return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 
     def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
-        """Return what came between two moments, of which nothing was forgotten; the reason to stop stays behind."""
+        """Return the part between two extents, of which nothing may be forgotten. It has no reason to stop."""
         rows, records, events = self._forgotten
         part = History(self.events[begin.events - events : end.events - events])
         part._rows = self._rows[begin.rows - rows : end.rows - rows]
@@ -164,7 +164,7 @@ class History(Sequence[dict[str, Any]]):
         return part
 
     def forget_old(self, most: int) -> None:
-        """Keep the newest `most` rows and calls. Nothing happens until there are a quarter more, so it is cheap."""
+        """Keep the newest `most` rows and calls. Cheap, because nothing is deleted before there are a quarter more."""
         for name, entries in (("rows", self._rows), ("records", self.records)):
             surplus = len(entries) - most
             if surplus > most // 4:
@@ -184,7 +184,7 @@ class History(Sequence[dict[str, Any]]):
         return [record for record in self.records if record.kind == kind]
 
     def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`.
+        """Return the rows as a `pandas.DataFrame`.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -193,7 +193,7 @@ class History(Sequence[dict[str, Any]]):
         return pandas.DataFrame(self._rows)
 
     def as_data(self) -> Any:
-        """All of it as JSON has it. What JSON has no place for becomes text, and NaN and infinity become null."""
+        """Return everything as JSON values. Other values become text; NaN and infinity become null."""
         content = {
             "rows": self._rows,
             "records": [asdict(record) for record in self.records],
@@ -203,15 +203,15 @@ class History(Sequence[dict[str, Any]]):
         return plain(content)
 
     def to_json(self) -> str:
-        """Return what `as_data` returns, as text."""
+        """Return `as_data()` as JSON text."""
         return json.dumps(self.as_data(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> History:
-        """Return what `to_json` wrote. Metrics that are null become NaN.
+        """Return the history that `to_json` wrote. Null metrics become NaN.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is something else.
         """
         try:
             content = json.loads(text)
@@ -228,7 +228,7 @@ class History(Sequence[dict[str, Any]]):
         return history
 
     def __repr__(self) -> str:
-        """One line, with the metrics of the last epoch that say most."""
+        """Return one line with the most telling metrics of the last epoch."""
         told = self._in_words()
         if self.stop_reason is not None:
             told.append(f"stopped: {self.stop_reason}")
@@ -237,7 +237,7 @@ class History(Sequence[dict[str, Any]]):
         return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
 
     def __str__(self) -> str:
-        """The last epochs as a table, and what happened to the workers. It fits the terminal."""
+        """Return the last epochs as a table that fits the terminal, and the events of the workers."""
         lines, metrics = ["no epochs"], readable.metrics_of(self)
         names = metrics
         for most in range(_MOST_METRICS, 0, -1) if self else ():
@@ -270,7 +270,7 @@ class History(Sequence[dict[str, Any]]):
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; text for what JSON has no place for, and null for NaN and infinity."""
+    """Return a value as JSON values. Other values become text; NaN and infinity become null."""
     number = as_number(value)
     if isinstance(number, float):
         return number if math.isfinite(number) else None
@@ -286,7 +286,7 @@ def plain(value: Any) -> Any:
 
 
 def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
-    """At most so many entries, two or more, evenly chosen; the first and the last are among them.
+    """Return at most `most` entries (at least two), evenly chosen, including the first and the last.
 
     Examples:
         >>> evenly(range(10), 4), evenly("abc", 4)
@@ -308,7 +308,7 @@ def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Return a value if it is of a type, or one of the words of a `Literal`."""
+    """Return a value if it has a type, or is one of the words of a `Literal`."""
     words, base = get_args(hint), get_origin(hint)
     if base is Literal:
         is_right = isinstance(value, str) and value in words
@@ -324,7 +324,7 @@ def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 RecordBeside = Callable[[Any, float, float], CallRecord]
-"""Adds a call that has ended: takes its result, when it began, and how many seconds it took."""
+"""Adds a call that has ended. Takes its result, when it began, and how many seconds it took."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -333,13 +333,13 @@ class CallRecorder:
     """Keeps the history of a trainer.
 
     Args:
-        events: What happens to the workers; the list is read, and grows.
+        events: The list of events of the workers, which others extend.
 
     Attributes:
         history: The calls so far.
-        trained: The epoch, from 1, that the last call of `train` began in.
-        told_s: Returns how long the ranks were in training calls since a former process of the trainer has died. None
-            if none has, and after the first call since.
+        trained: The epoch, from 1, in which the last call of `train` began.
+        told_s: Returns how long the ranks have been in training calls since an earlier process of the trainer died.
+            None if none died, and after the first call since then.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -350,8 +350,8 @@ class CallRecorder:
     def record(
         self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int, of_fit: bool = False
     ) -> None:
-        """Add a call that a trainer with so many workers has made."""
-        if kind == "train" and self.told_s is not None:  # the former process may have begun it
+        """Add a call of a trainer with so many workers."""
+        if kind == "train" and self.told_s is not None:  # the earlier process may have begun it
             missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
             began_at, seconds = began_at - missed_s, seconds + missed_s
         metrics = dict(result) if isinstance(result, Mapping) else {}
@@ -362,7 +362,7 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return what adds a validation on a spare, which other calls do not wait for: it completes the row of now."""
+        """Return a function that adds a validation on a spare to the present row, even if later calls end first."""
         epoch, row = self._epoch, self.history.row_for(of_fit)
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
@@ -375,7 +375,7 @@ class CallRecorder:
         return add
 
     def add_record(self, record: CallRecord) -> None:
-        """Add a call that another process has recorded."""
+        """Add a call that another process recorded."""
         with self._lock:
             self._add(record, None)
 
@@ -390,7 +390,7 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Let a method of a trainer record each call that succeeds, in its `_recorder`; `fit` passes `of_fit=True`."""
+    """Decorate a method of a trainer: record each successful call in `_recorder`. `fit` passes `of_fit=True`."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
@@ -408,5 +408,5 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
 
 
 def as_test(metrics: Mapping[str, Any]) -> Metrics:
-    """The result of `validate` as that of `test`."""
+    """Return the result of `validate` as a result of `test`."""
     return Metrics({name_in_test(name): value for name, value in metrics.items()})

@@ -1,4 +1,4 @@
-"""Numbers, lengths of time, rows of metrics and events as people read them."""
+"""Numbers, durations, rows of metrics and events as people read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEVER_SHOWN = ("started", "restarted")
 
 
 def number(value: Any) -> str:
-    """A metric, with four digits.
+    """Return a metric with four digits.
 
     Examples:
         >>> [number(value) for value in (0.25, 1 / 3, 12345.678, 7, 0.0000123, float("nan"), True, "a")]
@@ -36,7 +36,7 @@ def number(value: Any) -> str:
 
 
 def seconds(value: float) -> str:
-    """A length of time.
+    """Return a duration as text.
 
     Examples:
         >>> [seconds(value) for value in (0.0004, 0.25, 3.21, 59.99, 75, 4020, 90000)]
@@ -53,7 +53,7 @@ def seconds(value: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """A throughput.
+    """Return a throughput as text.
 
     Examples:
         >>> [rate(value) for value in (0.5, 12.3, 894.8, 4321, 1234567)]
@@ -65,7 +65,7 @@ def rate(per_second: float) -> str:
 
 
 def counted(how_many: int, thing: str, things: str | None = None) -> str:
-    """A number of things.
+    """Return a number with its noun.
 
     Examples:
         >>> counted(1, "epoch"), counted(2, "epoch"), counted(0, "failure", "failures")
@@ -75,13 +75,13 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
 
 
 def failures(events: Iterable[Any]) -> list[str]:
-    """Return in words how many failures of workers are among these events; nothing if none is."""
+    """Return the number of failures of workers among these events, in words; empty if there are none."""
     number = sum(event.is_failure for event in events)
     return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
 
 
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
-    """The throughput of a row, or of the metrics of a call with its `seconds`; None where it is not known."""
+    """Return the throughput of a row, or of the metrics and `seconds` of a call; None if it is not known."""
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_real(num_samples) or not is_real(took) or not took:
         return None
@@ -89,7 +89,7 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Return whether it is a number that can be drawn: not NaN or infinity, and no integer that no float can be."""
+    """Return True for a number that can be drawn: not NaN or infinity, nor an integer too large for a float."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -97,24 +97,24 @@ def is_real(value: Any) -> bool:
 
 
 def is_metric(name: str, value: Any) -> bool:
-    """Return whether an entry of a row is a metric to look at: a number that is neither a count nor a last value."""
+    """Return True if an entry of a row is a metric to show: a number that is neither a count nor a last value."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     is_count = name in _NOT_A_RESULT or name.endswith((_SAMPLES, _SECONDS)) or name == "val_batch_count"
     return is_number and not is_count and not name.startswith(_LAST)
 
 
 def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return all names in rows, in the order in which they are first met."""
+    """Return all names in rows, in the order of their first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of the metrics to look at, in the order in which they are first met."""
+    """Return the names of the metrics to show, in the order of their first appearance."""
     return list(dict.fromkeys(name for row in rows for name, value in row.items() if is_metric(name, value)))
 
 
 def most_telling(names: Iterable[str], most: int) -> list[str]:
-    """Return so many metrics at most: those of validation first, losses before others. They keep their order.
+    """Return at most `most` metrics: validation before training, losses before others. Their order stays.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)
@@ -128,14 +128,14 @@ def most_telling(names: Iterable[str], most: int) -> list[str]:
 
 
 def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str, Any]:
-    """The entries of a row that a view shows: the chosen ones, else all metrics."""
+    """Return the entries of a row to show: these metrics, or all if None."""
     if metrics is None:
         return {name: value for name, value in row.items() if is_metric(name, value)}
     return {name: row[name] for name in metrics if name in row}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Return what to tell of a metric that there is not.
+    """Return an error message for an unknown metric.
 
     Examples:
         >>> unknown("val_los", ["val_loss", "lr"])
@@ -163,6 +163,6 @@ def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int)
 
 
 def event_lines(events: Iterable[GroupEvent]) -> list[str]:
-    """Return what changed the work, failures and resizes, each with the time of day when it was over."""
+    """Return the events that changed the work, failures and resizes, each with the time of day of its end."""
     shown = [event for event in events if event.kind not in _NEVER_SHOWN]
     return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]

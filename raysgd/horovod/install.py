@@ -20,16 +20,16 @@ from raysgd.horovod import recipe
 
 _NEEDED = {"cloudpickle": "cloudpickle", "packaging": "packaging", "psutil": "psutil", "yaml": "pyyaml"}
 _TAIL_LINES = 25
-# A group of one: whether the library loads, fits this PyTorch, and starts.
+# Starts a group of one process, to check that the library loads, fits this PyTorch, and starts.
 _PROBE = "import horovod.torch as hvd; hvd.init(); assert hvd.size() == 1 and hvd.gloo_built(); hvd.shutdown()"
 
 
 class InstallError(Exception):
-    """Something is missing or failed; the message says what, and what to do."""
+    """Something is missing or failed. The message says what it is, and what to do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m raysgd.horovod.install",
         description=f"Builds Horovod {recipe.VERSION} for the PyTorch of this environment and installs it. "
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install(*, force: bool = False) -> None:
-    """Build Horovod unless it is in the cache, and install it unless it is there.
+    """Build Horovod unless it is in the cache, and install it unless it is installed.
 
     Args:
-        force: Do both in any case.
+        force: True to build and install it in any case.
 
     Raises:
         InstallError: Something is missing, or a step failed.
@@ -72,7 +72,7 @@ def install(*, force: bool = False) -> None:
 
 
 def find_target() -> recipe.Target:
-    """Return what this environment needs Horovod built for."""
+    """Return the Python, platform and PyTorch of this environment."""
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if importlib.util.find_spec("torch") is None:
         missing.insert(0, "torch")
@@ -85,7 +85,7 @@ def find_target() -> recipe.Target:
 
 
 def installed_version() -> str | None:
-    """The version of the Horovod that is installed; None if there is none."""
+    """Return the version of the installed Horovod, or None."""
     try:
         return importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +93,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Start Horovod in a separate process; return what went wrong, or None."""
+    """Start Horovod in a separate process. Return what went wrong, or None."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"
@@ -102,7 +102,7 @@ def probe() -> str | None:
 
 
 def build(target: recipe.Target, folder: Path) -> Path:
-    """Fetch, mends and build; return the wheel, which is then in `folder`."""
+    """Fetch, patch and build the source. Return the wheel, which is then in `folder`."""
     cmake = _find_tools()
     with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
         source = fetch(Path(scratch))
@@ -123,7 +123,7 @@ def build(target: recipe.Target, folder: Path) -> Path:
 
 
 def fetch(scratch: Path) -> Path:
-    """Fetch the source package with pip and unpack it; return its folder."""
+    """Fetch the source package with pip, unpack it, and return its folder."""
     say(f"fetching the source package of Horovod {recipe.VERSION}")
     requirements = scratch / "requirements.txt"
     requirements.write_text(recipe.REQUIREMENT + "\n", encoding="utf-8")
@@ -139,7 +139,7 @@ def fetch(scratch: Path) -> Path:
 
 
 def mend_all(source: Path) -> None:
-    """Apply every mend to the files under `source`."""
+    """Apply all patches to the files under `source`."""
     for mend in recipe.MENDS:
         path = source / mend.path
         try:
@@ -149,7 +149,7 @@ def mend_all(source: Path) -> None:
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Move the wheel into the cache in one step; two builds at the same time do no harm."""
+    """Move the wheel into the cache in one step, so that two builds at the same time do no harm."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, copy)
@@ -159,12 +159,12 @@ def keep(wheel: Path, folder: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """Tell the user about a step."""
+    """Print a step for the user."""
     print(f"horovod: {text}", flush=True)
 
 
 def _find_tools() -> str:
-    """The CMake to use; everything else that a build needs is there too."""
+    """Return the CMake to use, after checking that all other tools are there."""
     candidates = [os.environ.get("HOROVOD_CMAKE"), str(Path(sys.executable).parent / "cmake"), shutil.which("cmake")]
     versions = {path: _answer(path) for path in candidates if path and shutil.which(path)}
     missing = recipe.missing_tools(lambda name: shutil.which(name) is not None, versions)

@@ -1,4 +1,4 @@
-"""Pure: what Horovod is built from, what is mended in it, with which options, and under which name it is kept."""
+"""The recipe for building Horovod: its source, patches and options, and the name in the cache. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 VERSION = "0.28.1"
-# Of the source package that the mends below were written for; pip refuses any other.
+# Hash of the source package that the patches below are for; pip refuses any other.
 _SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 REQUIREMENT = f"horovod=={VERSION} --hash=sha256:{_SHA256}"
 MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
@@ -16,13 +16,13 @@ MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
 
 @dataclass(frozen=True)
 class Mend:
-    """One change to the source.
+    """One patch of the source.
 
     Attributes:
-        path: The file, inside the source package.
-        old: What stands there, exactly once.
-        new: What takes its place.
-        reason: Why.
+        path: The file in the source package.
+        old: The text to replace, which must occur exactly once.
+        new: Its replacement.
+        reason: Why it is replaced.
     """
 
     path: str
@@ -31,10 +31,10 @@ class Mend:
     reason: str
 
     def applied_to(self, text: str) -> str:
-        """`text` with the change.
+        """Return `text` with the patch applied.
 
         Raises:
-            ValueError: The place is not there, or not unique, so this is not the source that the change is for.
+            ValueError: The old text does not occur exactly once, so the patch is for another source.
         """
         num_places = text.count(self.old)
         if num_places != 1:
@@ -117,19 +117,19 @@ _DEFAULTS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
-# Variables that decide how Horovod is built; others of the name speak to running processes.
+# Variables that decide how Horovod is built; others with this prefix are for running processes.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW|DEBUG)(_|$)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The system and the frameworks that Horovod is built for.
+    """The system and the PyTorch that Horovod is built for.
 
     Attributes:
         python: Such as "cp311".
         platform: Such as "linux-x86_64".
-        torch: The version of PyTorch, with its local part.
-        has_cuda: Whether that PyTorch was built for CUDA.
+        torch: Version of PyTorch, with its local part.
+        has_cuda: True if that PyTorch was built for CUDA.
     """
 
     python: str
@@ -139,7 +139,7 @@ class Target:
 
 
 def options(target: Target, environment: Mapping[str, str]) -> dict[str, str]:
-    """Horovod's build options: PyTorch and Gloo, nothing else, unless the environment says otherwise."""
+    """Return Horovod's build options: only PyTorch and Gloo, unless environment variables say otherwise."""
     given = {name: value for name, value in environment.items() if _OPTIONS.match(name)}
     defaults = dict(_DEFAULTS) if target.has_cuda else {**_DEFAULTS, "HOROVOD_WITHOUT_CUDA": "1"}
     wanted = {name: value for name, value in defaults.items() if _opposite(name) not in given}
@@ -154,14 +154,14 @@ def _opposite(name: str) -> str:
 def build_environment(
     target: Target, environment: Mapping[str, str], cmake: str, folder_of_python: str, num_jobs: int
 ) -> dict[str, str]:
-    """The environment of the build.
+    """Return the environment of the build.
 
     Args:
-        target: What to build for.
-        environment: The one that we run in.
-        cmake: The command to use.
-        folder_of_python: Goes first on the PATH, so that scripts find this environment.
-        num_jobs: Compilers to run at the same time, unless MAKEFLAGS says so.
+        target: System and PyTorch to build for.
+        environment: The current environment.
+        cmake: The CMake command to use.
+        folder_of_python: Put first on the PATH, so that scripts find this environment.
+        num_jobs: Number of parallel compilers, unless MAKEFLAGS is set.
     """
     return {
         **environment,
@@ -174,27 +174,27 @@ def build_environment(
 
 
 def local_version(target: Target, environment: Mapping[str, str]) -> str:
-    """Return what is appended to the version of what we build. It differs whenever anything does that matters."""
+    """Return the local part of the version that we build. It changes with everything that affects the build."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def cache_key(target: Target, environment: Mapping[str, str]) -> str:
-    """The name of the folder that keeps the wheel."""
+    """Return the name of the wheel's folder in the cache."""
     return f"{VERSION}-{target.python}-{target.platform}-torch-{target.torch}-{local_version(target, environment)}"
 
 
 def cache_folder(environment: Mapping[str, str], home: str) -> str:
-    """Return where wheels are kept: `RAYSGD_CACHE`, else the user's cache folder."""
+    """Return the folder of the cache: `RAYSGD_CACHE`, else in the user's cache folder."""
     return environment.get("RAYSGD_CACHE") or f"{environment.get('XDG_CACHE_HOME') or f'{home}/.cache'}/raysgd"
 
 
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
-    """Return what the build needs and this machine lacks, each with what to do about it.
+    """Return the tools that the build needs and this machine lacks, each with advice.
 
     Args:
-        has_command: Whether a command can be run.
-        cmake_versions: What each CMake that was found answers to `--version`.
+        has_command: Returns True if a command exists.
+        cmake_versions: Output of `--version` for each CMake that was found.
     """
     missing = []
     if not any(has_command(name) for name in ("c++", "g++", "clang++")):
@@ -209,7 +209,7 @@ def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[st
 
 
 def usable_cmake(cmake_versions: Mapping[str, str]) -> str | None:
-    """The first CMake whose version will do."""
+    """Return the first CMake with a suitable version, or None."""
     for path, text in cmake_versions.items():
         found = re.search(r"version (\d+)\.(\d+)", text)
         if found and MIN_CMAKE <= (int(found[1]), int(found[2])) < TOO_NEW_CMAKE:

@@ -1,4 +1,4 @@
-"""Options for global batches; frozen, plain, checked when they are made."""
+"""Options for global batches: frozen, plain, and checked when they are created."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class BatchOptions:
     """The size of the global batch, and how it is divided.
 
     Attributes:
-        split_batches: False: each worker's batch has the size of its loader, so the global batch follows the number of
-            workers. True: the global batch has the size of the loader, whatever the number of workers.
-        micro_batch_size: The most samples of a constant global batch that a worker takes at once.
-        deterministic: Whether a global batch is cut into logical shards, so that its gradient has the same bits on any
-            number of workers.
-        num_shards: Into how many: the number of workers that the trainer begins with.
+        split_batches: False: each worker's batch has the size of its loader, so the global batch grows with the number
+            of workers. True: the global batch has the size of the loader, whatever the number of workers.
+        micro_batch_size: Maximum number of samples of a constant global batch that a worker processes at once.
+        deterministic: True if a global batch is divided into logical shards, so that its gradient is bitwise equal on
+            any number of workers.
+        num_shards: Number of these shards: the trainer's initial number of workers.
 
     Raises:
-        ValueError: A value is unknown, or two of them do not go together.
+        ValueError: A value is unknown, or two of them contradict each other.
         InvalidCountError: A count is out of range.
     """
 
@@ -39,7 +39,7 @@ class BatchOptions:
             count = check_count(
                 "micro_batch_size", self.micro_batch_size, "It is what fits into the memory of one worker."
             )
-            object.__setattr__(self, "micro_batch_size", count)  # Python's, if it was numpy's
+            object.__setattr__(self, "micro_batch_size", count)  # a Python integer, even if it was NumPy's
             if not self.is_global:
                 raise ValueError(
                     f"`micro_batch_size={count}` divides a constant global batch only: pass "
@@ -50,47 +50,47 @@ class BatchOptions:
 
     @property
     def is_global(self) -> bool:
-        """True if the library divides global batches of one size."""
+        """True if raysgd divides global batches of a fixed size."""
         return self.split_batches or self.deterministic
 
     @property
     def global_option(self) -> str:
-        """The option by which the library divides global batches, as users write it; empty where it does not."""
+        """The option that makes raysgd divide global batches, as users write it; empty if none does."""
         if self.split_batches:
             return "`split_batches=True`"
         return "`deterministic=True`" if self.deterministic else ""
 
     def global_size(self, size: Any, num_workers: int) -> int:
-        """Return how many samples a step has that is to have `size`, on so many workers."""
+        """Return the number of samples in a step with the batch size `size` on so many workers."""
         if self.split_batches:
             return check_global_size(size)
         num_parts = self.num_shards if self.deterministic else num_workers
         return split_batch_size(size, num_parts) * num_parts
 
     def of_worker(self, size: Any, num_workers: int) -> Any:
-        """The most samples that a worker takes at once of batches that have such a size in its config."""
+        """Return how many samples a worker processes at once for a batch size in its config."""
         if not self.split_batches or not is_integer(size):
             return size
         return min(-(-size // num_workers), self.micro_batch_size or size)
 
     def refuse_with(self, obstacles: Iterable[tuple[bool, str, str]]) -> None:
-        """Refuse a constant global batch where workers cannot divide one.
+        """Check that workers can divide a constant global batch, if they have to.
 
         Args:
-            obstacles: Of each, whether it applies, the argument that asks for it, and what to do instead.
+            obstacles: Tuples of a flag that is True if the obstacle applies, the argument that causes it, and advice.
 
         Raises:
-            ValueError: One applies.
+            ValueError: One of the obstacles applies.
         """
         for applies, what, way_out in obstacles:
             if self.is_global and applies:
                 raise ValueError(f"{self.global_option} cannot work with {what}: {way_out}.")
 
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-        """The config that an operator is passed, one of so many.
+        """Return the config for an operator, one of so many.
 
         Raises:
-            ValueError: The batch size in it is no size, or cannot be divided.
+            ValueError: The batch size in it is invalid, or cannot be divided.
         """
         if not self.split_batches:
             return config_for_worker(config, self.num_shards if self.deterministic else num_workers)

@@ -1,8 +1,8 @@
 """Division of a global batch size over a group of workers.
 
-The user names one batch size for the whole group; each worker gets an equal part. Everything here derives
-from the value the user *asked for*: a group that shrinks from 4 to 3 workers and grows back to 4 has lost
-nothing to rounding on the way. Pure functions: no config is changed, nothing is logged.
+The user sets one batch size for the whole group, and each worker gets an equal part. Everything here is computed from
+the requested value, so a group that shrinks from 4 to 3 workers and grows back to 4 loses nothing to rounding. The
+functions are pure: they change no config and log nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ _PLAIN = "Pass a plain `int`."
 
 
 def split_batch_size(requested: int, num_workers: int) -> int:
-    """Return each worker's part of a global batch size, rounded down where it does not divide.
+    """Return each worker's part of a global batch size, rounded down.
 
     Args:
-        requested: Samples per step over all workers. Any integer type is fine (a search algorithm may hand
-            out numpy's).
+        requested: Samples per step over all workers. Any integer type, such as NumPy's from a search algorithm.
         num_workers: Size of the group, at least 1.
 
     Raises:
-        ValueError: A value is not an integer, is below 1, or there are more workers than samples in a step.
+        ValueError: A value is not an integer or is below 1, or there are more workers than samples in a step.
 
     Examples:
         >>> split_batch_size(21, num_workers=2)
@@ -43,7 +42,7 @@ def split_batch_size(requested: int, num_workers: int) -> int:
 
 
 def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
-    """Return how large a step is where that follows the number of workers, and what would keep its size.
+    """Describe the size of a step that depends on the number of workers, and the option that would fix it.
 
     Examples:
         >>> global_batch_in_words(2, 32, can_be_constant=True)
@@ -55,13 +54,13 @@ def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bo
 
 
 def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-    """Return a copy of the user's config in which the global batch size is one worker's part of it.
+    """Return a copy of the user's config in which the global batch size is replaced by one worker's part.
 
-    Only the key `raysgd.utils.BATCH_SIZE` is touched, and only if it is there; a plain `"batch_size"` already
-    means one worker's. The copy is shallow: the values are the user's own objects.
+    Only the key `raysgd.utils.BATCH_SIZE` is changed, if it is there; a plain `"batch_size"` is already that of one
+    worker. The copy is shallow: its values are the user's objects.
 
     Raises:
-        ValueError: The batch size cannot be divided over this many workers, see `split_batch_size`.
+        ValueError: The batch size cannot be divided over this many workers; see `split_batch_size`.
 
     Examples:
         >>> config_for_worker({"*batch_size": 64, "lr": 0.1}, num_workers=4)
@@ -73,7 +72,7 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
 
 
 def check_global_size(requested: Any) -> int:
-    """Refuse what is no batch size, and return it as Python's.
+    """Check a batch size, and return it as a Python integer.
 
     Raises:
         ValueError: It is not an integer, or below 1.

@@ -1,4 +1,4 @@
-"""Pure: one call of `train` or `validate` as the class-based front ends put it to a replica, and what it answers."""
+"""One call of `train` or `validate`: the request of a class-based front end to a replica, and the answer. No I/O."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from raysgd.messages.joint_work import JointWork
 from raysgd.messages.weight_sums import WeightSums
 
 VALIDATES = "validates"
-"""In the `info` of an epoch: whether `fit` validates after epochs."""
+"""Key in the `info` of an epoch: True if `fit` validates after epochs."""
 
 
 @dataclass(frozen=True)
 class EpochRequest:
     """One call of `train` or `validate`, as one worker sees it.
 
-    A replica in the driver calls `redraw` between steps, some ten times a second: nothing else runs there that could
-    show progress. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
-
-    `shard_key` names data that takes the place of what is registered. `compares_ranks` asks for sums of the weights.
-    `call` is the number of a training call: only what was begun under it is continued, and answers it. `hold_at` is
-    after how many batches of it all ranks stop, so that it can be left.
+    Attributes:
+        num_steps: Maximum number of steps; None for no limit.
+        info: The caller's `info` for the operator.
+        profile: True to return timers.
+        seed: Seed of the order of the data.
+        shard_key: Name of data that replaces the registered data.
+        redraw: Called by a replica in the driver between steps, about ten times a second, to show progress.
+        starts_over: True if an evaluation begins with the first batch, wherever the last call stopped.
+        compares_ranks: True to return sums of the weights.
+        call: Number of a training call. Only work begun in a call with this number is continued and answered.
+        hold_at: After how many batches of a training call all ranks stop, so that it can be left; None for no stop.
     """
 
     num_steps: int | None
@@ -45,14 +50,22 @@ class EpochRequest:
 
 @dataclass(frozen=True)
 class EpochAnswer:
-    """The answer of a worker: metrics, or whatever else the operator returned, and how many batches were drawn.
+    """The answer of a worker.
 
-    `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
-    training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that
-    all ranks have to do alike, where that is recorded; `weight_sums` what its weights are, where that was asked;
-    `num_inherited` how many samples of workers that are gone its metrics count; `num_used` how many samples all ranks
-    have trained on in the call, or in its last pass. It is 0 where that is not known. `call` is the number of the
-    training call that it answers.
+    Numbers of samples are 0 if unknown.
+
+    Attributes:
+        metrics: Metrics of the call; None if the operator returned something else.
+        returned: Result of the operator in that case.
+        num_steps: Number of batches that were drawn.
+        epoch_idx: Index of the pass that a training call began with, or of the one before an evaluation.
+        heartbeat: Final heartbeat of a training call.
+        place: Position in data that only this call had.
+        joint_work: Work that must be equal on all ranks, if it was recorded.
+        weight_sums: Sums of the weights, if they were requested.
+        num_inherited: Number of samples in the metrics that came from lost workers.
+        num_used: Number of samples that all ranks have trained on in the call, or in its last pass.
+        call: Number of the training call that this answers.
     """
 
     metrics: MetricSummary | None
@@ -69,11 +82,11 @@ class EpochAnswer:
 
 
 INHERITED = "inherited_samples"
-"""In a worker's own result: how many of its samples were those of workers that were lost."""
+"""Key in a worker's own result: number of its samples that came from lost workers."""
 
 
 def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-    """The workers' results as one dict, or as the list that they are.
+    """Return the workers' results merged into one dict, or as a list.
 
     Raises:
         TypeError: An operator returned something that cannot be merged.
@@ -98,9 +111,9 @@ def _own_result(answer: EpochAnswer) -> Any:
 
 
 def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments for an override of any generation: the iterator, and those of `named` that it takes.
+    """Return the arguments for a user's override, old or new: the iterator, and those of `named` that it accepts.
 
-    `info` is the second positional argument of the older generation, under whatever name the user gave it.
+    In the old library, `info` is the second positional argument, under any name.
     """
     parameters = _parameters(method)[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -125,10 +138,10 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
 
 
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """`method` as a function of a batch and its info, whatever the user's override of it takes.
+    """Return `method` as a function of a batch and its info, whatever arguments the user's override takes.
 
-    That is `batch_info`, also by keyword only; `batch_idx`, as in the guide of the old library; both, or nothing more
-    than the batch. Any other second argument is the info.
+    It may take `batch_info`, even by keyword only; `batch_idx`, as in the guide of the old library; both; or only the
+    batch. Any other second argument gets the info.
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
@@ -137,7 +150,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     first = parameters[0] if parameters else None
     takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL
     is_as_it_is = first is not None and first.kind in _POSITIONAL and known <= {first.name} - {"batch_idx"}
-    if is_as_it_is and not hasattr(method, "__wrapped__"):  # else what is around it may take names only
+    if is_as_it_is and not hasattr(method, "__wrapped__"):  # a decorator may accept keywords only
         return method
     if takes_info_unnamed:
         return lambda batch, info: method(batch, info, **{name: _told(name, info) for name in known})
@@ -147,7 +160,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
 
 
 def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those that a caller passes."""
+    """Return the parameters that a caller passes."""
     method = inspect.unwrap(method, stop=lambda each: inspect.ismethod(each) or hasattr(each, "__signature__"))
     if not inspect.ismethod(method):
         return list(inspect.signature(method).parameters.values())
@@ -157,7 +170,7 @@ def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
 
 @lru_cache
 def _parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """Each epoch asks for the same ones, and for the function alone: nothing else is kept."""
+    """Return the parameters of a function. Cached, because each epoch asks for them; only the function is kept."""
     return tuple(inspect.signature(function).parameters.values())
 
 

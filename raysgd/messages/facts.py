@@ -11,19 +11,20 @@ from raysgd.arrays.ray_batches import RayBatches
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """The facts about a replica that the driver wants to know.
+    """Facts about a replica that the driver needs.
 
     Attributes:
-        num_models: How many models are registered, and so on.
-        seed: Where this rank would take the order of the data from.
-        train_data: What all ranks must agree on; None for data that are not divided.
-        validation_data: The same for validation.
-        keeps_own_state: Whether the operator has its own state, which evaluation may change.
-        epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
-        ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
-        has_validation: Whether there is data to validate on, or a `validate` of the user's, which may need none.
-        keeps_global_batch: Whether the global batch does not depend on the number of workers.
-        batch_size: How many samples a train loader of one worker has in a batch; None where that is not known.
+        num_models: Number of registered models.
+        num_optimizers: Number of registered optimizers.
+        seed: This rank's seed for the order of the data.
+        train_data: Properties of the train data that must be equal on all ranks; None if it is not divided.
+        validation_data: The corresponding properties of the validation data.
+        keeps_own_state: True if the operator has its own state, which evaluation may change.
+        epoch_obstacle: Reason why an epoch can only start over; None if it can continue.
+        ray_batches: Registered Ray Data, which the driver divides; reported by rank 0 for all ranks.
+        has_validation: True if there is validation data, or a user's `validate`, which may not need any.
+        keeps_global_batch: True if the global batch does not depend on the number of workers.
+        batch_size: Number of samples in a batch of one worker's train loader; None if unknown.
     """
 
     num_models: int
@@ -40,5 +41,5 @@ class RunnerFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of things of each kind that a state has to hold."""
+        """The number of models and optimizers that a state must contain."""
         return {"models": self.num_models, "optimizers": self.num_optimizers}

@@ -1,4 +1,4 @@
-"""Pure: the work in a training call that all ranks have to do alike, and how ranks that did not are told apart."""
+"""The work in a training call that must be equal on all ranks, and how unequal ranks are found. No I/O."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class JointWork:
     """The work of one rank in a call.
 
     Attributes:
-        counts: How often it did what.
-        marks: A number before the first thing or after each of the last ones, which follows from all before it.
-        is_over: Whether its call has ended.
-        number: The number of the call in its group.
+        counts: Number of times that each action was done.
+        marks: Running hashes, before the first action or after each of the last ones, of all actions up to there.
+        is_over: True if its call has ended.
+        number: Number of the call in its group.
     """
 
     counts: Mapping[str, int]
@@ -28,11 +28,11 @@ class JointWork:
 
     @property
     def num(self) -> int:
-        """The number of things that it did."""
+        """Number of actions."""
         return sum(self.counts.values())
 
     def can_become(self, other: JointWork) -> bool:
-        """Return whether a rank may come to what another one did, which is as much or more, as far as that is known."""
+        """Return True if a rank may still reach the work of another one, which has done as much or more."""
         num_behind = other.num - self.num
         if self.is_over and num_behind:
             return False
@@ -40,11 +40,11 @@ class JointWork:
 
 
 def difference(told: Mapping[int, Any]) -> str:
-    """Return what ranks did that cannot become the same; nothing where it can.
+    """Describe how the work of ranks differs; return an empty text if it can still become equal.
 
     Args:
-        told: Heartbeats, answers and failures, by rank. Those without `joint_work` do not count, and those of a call
-            before: that rank has not begun this one.
+        told: Heartbeats, answers and failures, by rank. Those without `joint_work` are ignored, and so are those of an
+            earlier call: that rank has not begun this one.
     """
     found = {rank: work for rank, each in told.items() if (work := getattr(each, "joint_work", None)) is not None}
     newest = max((work.number for work in found.values()), default=0)

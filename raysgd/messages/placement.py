@@ -1,4 +1,4 @@
-"""The placement of workers, and the environment that they run in, as users say it."""
+"""The placement of workers and their environment, as users specify them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STRATEGIES = ("PACK", "SPREAD")
 
 @dataclass(frozen=True)
 class Placement:
-    """The needs of workers beside CPUs and GPUs, and their placement. The trainers' docstrings say what each means.
+    """Needs of workers besides CPUs and GPUs, and their placement. The trainers' docstrings explain each field.
 
     Raises:
-        ValueError, TypeError: A value cannot work.
+        ValueError, TypeError: A value is not allowed.
     """
 
     resources_per_worker: Mapping[str, float] | None = None
@@ -55,15 +55,15 @@ class Placement:
 
     @property
     def custom(self) -> dict[str, float]:
-        """The resources that a worker needs beside CPUs and GPUs, as Ray counts them."""
+        """Resources of a worker besides CPUs and GPUs, in Ray's form."""
         return {**(self.resources_per_worker or {}), **checks.accelerator(self.accelerator_type)}
 
     def resources(self, num_cpus: float, num_gpus: float) -> Resources:
-        """All that a worker needs."""
+        """Return all resources and the environment of a worker."""
         return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}), dict(self.labels or {}))
 
     def packs(self, by_default: bool) -> bool:
-        """Return whether workers go to as few nodes as they can; `by_default` counts where the user leaves it open.
+        """Return True if workers are placed on as few nodes as possible; `by_default` decides if the user does not.
 
         >>> Placement().packs(True), Placement().packs(False), Placement(placement_strategy="PACK").packs(False)
         (True, False, True)

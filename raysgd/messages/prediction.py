@@ -1,4 +1,4 @@
-"""One round of `predict` as a replica sees it: what travels there, and what it makes of each batch."""
+"""One round of `predict` in a replica: the request, and the output for each batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from raysgd.arrays.ray_batches import BatchForm
 from raysgd.messages.epochs import bind_batch_info
 
 AsBatch = Callable[[Any, BatchForm], Any]
-"""Makes a batch of the framework from arrays."""
+"""Converts arrays to a batch of the framework."""
 
 HAS_TARGET = "has_target"
-"""In `batch_info` of `predict_batch`: whether the last part of a batch that is a tuple is a target."""
+"""Key in `batch_info` of `predict_batch`: True if the last part of a tuple is a target."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class PredictRequest:
     """One round of a prediction, as one worker sees it.
 
     Attributes:
-        key: Names the prediction, so that workers know what they have been given for it.
-        info: For the operator.
-        has_target: Whether batches that are tuples end with a target; None to go by the data.
+        key: Name of the prediction, under which workers keep its data.
+        info: The caller's `info` for the operator.
+        has_target: True if batches that are tuples end with a target; None to decide by their length.
         first_batch: Index, among all batches, of the first one of this worker.
-        num_done: Batches that all workers had done before the round.
-        num_workers: How many workers share the round.
-        total: Batches in all, if that is known.
-        is_last: Whether the workers can forget what they were given for the prediction.
+        num_done: Number of batches that all workers together did before the round.
+        num_workers: Number of workers in the round.
+        total: Number of batches in all; None if unknown.
+        is_last: True if the workers can drop the data of the prediction afterwards.
     """
 
     key: str
@@ -44,18 +44,18 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches as the data gave them.
+    """Batches in the format of the data.
 
     Attributes:
         batches: The batches.
-        form: For arrays and dicts of columns; None for batches that are ready.
+        form: Conversion of arrays and dicts of columns; None for batches that are ready.
     """
 
     batches: Sequence[Any]
     form: BatchForm | None = None
 
     def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
-        """The batches, and the rows of each."""
+        """Yield the batches, each with its number of rows."""
         for given in self.batches:
             batch = given if self.form is None else as_batch(given, self.form)
             yield batch, num_rows_of(batch)
@@ -72,11 +72,11 @@ Work = Batches | Rows
 
 
 class PredictionPlace:
-    """The place of a replica in a prediction, which says how far it is; stands in the place of a stream.
+    """The progress of a replica in a prediction; used in place of a stream.
 
     Attributes:
-        source: What knows the number of batches: the place itself.
-        num_steps_taken: Batches done by all workers, as far as this one can tell.
+        source: None: there is no source that knows the number of batches.
+        num_steps_taken: Estimated number of batches that all workers have done.
     """
 
     def __init__(self, request: PredictRequest) -> None:
@@ -85,7 +85,7 @@ class PredictionPlace:
         self.num_steps_taken = request.num_done
 
     def note_batches(self, num_own: int) -> None:
-        """Note that this worker has done so many batches of the round; the others are about as far."""
+        """Note how many batches of the round this worker has done. The others are assumed to be equally far."""
         done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
         self.num_steps_taken = done if total is None else min(done, total)
 
@@ -97,17 +97,17 @@ def outputs_of(
     place: PredictionPlace,
     plain: Callable[..., Any],
 ) -> list[Any]:
-    """Return what the operator's `predict_batch` returns for each batch, as arrays.
+    """Return the output of the operator's `predict_batch` for each batch, as arrays.
 
     Args:
         operator: The operator.
-        batches: This worker's, and the rows of each.
+        batches: This worker's batches, each with its number of rows.
         request: The round.
-        place: Is told about each batch.
-        plain: Makes an array of a tensor.
+        place: Updated after each batch.
+        plain: Converts a tensor to an array.
 
     Raises:
-        ValueError: An output has other rows than its batch.
+        ValueError: An output does not have the rows of its batch.
     """
     predict_batch, found = bind_batch_info(operator.predict_batch), []
     for number, (batch, num_rows) in enumerate(batches):
@@ -122,7 +122,7 @@ def outputs_of(
 
 
 def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
-    """Tensors in tuples, dicts and lists as arrays; a list has an entry for each row."""
+    """Convert tensors in tuples, dicts and lists to arrays. A list has an entry for each row."""
     if isinstance(returned, Mapping):
         return {name: as_arrays(part, plain) for name, part in returned.items() if part is not None}
     if isinstance(returned, tuple):
@@ -134,10 +134,10 @@ def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
 
 
 def check_rows(output: Any, num_rows: int, name: str) -> None:
-    """Refuse an output that has not one row for each row of its batch.
+    """Check that an output has one row for each row of its batch.
 
     Raises:
-        ValueError: It has not.
+        ValueError: It has another number of rows.
     """
     if not any(True for _ in trees.leaves(output)):
         raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with a row for each row.")

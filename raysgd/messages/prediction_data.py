@@ -1,4 +1,4 @@
-"""Sources for the batches of a prediction: arrays, frames, Ray Data and iterators, which need no framework."""
+"""Sources of the batches to predict that need no framework: arrays, data frames, Ray Data and iterators."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass
 class PredictionSource:
-    """Hands out the batches of a prediction as pieces, one for each.
+    """Yields the batches of a prediction as pieces, one for each batch.
 
     Attributes:
-        pieces: In the order of their rows.
-        work: Makes of consecutive pieces something that a worker can be sent.
-        nbytes: Says how many bytes travel for a piece.
-        num_batches: How many there are, if that is known.
-        share: What every worker needs once; None if nothing.
-        has_target: Whether batches that are tuples end with a target; None: if they have several parts.
+        pieces: The pieces, in the order of their rows.
+        work: Converts consecutive pieces to work for a worker.
+        nbytes: Returns the number of bytes to send for a piece.
+        num_batches: Number of batches; None if unknown.
+        share: Data that every worker needs once; None for none.
+        has_target: True if batches that are tuples end with a target; None: if they have several parts.
     """
 
     pieces: Iterator[Any]
@@ -42,17 +42,17 @@ class PredictionSource:
     has_target: bool | None = None
 
     def draw(self, number: int) -> Sequence[Any]:
-        """The next pieces, at most so many; none at the end."""
+        """Return at most so many of the next pieces; an empty list at the end."""
         return list(islice(self.pieces, number))
 
     def close(self) -> None:
-        """End a generator."""
+        """Close the generator, if the pieces come from one."""
         if hasattr(self.pieces, "close"):
             self.pieces.close()
 
 
 def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSource:
-    """Return a source of rows that are known by their numbers, of something that every worker is given."""
+    """Return a source of row numbers of a dataset that every worker gets."""
     ranges = [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
     return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
 
@@ -60,12 +60,12 @@ def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSour
 def source_of_batches(
     batches: Iterable[Any], num_batches: int | None = None, form: BatchForm | None = None
 ) -> PredictionSource:
-    """Return a source of batches as an iterator gives them.
+    """Return a source of the batches of an iterable.
 
     Args:
         batches: The batches, in the order of their rows.
-        num_batches: How many there are, if that is known.
-        form: For arrays and dicts of columns; None for batches that are ready.
+        num_batches: Number of batches; None if unknown.
+        form: Conversion of arrays and dicts of columns; None for batches that are ready.
     """
     return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
 
@@ -76,14 +76,14 @@ def _bytes_of_batch(batch: Any) -> int:
 
 def _rows(array: Any, start: int, stop: int) -> Any:
     part = array[start:stop]
-    return part.clone() if hasattr(part, "clone") else part  # else the whole tensor would travel
+    return part.clone() if hasattr(part, "clone") else part  # pickling a tensor's slice would send the whole tensor
 
 
 def num_rows_of(arrays: Any) -> int:
-    """The number of rows that all arrays have.
+    """Return the number of rows, which must be equal in all arrays.
 
     Raises:
-        ValueError: They differ, or have none.
+        ValueError: The numbers differ, or an array has no rows.
     """
     found = {name: trees.rows_of(leaf) for name, leaf in trees.leaves(arrays)}
     if len(set(found.values())) != 1 or None in found.values():
@@ -94,13 +94,13 @@ def num_rows_of(arrays: Any) -> int:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """The way in which the rows of some data become batches.
+    """Rules for making batches from rows.
 
     Attributes:
-        batch_size: Rows in a batch, where the data do not say it.
-        has_size: Whether `predict` was told the size, so that it counts more than what the data say.
-        feature_columns: The columns that `predict` was told.
-        leaf: Makes of an array what the user gets.
+        batch_size: Batch size for data without its own.
+        has_size: True if the user passed the size to `predict`, so that it overrides that of the data.
+        feature_columns: Columns that the user passed to `predict`.
+        leaf: Converts an array of the results for the user.
     """
 
     batch_size: int
@@ -109,11 +109,11 @@ class BatchRequest:
     leaf: Callable[[Any], Any] = trees.own
 
     def size(self, own: int | None) -> int:
-        """The size to use for data that say `own` themselves."""
+        """Return the batch size for data whose own one is `own`."""
         return self.batch_size if self.has_size or own is None else own
 
     def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
-        """The columns to use for data that say `own` themselves. A label is for a transform only."""
+        """Return the columns for data whose own form is `own`. A label column is only kept for a transform."""
         if self.feature_columns is not None:
             return replace(PLAIN_FORM, feature_columns=self.feature_columns)
         return own if own.transform is not None else replace(own, label_column=None)
@@ -123,10 +123,10 @@ Found = tuple[PredictionSource, Container]
 
 
 def source_of(data: Any, asked: BatchRequest) -> Found | None:
-    """The source and the container for data of a kind that needs no framework; None for any other.
+    """Return source and container for data that needs no framework, or None for other data.
 
     Raises:
-        TypeError, ValueError: The columns cannot be, or the data have none.
+        TypeError, ValueError: The columns are invalid, or the data has none.
     """
     kind = kind_of(data)
     if kind == "ray":
@@ -148,7 +148,7 @@ def _of_arrays(given: Any, asked: BatchRequest) -> Found:
         data = data if form.columns is None else _columns_of(data, form.columns)
     rows = as_arrays(data, in_columns=form.columns is not None)
     size = asked.size(arrays.batch_size)
-    starts = range(0, num_rows_of(rows), size) or [0]  # the operator alone knows what its predictions look like
+    starts = range(0, num_rows_of(rows), size) or [0]  # without rows, one empty batch shows what outputs look like
 
     def batch_at(start: int) -> Any:
         return trees.mapped(rows, lambda array: _rows(array, start, start + size))
@@ -169,7 +169,7 @@ def _columns_of(frame: Any, columns: Sequence[str]) -> Any:
 
 
 def refuse(data: Any, kinds: str) -> TypeError:
-    """Return what to raise about data of an unknown kind."""
+    """Return the error for data of an unsupported type."""
     hint = ""
     if isinstance(data, list):
         first = type(data[0]) if data else object

@@ -1,4 +1,4 @@
-"""`Recovery`: what follows the failure of a worker, limits of time, and snapshots to restart from."""
+"""`Recovery`: rules for the failure of a worker, timeouts, and snapshots to restart from."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from raysgd.engine.shared.group_spec import EverySeconds
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """The rules for the failure of a worker: who waits for whom, limits of time, and snapshots to restart from.
+    """Rules for the failure of a worker, timeouts, and snapshots to restart from.
 
     Pass it as `recovery` to `TorchTrainer` or `TFTrainer`.
 
     Args:
-        in_place: Whether the survivors keep their processes and continue where they are, if that is possible; see
+        in_place: True if survivors keep their processes and continue where they are, if possible; see
             `docs/fault-tolerance.md`. Otherwise, and with False, all workers restart from the last snapshot.
-        wait_for_workers: Whether survivors wait up to 30 s for new workers, which start at once in any case. "auto":
-            not if the global batch does not depend on the number of workers (`BATCH_SIZE`, `split_batches=True`) and
-            memory is free for their larger shares. New workers then join during the epoch.
+        wait_for_workers: True if survivors wait up to 30 s for new workers, which are started at once in any case.
+            "auto": do not wait if the global batch does not depend on the number of workers (`BATCH_SIZE`,
+            `split_batches=True`) and there is memory for their larger shares. New workers then join during the epoch.
         resize_interval_s: How often a trainer with too few workers looks for room during an epoch. None: only before
             each call.
-        heartbeat_s: How long a worker process may give no sign of life, because it is stopped or frozen. Then it counts
-            as lost. A worker that is still starting has at least 120 s.
+        heartbeat_s: A worker process that does not respond for this long, because it is stopped or frozen, counts as
+            lost. A worker that is still starting has at least 120 s.
         form_timeout_s: How long workers that are all ready may take to form a group; never longer than `timeout_s`.
         settle_timeout_s: How long a survivor may take to finish its step after a failure, and a spare its validation
             batch. Then it is replaced.
         snapshot_every_s: After which calls the workers copy their state, to restart from it. "auto": copies take at
             most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at most once in that
-            many seconds; 0: after each call. None: never. A failure that needs a snapshot then raises
+            many seconds; 0: after each call. None: never; a failure that needs a snapshot then raises
             `WorkersLostError`.
         snapshot_every_n_steps: How often to copy the state inside an epoch as well. None: only after calls. The driver
             collects copies four times a second, so choose a number of steps that take a second or more.
-        undo: Whether workers copy what a batch may change before the batch, to repeat it after a failure in the middle.
-            None: buffers always, and everything where it is needed; see `docs/recovery.md`. True: everything, before
-            each batch; only for `TorchTrainer`. False: nothing. A failure in the middle of a batch then restarts the
-            call from the snapshot.
+        undo: What workers copy before each batch, to repeat it after a failure in the middle. None: buffers always, and
+            everything if needed; see `docs/recovery.md`. True: everything; only for `TorchTrainer`. False: nothing, so
+            that a failure in the middle of a batch restarts the call from the snapshot.
 
     Raises:
-        ValueError: A value cannot work.
+        ValueError: A value is not allowed.
 
     Examples:
         >>> from raysgd import Recovery

@@ -1,6 +1,6 @@
-"""Replica calls: the functions that the trainers in the driver run on replicas.
+"""Replica calls: the functions that trainers in the driver run on replicas.
 
-They have a module of their own, because a worker imports the module of each function that it is sent.
+They are in a separate module, because a worker imports the module of each function that it is sent.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from raysgd._numbers.results import CallProgress
 
 
 def execute(replica: Any, fn: Callable[[], Any]) -> Any:
-    """Call a function of the user's."""
+    """Call a user's function."""
     return fn()
 
 
 def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
-    """Call a function of the user's with the operator."""
+    """Call a user's function with the operator."""
     return fn(replica.operator)
 
 
 def epochs_done(replica: Any) -> int:
-    """Return how many epochs the state of this replica has seen."""
+    """Return the number of epochs in the state of this replica."""
     done: int = replica.epochs_done
     return done
 
@@ -34,6 +34,6 @@ def global_step(replica: Any) -> int:
 
 
 def progress(replica: Any) -> CallProgress | None:
-    """Return how far the running call is."""
+    """Return the progress of the current call."""
     found: CallProgress | None = replica.progress()
     return found

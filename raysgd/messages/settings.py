@@ -1,7 +1,7 @@
-"""Settings that both class-based trainers accept: checked once, when they are made, and passed on whole.
+"""Settings that both class-based trainers accept: checked once, when they are created, and passed on unchanged.
 
-A front end adds its own options in a subclass of `ReplicaSettings`. A new option needs three places: the signature and
-docstring of the trainer, a field here or there with its check, and the code that uses it.
+A front end adds its own options in a subclass of `ReplicaSettings`. A new option needs changes in three places: the
+signature and docstring of the trainer, a field with its check here or in the subclass, and the code that uses it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STREAMS_NEED = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """The number of workers, what each of them gets, and what follows the failure of one.
+    """The number of workers, their resources, and rules for failures.
 
-    The front ends' docstrings say what each field means.
+    The front ends' docstrings explain each field.
 
     Raises:
-        ValueError, TypeError: A value cannot work.
+        ValueError, TypeError: A value is not allowed.
         InvalidCountError: A count is out of range.
     """
 
@@ -76,11 +76,11 @@ class GroupSettings:
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Refuse spares where they cannot take the place of a lost worker.
+        """Check that spare workers could replace lost ones, if there are any.
 
         Args:
-            obstacles: What else prevents that: whether it applies, and the argument that asks for it.
-            way_out: The arguments that do not.
+            obstacles: Tuples of a flag that is True if the obstacle applies, and the argument that causes it.
+            way_out: Arguments that work with spares.
         """
         own = ((self.is_driver_only, "`use_local=True`"), (not self.recovery.in_place, "`Recovery(in_place=False)`"))
         for applies, what in (*own, *obstacles):
@@ -93,20 +93,20 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """The settings that every replica is made from; a front end adds fields.
+    """The settings from which every replica is made. A front end adds fields.
 
     Attributes:
         training_operator_cls: The operator class.
-        config: What it is passed. Under `BATCH_SIZE` it holds the batch size of all workers.
-        use_gpu: Whether each worker has GPUs.
-        recovery: What follows a failure.
-        batch_options: How large the global batch is, and how it is divided.
-        revision: How many times operators were made again, by `reload` or `reset_config`.
-        config_changes: Of each `update_config` since then, the values of the entries before it.
-        callbacks_revision: How many times the callbacks in the workers were replaced.
+        config: The operator's config. `BATCH_SIZE` in it is the batch size of all workers together.
+        use_gpu: True if each worker has GPUs.
+        recovery: Rules for failures.
+        batch_options: Size of the global batch, and how it is divided.
+        revision: Number of times that operators were created again, by `reload` or `reset_config`.
+        config_changes: For each later `update_config`, the former values of the entries.
+        callbacks_revision: Number of times that the callbacks in the workers were replaced.
 
     Raises:
-        ValueError: A value cannot work.
+        ValueError: A value is not allowed.
     """
 
     training_operator_cls: type[Any]
@@ -120,7 +120,7 @@ class ReplicaSettings:
     callbacks_revision: int = 0
 
     def after(self: SettingsT, num_changes: int) -> SettingsT:
-        """Return the settings as they were after so many changes of the config; 0: those that `setup` ran with."""
+        """Return the settings as they were after so many changes of the config; 0 for those of `setup`."""
         if num_changes >= len(self.config_changes):
             return self
         config = checks.with_entries(self.config)
@@ -129,11 +129,11 @@ class ReplicaSettings:
         return replace(self, config=config, config_changes=self.config_changes[:num_changes])
 
     def follow(self, others: ReplicaSettings) -> bool:
-        """Return whether an operator made from `others` becomes one of these when it is told what has changed since."""
+        """Return True if an operator made from `others` only needs later config changes to match these settings."""
         return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
-        """The config that the operator is passed, one of so many."""
+        """Return the config for the operator, one of so many."""
         return self.batch_options.config_for(self.config, num_workers)
 
     @property
@@ -143,17 +143,17 @@ class ReplicaSettings:
 
     @property
     def obstacle_of_streams(self) -> str | None:
-        """The reason why these settings do not work with a stream; None where they do."""
+        """The reason why these settings do not work with a stream; None if they do."""
         return None if self.batch_options.is_global else STREAMS_NEED
 
 
 @dataclass
 class ReplicaMaker:
-    """Makes the replicas of a trainer, now and later, from the settings that it has at the time.
+    """Makes the replicas of a trainer, from its settings at the time.
 
     Attributes:
-        runner_cls: Their class.
-        settings: What they are made from.
+        runner_cls: Class of the replicas.
+        settings: The current settings.
     """
 
     runner_cls: Any

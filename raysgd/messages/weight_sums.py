@@ -1,7 +1,7 @@
-"""Pure: two numbers for each weight of a replica, by which replicas that have to be equal are told apart.
+"""Two numbers for each weight of a replica, to detect replicas that are no longer equal. No I/O.
 
-They are the sum and the sum of squares. Ranks that do the same may round in another order, on other processors or with
-other numbers of threads; the tolerance covers that. With `deterministic=True` the numbers are sums of the bits.
+They are the sum and the sum of squares. Equal ranks may round differently, on other processors or with other numbers of
+threads; the tolerance allows for that. With `deterministic=True` the numbers are sums of the bits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from raysgd._text.log_lines import named
 from raysgd.exceptions import RanksDifferError
 
-_TOLERANCE = 1e-4  # a hundred times what ranks with other kernels were apart after 8,000 steps
-_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by the bytes of a number; they were 0.14 apart in bfloat16
-_SMALLEST = 1e-3  # of the length of all weights: one that is shorter may be noise around 0
-_SHARE = 0.005  # of the time, for comparisons; with those that go with snapshots, it stays below 1 %
+_TOLERANCE = 1e-4  # a hundred times the difference between ranks with different kernels after 8,000 steps
+_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by bytes of a number; the difference in bfloat16 was 0.14
+_SMALLEST = 1e-3  # relative to the norm of all weights: a smaller weight may be noise around 0
+_SHARE = 0.005  # share of the time for comparisons; with those at snapshots it stays below 1 %
 _MOST_NAMES = 3
-_CHUNK = 1 << 16  # numbers that are converted at once, so that this takes half a megabyte
+_CHUNK = 1 << 16  # numbers that are converted at once, which takes half a megabyte
 
 REASONS_OF_TORCH = (
     "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
@@ -40,15 +40,15 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class WeightSums:
-    """The report of a rank on its weights.
+    """The sums of a rank's weights.
 
     Attributes:
-        names: The names of the weights, with those of their models. Keras counts objects in each process, so two ranks
-            may have other names for the same weights.
-        shapes: The shapes of the weights.
+        names: Names of the weights and their models. Keras counts objects in each process, so names of the same weights
+            may differ between ranks.
+        shapes: Shapes of the weights.
         numbers: A row for each weight. Integers are compared exactly.
-        tolerances: How far other numbers may be apart, relative to their size.
-        seconds: How long it took to find them.
+        tolerances: Allowed difference of other numbers, relative to their size.
+        seconds: Time that it took to compute them.
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class WeightSums:
 
 
 class ComparisonPace:
-    """Says after which training calls ranks are compared, besides those with a snapshot: it takes 0.5 % of the time."""
+    """Decides after which training calls without a snapshot ranks are compared: this takes 0.5 % of the time."""
 
     def __init__(self) -> None:
         self._cost_s = self._since_s = 0.0
@@ -70,17 +70,17 @@ class ComparisonPace:
         return self._cost_s <= _SHARE * self._since_s
 
     def note_call(self, seconds: float, costs_s: Sequence[float]) -> None:
-        """Note how long a call took, and on each rank that was compared after it, how long that took."""
+        """Note how long a call took, and how long the comparison after it took on each rank, if there was one."""
         if costs_s:
             self._cost_s, self._since_s = max(costs_s), 0.0
         self._since_s += seconds
 
 
 def models_to_compare(models: Sequence[Any], compares_ranks: Any) -> list[tuple[int, Any]]:
-    """Return those of the registered models that the operator's `compares_ranks` names, with their numbers.
+    """Return the registered models that the operator's `compares_ranks` selects, with their numbers.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: `compares_ranks` has another type.
     """
     chosen = models if compares_ranks is True else () if compares_ranks is False else compares_ranks
     ids = {id(each) for each in chosen} if isinstance(chosen, tuple | list) else {0}
@@ -93,12 +93,12 @@ def models_to_compare(models: Sequence[Any], compares_ranks: Any) -> list[tuple[
 
 
 def tolerance_of(num_bytes: int) -> float:
-    """Return how far ranks may be apart in weights whose numbers take so many bytes."""
+    """Return the allowed difference between ranks for weights whose numbers have this many bytes."""
     return _TOLERANCES_OF_SHORT.get(num_bytes, _TOLERANCE)
 
 
 def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Return the sum and the sum of squares."""
+    """Return the sum and the sum of squares of an array."""
     total = squares = 0.0
     flat = array.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
@@ -108,15 +108,15 @@ def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
 
 
 def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
-    """Refuse ranks whose weights differ; where a rank did not say what it has, none are compared.
+    """Check that the weights of ranks are equal. If the sums of a rank are missing, nothing is compared.
 
     Args:
-        told: What each rank says.
-        reasons: What may have led to it in this framework.
-        way_out: What the user can do.
+        told: The sums of each rank.
+        reasons: Likely reasons for a difference in this framework.
+        way_out: Advice for the user.
 
     Raises:
-        RanksDifferError: Weights differ.
+        RanksDifferError: The weights differ.
     """
     sums = {rank: each for rank, each in told.items() if each is not None}
     found = _difference(sums) if len(sums) == len(told) > 1 else ""
@@ -139,9 +139,9 @@ def _difference(sums: Mapping[int, WeightSums]) -> str:
 
 
 def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:
-    """Return for each weight whether two ranks differ.
+    """Return a flag for each weight: True if two ranks differ in it.
 
-    Distances are measured by the length of the weight: its sum may be next to 0 although the numbers in it are not.
+    Differences are relative to the norm of the weight, because its sum may be near 0 even if its numbers are not.
     """
     these, those = one.numbers, other.numbers
     is_same = (these == those) | (np.isnan(these) & np.isnan(those))

@@ -1,4 +1,4 @@
-"""Finds the file system of a URI: one of PyArrow's own, or one of fsspec."""
+"""Finds the file system of a URI: one of PyArrow or of fsspec."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _AZURE = ("abfs", "abfss", "az")
 _IN_BUCKETS = ("s3", "gs", "gcs", *_AZURE)
 _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
-_IS_FOLDER = {"hdi_isfolder": "true"}  # how Azure and its tools mark a folder with nothing in it
-_RETRIES_OF_GCS = "retry_limit_seconds"  # or an operation would take up to 15 minutes to fail
-_TRIES_OF_S3 = 3  # of each request, before we try all of an operation again
-_SILENCE_S = 3.0  # after which S3 takes a request for lost
+_IS_FOLDER = {"hdi_isfolder": "true"}  # how Azure and its tools mark an empty folder
+_RETRIES_OF_GCS = "retry_limit_seconds"  # without it, a failing operation would take up to 15 minutes
+_TRIES_OF_S3 = 3  # for each request, before we retry the whole operation
+_SILENCE_S = 3.0  # after which S3 gives up a request
 _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 
 
 def is_whole_at_close(filesystem: Any) -> bool:
-    """Return whether a file appears when it is closed, and not before."""
+    """Return True if a file becomes visible only when it is closed."""
     return _kind(filesystem) in _WHOLE_AT_CLOSE
 
 
 def make_folder(filesystem: Any, path: str) -> None:
-    """Make a folder and those above it."""
+    """Make a folder and its parents."""
     filesystem.create_dir(path, recursive=True)
     azure = getattr(getattr(filesystem, "handler", None), "fs", None) if _kind(filesystem) == "abfs" else None
     if azure is not None and not azure.exists(path):
@@ -37,17 +37,17 @@ def make_folder(filesystem: Any, path: str) -> None:
 
 
 def lists_folders(filesystem: Any) -> bool:
-    """Return whether a listing of one level names the folders in it, and nothing that is deeper."""
+    """Return True if the file system can list just one level, including its folders."""
     return _kind(filesystem) not in ("gcs", "abfs")
 
 
 def _kind(filesystem: Any) -> str:
     name: str = filesystem.type_name
-    return "abfs" if "'abfs'" in name else name  # fsspec has several names for one file system
+    return "abfs" if "'abfs'" in name else name  # fsspec has several names for this file system
 
 
 def check(argument: str, uri: str) -> None:
-    """Make sure that there is a file system for a URI. Connects to nothing.
+    """Check that there is a file system for a URI. Connects to nothing.
 
     Raises:
         ValueError: The scheme is unknown, or the bucket is missing.
@@ -87,14 +87,14 @@ def _check_known(argument: str, uri: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
-    """The `pyarrow.fs.FileSystem` of a URI, made once in each process to use connections again, and the path in it.
+    """Return the `pyarrow.fs.FileSystem` of a URI and the path in it. Cached, to reuse connections.
 
     Args:
         uri: The URI.
-        limit_s: How soon an operation should fail where nothing answers, if the file system lets us say.
+        limit_s: How soon an operation should fail if nothing answers, if the file system has such a setting.
 
     Raises:
-        Exception: What the file system raises where it cannot be made.
+        Exception: The file system cannot be made.
     """
     return _native(uri, limit_s) if scheme_of(uri) in _NATIVE else _of_fsspec(uri)
 
@@ -110,14 +110,14 @@ def _native(uri: str, limit_s: float) -> tuple[Any, str]:
 
 
 def _encoded(store: str) -> str:
-    """Return what names a store, as PyArrow reads it: keys may have slashes, and the scheme is in small letters."""
+    """Return the store part of a URI as PyArrow reads it: the scheme in lower case, keys with slashes quoted."""
     scheme, _, rest = store.partition("://")
     user, at, bucket = rest.rpartition("@")
     return f"{scheme.lower()}://{quote(unquote(user), safe=':')}{at}{bucket}"
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
-    """The same S3, which gives up in time: one that PyArrow makes of a URI tries for up to 100 s."""
+    """Return the same S3 file system with fewer retries. PyArrow's default for a URI would try for up to 100 s."""
     fs = require("pyarrow.fs", "storage", _PURPOSE)
     options: dict[str, Any] = {"region": filesystem.region, **dict(parse_qsl(query.removeprefix("?")))}
     user, _, key = store.partition("://")[2].rpartition("@")[0].partition(":")
@@ -131,12 +131,12 @@ def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
 
 
 def _of_fsspec(uri: str) -> tuple[Any, str]:
-    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes write there too
+    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes also write there
     filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri, **options)
     return wrapped(filesystem), path.rstrip("/")
 
 
 def wrapped(filesystem: Any) -> Any:
-    """A file system of fsspec as one of PyArrow."""
+    """Return a file system of fsspec as one of PyArrow."""
     fs = require("pyarrow.fs", "storage", _PURPOSE)
     return fs.PyFileSystem(fs.FSSpecHandler(filesystem))

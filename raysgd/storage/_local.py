@@ -1,4 +1,4 @@
-"""Folders on a disk. A folder becomes whole by a rename."""
+"""Folders on disk. A rename commits a folder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ADVICE = "Check that the disk is mounted and that you may write there, or use a
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalFolder(Folder):
-    """A folder on a disk.
+    """A folder on disk.
 
     Attributes:
-        local_path: Its path; absolute.
+        local_path: Its absolute path.
     """
 
     is_local = True
@@ -73,7 +73,7 @@ class LocalFolder(Folder):
             return sorted(entry.name for entry in self._entries() if not _is_hidden(entry.name))
 
     def delete(self) -> None:
-        """Delete it: it takes another name first, so that no one sees half of it."""
+        """Delete the folder. Rename it first, so that no one sees half of it."""
         doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
         with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
             os.rename(self._local_path, doomed)
@@ -146,7 +146,7 @@ class LocalFolder(Folder):
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; of a link to one, only the link."""
+    """Delete a folder. If it is a link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -158,7 +158,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _rename_to_new(source: Path, target: Path) -> None:
-    """Give a folder its name.
+    """Rename a folder to a new name.
 
     Raises:
         FileExistsError: The name is taken.
@@ -171,7 +171,7 @@ def _rename_to_new(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _telling(doing: str) -> Iterator[None]:
-    """Errors of the disk say what was to be done."""
+    """Add to errors of the disk what was being done."""
     try:
         yield
     except (FileNotFoundError, StorageError):

@@ -1,4 +1,4 @@
-"""Tries again what a store failed to do, as long as that may help."""
+"""Retries operations of a store as long as that may help."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LASTING_NUMBERS = {
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether a failure may be over when it is tried again, by its kind: stores word theirs as they like.
+    """Return True if a failure may be temporary. Decides by its class, because stores word their messages differently.
 
     >>> may_pass(ConnectionResetError()), may_pass(PermissionError())
     (True, False)
@@ -67,24 +67,24 @@ def retried(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Return what `attempt()` returns, tried again while it fails in a way that may pass.
+    """Return what `attempt()` returns. Retry it while its failures may be temporary.
 
     Args:
-        attempt: What is tried.
-        doing: What that is, for the log.
-        total_s: No attempt begins later than this after the first one.
-        clock: The time, in seconds.
-        sleep: Waits for so long.
+        attempt: What to try.
+        doing: What it does, for the log.
+        total_s: No attempt starts later than this, counted from the first one.
+        clock: Returns the time in seconds.
+        sleep: Waits for some seconds.
 
     Raises:
-        Exception: What the last attempt raised.
+        Exception: The error of the last attempt.
     """
     deadline, longest_s = clock() + total_s, _FIRST_PAUSE_S
     while True:
-        pause_s = longest_s * random.uniform(0.75, 1.0)  # so that many workers do not come back at once
+        pause_s = longest_s * random.uniform(0.75, 1.0)  # random, so that many workers do not retry at the same time
         try:
             return attempt()
-        except Exception as error:  # stores raise what they like
+        except Exception as error:  # stores may raise anything
             if not may_pass(error) or clock() + pause_s > deadline:
                 raise
             logger.warning("could not %s, trying again in %.1f s: %s", doing, pause_s, in_short(error))
@@ -93,7 +93,7 @@ def retried(
 
 
 def limit_s() -> float:
-    """Return for how long failures are tried again: what the environment variable `RAYSGD_STORAGE_TIMEOUT_S` says.
+    """Return for how long failures are retried: the value of the environment variable `RAYSGD_STORAGE_TIMEOUT_S`.
 
     Raises:
         ValueError: The variable is not a number of seconds.
@@ -109,20 +109,20 @@ def limit_s() -> float:
 
 
 def in_short(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error message."""
     words = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     return masked(words.strip().partition("\n")[0])[:500].rstrip(".") or type(error).__name__
 
 
 def storage_error(doing: str, error: BaseException, advice: str) -> StorageError:
-    """The error that users see: what could not be done, why, and what to do."""
+    """Return the error that users see: what failed, why, and what to do."""
     told = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
     told.errno = _number(error)
     return told
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """Return what stands behind such an error: the one that the store raised, unless that shows a key."""
+    """Return the store's error as the cause of ours; None if it shows a key."""
     return None if has_secret(str(error)) else error
 
 

@@ -1,11 +1,11 @@
-"""Folders in a store: asked again where that helps, with errors that say what to do.
+"""Folders in a store. Failures are retried if that may help, and errors say what to do.
 
-A folder becomes whole by a marker that is written last. The marker of `name` is a file `.complete-name` beside it: so
-one listing tells which folders are whole, and what is in a folder is what users put there, beside lists of checksums
-with hidden names. Nothing is staged elsewhere, because stores copy where disks rename.
+A marker that is written last commits a folder. The marker of `name` is the file `.complete-name` next to it, so one
+listing shows which folders are committed, and a folder contains only what users put there and lists of checksums with
+hidden names. Nothing is staged in another place, because stores cannot rename, only copy.
 
-A list is a file `.raysgd-sums-*` in a staged folder, with the XXH128 of each file of one upload. Files whose names
-begin with a dot are in none: they are notes, which may be replaced later.
+A list is a file `.raysgd-sums-*` in a staged folder, with the XXH128 checksum of each file of one upload. It leaves out
+files whose names start with a dot: these are notes, which may be replaced later.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoreFolder(Folder):
-    """A folder in a store; of the methods with an underscore, some take it for a file.
+    """A folder in a store. Some methods with an underscore treat it as a file.
 
     Attributes:
-        root: The URI that it was opened at.
+        root: The URI that was opened.
         given: The file system that the user made; None for that of `root`.
         base: The path in `given` that was opened.
-        patience_s: For how long failures are tried again.
-        inside: The path from there.
-        is_staged: Whether it is one that is going to be committed, whose files stay as they are uploaded.
+        patience_s: For how long failures are retried.
+        inside: The path relative to `root`.
+        is_staged: True if it will be committed, so that uploaded files do not change any more.
     """
 
     is_local = False
@@ -73,7 +73,7 @@ class StoreFolder(Folder):
 
     @property
     def _opened(self) -> tuple[Any, str]:
-        """The file system, and the path in it that was opened."""
+        """The file system, and the opened path in it."""
         if self.given is not None:
             return self.given, self.base
         return self._ask(f"open `{self}`", partial(_filesystems.opened, self.root, self.patience_s))
@@ -114,7 +114,7 @@ class StoreFolder(Folder):
         above, _, name = self.path.rpartition("/")
         if above:
             self._delete(self.filesystem.delete_file, f"{above}/{_MARKER}{name}")
-        if self.exists():  # where it does not exist, not every store says so in a way that can be told
+        if self.exists():  # not every store reports a missing folder in a recognizable way
             self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
@@ -124,12 +124,12 @@ class StoreFolder(Folder):
         self._list(_transfers.on_threads(lambda name: self._upload_file(source / name, name), sent))
 
     def _upload_file(self, source: Path, name: str) -> str:
-        """Send a file; return its checksum."""
+        """Send a file. Return its checksum."""
         with open(source, "rb") as file:
             return (self / name)._send(file)
 
     def _list(self, sums: Mapping[str, str]) -> None:
-        """Write down the checksums of files that were sent, if they stay as they are."""
+        """Write a list of the checksums of files that were sent, if these do not change any more."""
         lasting = {name: checksum for name, checksum in sums.items() if not _base(name).startswith(".")}
         if self.is_staged and lasting:
             self.write(f"{_LIST}{secrets.token_hex(8)}", json.dumps(lasting).encode())
@@ -144,7 +144,7 @@ class StoreFolder(Folder):
         _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
 
     def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
-        """The checksums of each file by these lists: several, if it was uploaded more than once."""
+        """Return the checksums in these lists, by file. A file that was uploaded several times has several."""
         found: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
             try:
@@ -176,7 +176,7 @@ class StoreFolder(Folder):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file of this machine, which is sent when the block ends; so sending it can be tried again."""
+        """Open a file on this machine, and send it at the end of the block. So sending it can be retried."""
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
             self._list({name: (self / name)._send(file)})
@@ -211,10 +211,10 @@ class StoreFolder(Folder):
     # ------------------------------------------------------------------------------------------------ questions
 
     def _ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
-        """Return what the store answers, tried again where that helps; its errors in our words."""
+        """Return the answer of the store. Retry if that may help, and describe its errors."""
         try:
             return retried(attempt, doing, self.patience_s)
-        except Exception as error:  # stores raise what they like
+        except Exception as error:  # stores may raise anything
             if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
                 raise
             advice = (
@@ -224,17 +224,17 @@ class StoreFolder(Folder):
             raise storage_error(doing, error, advice) from cause_of(error)
 
     def _is_a(self, kind: str) -> bool:
-        """Return whether there is one of this kind, "File" or "Directory"."""
+        """Return True if this exists and is of this kind: "File" or "Directory"."""
         [info] = self._ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
         return bool(info.type == getattr(_fs().FileType, kind))
 
     def _send(self, file: IO[bytes]) -> str:
-        """Send a file, under its name at once where the store shows a file when it is closed; return its checksum."""
+        """Send a file, by way of a temporary name if the store shows unfinished files. Return its checksum."""
         filesystem, checksum = self.filesystem, _transfers.new_checksum()
 
         def content() -> Iterator[bytes]:
             nonlocal checksum
-            checksum = _transfers.new_checksum()  # each attempt begins at the start
+            checksum = _transfers.new_checksum()  # each attempt starts from the beginning
             for piece in _transfers.pieces(file):
                 checksum.update(piece)
                 yield piece
@@ -244,10 +244,10 @@ class StoreFolder(Folder):
         return str(checksum.hexdigest())
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
-        """Fetch a file. Checksums: those that it may have, as far as they are known.
+        """Fetch a file. Check it against `checksums`, any of which it may have, unless there are none.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: There is no such file.
         """
         attempt = partial(_transfers.fetch, self.filesystem, self.path, target, checksums)
         try:
@@ -256,11 +256,11 @@ class StoreFolder(Folder):
             raise self._missing() from cause_of(error)
 
     def _everything(self) -> dict[str, bool]:
-        """The paths of all that is in the folder, from there, and whether each is a file.
+        """Return the relative paths of everything in the folder, with True for files.
 
         Raises:
             FileNotFoundError: There is no such folder.
-            StorageError: The store names something that is not inside of it.
+            StorageError: The store lists something that is not inside the folder.
         """
         found = dict(self._listed(recursive=True))
         outside = [name for name in found if not lies_inside(name)]
@@ -274,7 +274,7 @@ class StoreFolder(Folder):
         return found
 
     def _children(self) -> dict[str, bool]:
-        """The names directly in the folder, and whether each is a file; none where it does not exist."""
+        """Return the names directly in the folder, with True for files; empty if the folder does not exist."""
         if _filesystems.lists_folders(self.filesystem):
             return {name: is_file for name, is_file in self._listed(recursive=False) if lies_inside(name)}
         inside = [each for each in self._listed(recursive=True) if lies_inside(each[0])]
@@ -291,21 +291,21 @@ class StoreFolder(Folder):
         return [(_from(top, path), is_file) for path, is_file in found if path != top]
 
     def _missing(self) -> FileNotFoundError:
-        """Return what to raise where it does not exist."""
+        """Return the error for a file or folder that does not exist."""
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def _delete(self, delete: Callable[[str], object], path: str) -> None:
-        """Delete something, if it is there."""
+        """Delete something if it exists."""
         self._ask(f"delete `{self}`", partial(_unless_missing, delete, path))
 
 
 def _from(top: str, path: str) -> str:
-    """The path from a folder; a name that lies in no folder, if it is not inside of this one."""
+    """Return a path relative to a folder. A path outside of it becomes one that `lies_inside` refuses."""
     return path.removeprefix(f"{top}/") if not top or path.startswith(f"{top}/") else f"../{path}"
 
 
 def _joined(*parts: str) -> str:
-    """Parts of a path as one; empty ones are left out."""
+    """Join parts of a path, without empty ones."""
     return "/".join(part for part in parts if part)
 
 
@@ -327,10 +327,10 @@ def _base(name: str) -> str:
 
 
 def _listed_in(content: bytes) -> dict[str, str]:
-    """Return what a list says.
+    """Return the checksums in the content of a list.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: It is not a list of checksums.
     """
     try:
         found = json.loads(content)

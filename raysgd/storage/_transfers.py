@@ -1,4 +1,4 @@
-"""Copies files: trees of them on this machine, single ones, and to stores and from them."""
+"""Copies files: single ones and trees of them, on this machine, and to and from stores."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from typing import IO, Any, TypeVar
 from raysgd._files import flush_to_disk
 from raysgd.exceptions import OnFailure
 
-TEMPORARY = ".raysgd-"  # as in `raysgd._files`, which also removes what was left long ago
+TEMPORARY = ".raysgd-"  # the same as in `raysgd._files`, which also removes old files with this prefix
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
-_AWAITED_PIECES = 10  # eight parts of S3, which PyArrow sends at the same time
+_AWAITED_PIECES = 10  # eight parts of an S3 upload, which PyArrow sends at the same time
 
 T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
-"""The content of a file; called again for each attempt."""
+"""Yields the content of a file. Called for each attempt."""
 
 # ---------------------------------------------------------------------------------------------------- on this machine
 
 
 def tree_of(root: Path) -> tuple[list[str], list[str]]:
-    """Relative names, with slashes, of the files in a folder, and of the folders that are empty.
+    """Return the files in a folder and its empty folders, as relative names with slashes.
 
-    Symbolic links are followed.
+    Follows symbolic links.
 
     Raises:
-        OSError: There is no such folder; something in it is neither a file nor a folder; a link leads back.
+        OSError: There is no such folder, it contains something that is neither a file nor a folder, or a link leads
+            back.
     """
     files: list[str] = []
     empty: list[str] = []
@@ -60,7 +61,7 @@ def tree_of(root: Path) -> tuple[list[str], list[str]]:
 
 
 def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None:
-    """Copy everything in a folder, but for some files, into another one; each file is whole or not there."""
+    """Copy everything in a folder, except some files, into another folder. Each file is complete or does not exist."""
     files, empty = tree_of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name in empty:
@@ -71,7 +72,7 @@ def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file, which is whole or not there."""
+    """Copy a file. It is complete or does not exist."""
     with placing(target) as file:
         shutil.copyfile(source, file.name)
         shutil.copymode(source, file.name)
@@ -79,7 +80,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def placing(target: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes its name when it is complete. It may not be on the disk yet when that happens."""
+    """Open a file that gets its name when it is complete. It may not have reached the disk by then."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
     with OnFailure(lambda: temporary.unlink(missing_ok=True)):
@@ -89,7 +90,7 @@ def placing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_tree(root: Path) -> None:
-    """Make sure that everything in a folder is on the disk."""
+    """Flush everything in a folder to the disk."""
     for folder, _, names in os.walk(root):
         for name in names:
             flush_to_disk(os.path.join(folder, name))
@@ -100,16 +101,17 @@ def sync_tree(root: Path) -> None:
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """A file, piece by piece."""
+    """Yield the content of a file in pieces."""
     file.seek(0)
     while piece := file.read(_PIECE_BYTES):
         yield piece
 
 
 def send(fs: Any, content: Pieces, path: str) -> None:
-    """Send a file to a store that shows files when they are closed.
+    """Send a file to a store in which files become visible when they are closed.
 
-    Closing a stream makes a file of what was sent so far, also after Ctrl-C: so another thread sends, to the end.
+    Closing a stream makes a file of what was sent until then, even after Ctrl-C. So another thread sends the whole
+    file.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="raysgd-storage") as pool:
         pool.submit(_send, fs, content, path).result()
@@ -120,18 +122,18 @@ def _send(fs: Any, content: Pieces, path: str) -> None:
         for number, piece in enumerate(content(), start=1):
             stream.write(piece)
             if number % _AWAITED_PIECES == 0:
-                stream.flush()  # else a store that froze is waited for with each part, and all of them are in memory
+                stream.flush()  # otherwise, if the store freezes, all parts stay in memory, each with a wait of its own
 
 
 def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
-    """Send a file to a store that shows files as they grow."""
+    """Send a file to a store in which files are visible while they grow."""
     folder = path[: path.rfind("/") + 1]
     if folder.strip("/"):
         fs.create_dir(folder.rstrip("/"), recursive=True)
     temporary = f"{folder}{TEMPORARY}{secrets.token_hex(8)}.tmp"
 
     def delete() -> None:
-        with contextlib.suppress(Exception):  # whatever a store may answer: what failed before matters more
+        with contextlib.suppress(Exception):  # the store may raise anything, but the first error matters more
             fs.delete_file(temporary)
 
     with OnFailure(delete):
@@ -140,16 +142,16 @@ def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
 
 
 def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()) -> None:
-    """Get a file out of a store.
+    """Get a file from a store.
 
     Args:
         fs: The file system.
         path: The file.
-        target: Gets what is in it.
-        checksums: Those that it may have; none if they are unknown.
+        target: Receives its content.
+        checksums: Checksums that it may have; empty if they are unknown.
 
     Raises:
-        OSError: There was less or more of it than the store says, or it was altered.
+        OSError: It was shorter or longer than the store says, or it was altered.
     """
     target.seek(0)
     target.truncate()
@@ -166,17 +168,17 @@ def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()
 
 
 def new_checksum() -> Any:
-    """Return an XXH128 of nothing, to be updated."""
+    """Return an empty XXH128 checksum."""
     import xxhash
 
     return xxhash.xxh3_128()
 
 
 def on_threads(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Do the work for all names, several at once; return what came of each. After a failure no more is begun.
+    """Do the work for all names in parallel. Return the results by name. After a failure, start no more work.
 
     Raises:
-        Exception: What the first one raised that failed.
+        Exception: The error of the first failure.
     """
     names = list(names)
     if not names:

@@ -1,7 +1,7 @@
-"""Locations as text: paths on a disk, and URIs of stores.
+"""Locations as text: paths on disk, and URIs of stores.
 
-What stands behind the bucket is taken literally, as the command lines of the stores do it: `%20` is three characters.
-Only `file://` URIs are percent-encoded.
+The part after the bucket is taken literally, as the stores' command lines do: `%20` is three characters. Only `file://`
+URIs are percent-encoded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LOCAL_SCHEMES = ("file", "local")
 
 
 def checked_text(name: str, location: Any) -> str:
-    """A location as text; URIs that went through `pathlib` get their second slash back.
+    """Return a location as text. Restore the second slash of URIs that went through `pathlib`.
 
     Raises:
-        TypeError: It is no text and no path.
-        ValueError: It is empty, or has a null character.
+        TypeError: It is neither text nor a path.
+        ValueError: It is empty, or contains a null character.
     """
     text = _files.checked_text(name, location, "a path or a URI")
     found = _files.SCHEME.match(text)
@@ -35,7 +35,7 @@ def checked_text(name: str, location: Any) -> str:
 
 
 def scheme_of(text: str) -> str | None:
-    """Return what stands before `://`; None for a path.
+    """Return the part before `://`; None for a path.
 
     >>> scheme_of("s3://bucket/x"), scheme_of("/mnt/x")
     ('s3', None)
@@ -45,12 +45,12 @@ def scheme_of(text: str) -> str | None:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a location is on a disk of this machine."""
+    """Return True if a location is on a disk of this machine."""
     return scheme_of(text) in (None, *LOCAL_SCHEMES)
 
 
 def local_path_of(name: str, text: str) -> Path:
-    """The absolute path that a local path or a `file://` URI means.
+    """Return the absolute path for a local path or a `file://` URI.
 
     Raises:
         ValueError: The URI names another machine.
@@ -67,7 +67,7 @@ def local_path_of(name: str, text: str) -> Path:
 
 
 def divided(uri: str) -> tuple[str, str, str]:
-    """A URI as what names the store, the path in it, and the query.
+    """Divide a URI into the store, the path in it, and the query.
 
     >>> divided("s3://bucket/a/b?region=eu-north-1")
     ('s3://bucket', 'a/b', '?region=eu-north-1')
@@ -81,7 +81,7 @@ def divided(uri: str) -> tuple[str, str, str]:
 
 
 def child_of(uri: str, name: str) -> str:
-    """The URI of what is inside of another one.
+    """Return the URI of something inside the folder of another URI.
 
     >>> child_of("s3://bucket/a?region=eu-north-1", "b")
     's3://bucket/a/b?region=eu-north-1'

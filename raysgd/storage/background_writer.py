@@ -16,16 +16,16 @@ from raysgd.storage import files
 logger = logging.getLogger(__name__)
 
 Write = Callable[[str, Any], object]
-"""Writes a state, or whatever else was produced, to a path."""
+"""Writes a state, or anything else, to a path."""
 
 
 class BackgroundWriter:
-    """Writes checkpoint files in a background thread, one after the other, in the order of their submission.
+    """Writes checkpoint files in a background thread, one after the other, in the order of `submit`.
 
-    The thread lives only while there is something to write. It is not a daemon: a program that ends still
-    finishes its writes. A failed write is logged at once and raised once, by the next call of `submit`,
-    `wait` or `close`. When several failed, each of these calls raises one, the oldest first. A state that was lost with
-    its worker stops no later write: only `wait` and `close` report it, unless another file was written since.
+    The thread lives only while there is something to write. It is not a daemon, so a program that ends still finishes
+    its writes. A failed write is logged at once, and raised once: by the next call of `submit`, `wait` or `close`. If
+    several failed, each of these calls raises one, oldest first. A state that was lost with its worker does not stop
+    later writes: only `wait` and `close` report it, unless another file was written since then.
     """
 
     def __init__(self) -> None:
@@ -36,9 +36,10 @@ class BackgroundWriter:
         self._is_closed = False
 
     def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write) -> None:
-        """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
+        """Queue the write of the result of `produce()` to `path`. `produce` runs in the background thread.
 
-        A relative `path` begins in the folder in which the program is now. `write` writes a file whole or not at all.
+        A relative `path` is relative to the present working directory. `write` must write a file completely or not at
+        all.
 
         Raises:
             ValueError: The writer is closed.
@@ -50,15 +51,15 @@ class BackgroundWriter:
             self._raise_failure(passing=WorkersLostError)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
-                thread.start()  # waits for this block
+                thread.start()  # its first step waits for the end of this block
                 self._thread = thread
             self._jobs.append((files.absolute(path), produce, write))
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
-        """Write a file in this thread, after everything that was submitted. Arguments as for `submit`.
+        """Write a file in this thread, after all submitted writes. Arguments as for `submit`.
 
         Raises:
-            BaseException: What made this write, or an earlier one, fail.
+            BaseException: The error of this write or an earlier one.
         """
         self._drain()
         with self._changed:
@@ -70,7 +71,7 @@ class BackgroundWriter:
         """Block until everything that was submitted is on the disk.
 
         Raises:
-            BaseException: What made a write fail, as its own class.
+            BaseException: The error of a failed write, of its own class.
         """
         self._drain()
         with self._changed:
@@ -84,24 +85,24 @@ class BackgroundWriter:
             thread.join()
 
     def close(self) -> None:
-        """Finish all writes and accept no more. May be called again, to learn of further failures.
+        """Finish all writes and accept no more. Call it again for the errors of further failures.
 
         Raises:
-            BaseException: What made a write fail, as its own class.
+            BaseException: The error of a failed write, of its own class.
         """
         with self._changed:
             self._is_closed = True
         self.wait()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
-        """Raise the oldest failure, past those of a class that does not have to be raised yet."""
+        """Raise the oldest failure whose class is not in `passing`."""
         failure = next((each for each in self._failures if not isinstance(each, passing)), None)
         if failure is not None:
             self._failures.remove(failure)
             raise failure
 
     def _make_up(self) -> None:
-        """Note that a state was written, which is newer than those that were lost with a worker before."""
+        """Note that a state was written, which is newer than all states that were lost with a worker before."""
         with self._changed:
             kept = [failure for failure in self._failures if not isinstance(failure, WorkersLostError)]
             self._failures = collections.deque(kept)
@@ -116,7 +117,7 @@ class BackgroundWriter:
                     return
                 job = self._jobs.popleft()
             failure = self._failure_of(*job)
-            del job  # What it refers to may be large.
+            del job  # it may refer to something large
             if failure is None:
                 self._make_up()
                 continue
@@ -125,7 +126,7 @@ class BackgroundWriter:
             del failure
 
     def _failure_of(self, path: str, produce: Callable[[], Any], write: Write) -> BaseException | None:
-        """Write a file; return what went wrong."""
+        """Write a file. Return the error, if any."""
         try:
             write(path, produce())
         except BaseException as error:  # a later call raises it
@@ -137,7 +138,7 @@ class BackgroundWriter:
 
 
 def _forget_variables(error: BaseException | None) -> None:
-    """Clear the frames that an error and its causes remember: some of them hold the whole state."""
+    """Clear the variables in the tracebacks of an error and its causes, because they may hold the whole state."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Single files at any location, for trainers that save and load: the driver writes and reads them itself."""
+"""Single files at any location, for trainers that save and load. The driver itself reads and writes them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from raysgd.storage.opening import open_folder
 
 
 def check_location(name: str, location: Any) -> None:
-    """Refuse what is neither the path of a file nor a URI of one. Connects to nothing.
+    """Check that a location is the path or the URI of a file. Connects to nothing.
 
     Raises:
-        TypeError: It is no text and no path.
-        ValueError: It is empty; or the URI has an unknown scheme, or no file name.
+        TypeError: It is neither text nor a path.
+        ValueError: It is empty, or the URI has an unknown scheme or no file name.
         ModuleNotFoundError: A package that the URI needs is missing.
     """
     text = _uris.checked_text(name, location)
@@ -34,13 +34,13 @@ def check_location(name: str, location: Any) -> None:
 
 @contextlib.contextmanager
 def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file, for writing and reading, that becomes the one at `location` when the block ends well.
+    """Open a file for writing and reading. It replaces the file at `location` if the block ends without an error.
 
     Args:
         location: A path or a URI.
 
     Raises:
-        OSError: It could not be written; a `StorageError` where `location` is the URI of a store.
+        OSError: It could not be written. A `StorageError` if `location` is the URI of a store.
     """
     text = _uris.checked_text("path", location)
     if _uris.is_local(text):
@@ -54,7 +54,7 @@ def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
-    """The path of a file of this machine with what is at `location`: the file itself, or a copy for the block.
+    """Yield the path of a local file with the content at `location`: the file itself, or a copy during the block.
 
     Raises:
         FileNotFoundError: The store has no such file. A path of this machine need not exist.
@@ -75,24 +75,24 @@ def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def is_uri(location: Any) -> bool:
-    """Return whether this is a URI, also one that went through `pathlib`; that of a local file is one too."""
+    """Return True for a URI, even one of a local file, or one that went through `pathlib`."""
     return isinstance(location, str | os.PathLike) and _uris.scheme_of(str(location)) is not None
 
 
 def absolute(location: str | os.PathLike[str]) -> str:
-    """The location that this is now, also after the program has gone to another folder."""
+    """Return the absolute location, which stays valid if the program changes its working directory."""
     text = _uris.checked_text("path", location)
     return text if _uris.scheme_of(text) is not None else os.path.join(os.getcwd(), text)
 
 
 def shown(location: str | os.PathLike[str]) -> str:
-    """A location in words, without keys and passwords."""
+    """Return a location as text without keys and passwords."""
     return masked(_uris.checked_text("path", location))
 
 
 @contextlib.contextmanager
 def state_is_kept() -> Iterator[None]:
-    """Errors of a store say that the trainer still has what was to be saved."""
+    """Add to errors of a store that the trainer still has its state."""
     try:
         yield
     except StorageError as error:
@@ -116,7 +116,7 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
 
 
 def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
-    """The location of a file in the folder of another one.
+    """Return the location of a file in the same folder as another file.
 
     Examples:
         >>> in_folder_of("s3://bucket/run/last.pt?region=eu", "a.json"), in_folder_of("last.pt", "a.json")
@@ -128,7 +128,7 @@ def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
 
 
 def beside(location: str | os.PathLike[str], ending: str) -> str:
-    """The location of a file beside another one, whose name is longer by `ending`.
+    """Return the location of a file next to another one. Its name is longer by `ending`.
 
     Examples:
         >>> beside("s3://bucket/last.pt?region=eu", ".json"), beside("runs/last.pt", ".json")

@@ -1,4 +1,4 @@
-"""`Folder`: the interface of every folder, on a disk or in a store."""
+"""`Folder`: the interface of every folder, on disk or in a store."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import IO, Any
 
 
 class Folder(ABC):
-    """A folder on a disk or in a store, made by `open_folder`. Touches nothing until it is used; can be pickled.
+    """A folder on disk or in a store, made by `open_folder`. Can be pickled. Connects to nothing until it is used.
 
-    Names are those of files and folders in it; a name may have slashes. What is missing raises `FileNotFoundError`;
-    everything else that goes wrong raises `StorageError`, an `OSError`.
+    Names are those of files and folders in it, possibly with slashes. If something is missing, methods raise
+    `FileNotFoundError`. For all other failures they raise `StorageError`, an `OSError`.
 
     Examples:
         >>> import tempfile
@@ -32,12 +32,12 @@ class Folder(ABC):
     @property
     @abstractmethod
     def uri(self) -> str:
-        """The address of which `open_folder` makes the same folder. It may hold keys: show `str(folder)` instead."""
+        """Address from which `open_folder` makes the same folder. It may contain keys: show `str(folder)` instead."""
 
     @property
     @abstractmethod
     def path(self) -> str:
-        """The path in `filesystem`."""
+        """Path in `filesystem`."""
 
     @property
     @abstractmethod
@@ -47,34 +47,34 @@ class Folder(ABC):
     @property
     @abstractmethod
     def is_local(self) -> bool:
-        """True if it is on a disk that this machine has mounted."""
+        """True if it is on a disk that is mounted on this machine."""
 
     @property
     @abstractmethod
     def is_in_memory(self) -> bool:
-        """True if only this process sees it."""
+        """True if only this process can see it."""
 
     @property
     @abstractmethod
     def local_path(self) -> Path:
-        """The path on the disk.
+        """Path on the disk.
 
         Raises:
-            ValueError: It is in a store.
+            ValueError: The folder is in a store.
         """
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Last part of the path."""
         return PurePosixPath(self.path).name
 
     @abstractmethod
     def __truediv__(self, name: str) -> Folder:
-        """A folder in this one, whether or not it exists."""
+        """Return a folder in this one. It need not exist."""
 
     @abstractmethod
     def without_retries(self) -> Folder:
-        """The same folder, of a store that is tried only once, as where it has just failed for long."""
+        """Return the same folder without retries, for a store that has just failed for long."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder) and self.uri == other.uri
@@ -89,30 +89,30 @@ class Folder(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Make the folder and those above it; writing into it does so too."""
+        """Make the folder and its parents. Writing into it does that, too."""
 
     @abstractmethod
     def exists(self) -> bool:
-        """Return whether there is such a folder."""
+        """Return True if the folder exists."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of the files and folders in it, sorted; none where it does not exist.
+        """Return the names of the files and folders in it, sorted; empty if it does not exist.
 
-        In a store, folders that were not committed yet are among them: see `committed`.
+        In a store, this includes folders that were not committed: see `committed`.
         """
 
     @abstractmethod
     def delete(self) -> None:
-        """Delete it with everything in it. If it was committed, it stops being so first."""
+        """Delete the folder and its content. If it was committed, revoke that first."""
 
     @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
-        """Copy everything in a folder of this machine into this one. Each file is whole or not there.
+        """Copy everything from a folder of this machine into this one. Each file is complete or does not exist.
 
         Args:
             source: The folder.
-            without: Files in it that are left out.
+            without: Files in it to leave out.
 
         Raises:
             FileNotFoundError: There is no folder `source`.
@@ -120,7 +120,7 @@ class Folder(ABC):
 
     @abstractmethod
     def download(self, target: Path) -> None:
-        """Copy everything in it into a folder of this machine, which is made.
+        """Copy everything in it into a folder of this machine. That folder is made.
 
         Raises:
             FileNotFoundError: This folder does not exist.
@@ -130,72 +130,72 @@ class Folder(ABC):
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Return whether there is a file of this name."""
+        """Return True if there is a file with this name."""
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
+        """Return the content of a file."""
         with self.reading(name) as file:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file: at any moment there is the whole old one or the whole new one."""
+        """Write a file. At any moment, either the whole old file or the whole new one exists."""
         with self.writing(name) as file:
             file.write(data)
 
     @abstractmethod
     def fetch(self, name: str, target: Path) -> None:
-        """Copy a file to this machine; `target` is whole or not there."""
+        """Copy a file to this machine. `target` is complete or does not exist."""
 
     @abstractmethod
     def reading(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file for reading; from a store it is fetched first."""
+        """Open a file for reading. A file in a store is fetched first."""
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file, for writing and reading, that takes its name when the block ends without an exception."""
+        """Open a file for writing and reading. It gets its name if the block ends without an exception."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
 
     # ------------------------------------------------------------------------------------------------ commits
 
     @abstractmethod
     def staged(self, name: str) -> Folder:
-        """Return where one or several processes put what becomes `name`. Use a name once.
+        """Return the folder in which processes put what becomes `name` with `commit`. Use a name once.
 
-        In a store, files that are put there have to stay as they are: `download` compares their checksums. Those
-        whose names begin with a dot may be replaced.
+        In a store, files must not change after they were put there, because `download` compares their checksums. Only
+        files whose names start with a dot may be replaced.
         """
 
     @abstractmethod
     def commit(self, name: str) -> Folder:
-        """Make what was staged for `name` whole, in one step; return it. One process does this, when all are done.
+        """Turn what was staged for `name` into that folder, in one step, and return it. One process calls this.
 
         A second call does nothing.
 
         Raises:
             FileNotFoundError: Nothing was staged.
-            StorageError: On a disk: there is a folder of this name already.
+            StorageError: On disk: a folder with this name exists.
         """
 
     @abstractmethod
     def committed(self) -> list[str]:
-        """The names of the folders in it that are whole, sorted.
+        """Return the names of the committed folders in it, sorted.
 
-        On a disk these are all its folders; in a store those for which `commit` was called.
+        On disk, these are all its folders; in a store, those for which `commit` was called.
         """
 
     @abstractmethod
     def discard_staged(self, prefix: str) -> None:
-        """Delete what was staged and not committed under names that begin with `prefix`, and what a kill left of them.
+        """Delete what was staged but not committed under names that start with `prefix`, including leftovers of kills.
 
-        Call it when no one is writing there, as before a run goes on.
+        Call it when no process is writing there, such as before a run is resumed.
         """
 
 
 def check_name(name: str) -> str:
-    """A name that lies inside of a folder.
+    """Return the name if it lies inside a folder.
 
     Raises:
         ValueError: It is empty, absolute, or leads out of the folder.
@@ -206,7 +206,7 @@ def check_name(name: str) -> str:
 
 
 def lies_inside(name: str) -> bool:
-    """Return whether a name is that of something inside of a folder.
+    """Return True for the name of something inside a folder.
 
     >>> lies_inside("a/b"), lies_inside("a/../../b"), lies_inside("/a")
     (True, False, False)
@@ -215,10 +215,10 @@ def lies_inside(name: str) -> bool:
 
 
 def check_single(name: str) -> str:
-    """The name of something directly in a folder.
+    """Return the name if it is that of something directly in a folder.
 
     Raises:
-        ValueError: It is not one, or has slashes.
+        ValueError: It is not, or has slashes.
     """
     if "/" in name:
         raise ValueError(f"`name={name!r}`: need the name of a folder directly in this one, without slashes.")

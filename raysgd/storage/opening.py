@@ -1,4 +1,4 @@
-"""Makes a `Folder` of what users pass for one."""
+"""Makes a `Folder` from what users pass for one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from raysgd.storage.folder import Folder
 
 
 def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argument: str = "path") -> Folder:
-    """A folder, which need not exist yet. Connects to nothing.
+    """Return a folder, which need not exist yet. Connects to nothing.
 
     Args:
-        path: A path on a disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`, `abfs://...`,
-            `file://...`, or that of any other file system that fsspec knows.
-        filesystem: A file system of PyArrow or fsspec that `path` belongs to; it is then a path in it, such as
-            `bucket/results`.
-        argument: What errors call `path`.
+        path: A path on disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`,
+            `abfs://...`, `file://...`, or one of any other file system that fsspec knows.
+        filesystem: A file system of PyArrow or fsspec. `path` is then a path in it, such as `bucket/results`.
+        argument: The name of `path` in errors.
 
     Raises:
-        TypeError: One of them is something else.
-        ValueError: `path` is empty; its scheme is unknown.
+        TypeError: An argument has another type.
+        ValueError: `path` is empty, or its scheme is unknown.
         ModuleNotFoundError: A package that the file system needs is missing.
     """
     text = _uris.checked_text(argument, path)
@@ -46,12 +45,12 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
 
 def make_new(parent: Folder, name: str) -> Folder:
-    """Make a folder that was not there, also if other programs do the same at this moment.
+    """Make a new folder, even if other programs do the same at this moment.
 
     Args:
-        parent: What it is in.
-        name: What it is called; a number follows if the name is taken. In a store, where two programs can make the
-            same folder, chance makes the name different.
+        parent: The folder in which to make it.
+        name: Its name. If the name is taken, a number is added. In a store, where two programs could make the same
+            folder, random characters are added.
 
     Raises:
         StorageError: It could not be made.
@@ -70,7 +69,7 @@ def make_new(parent: Folder, name: str) -> Folder:
 
 
 def _in(filesystem: Any, text: str, argument: str) -> Folder:
-    """A folder in a file system that the user made."""
+    """Return a folder in a file system that the user made."""
     if _uris.scheme_of(text) is not None:
         raise ValueError(
             f"`{argument}={masked(text)!r}`: with `filesystem=` pass the path in it, such as 'bucket/results', "
@@ -90,7 +89,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:
-    """Return whether a value is of a class whose package need not be there; if it is not loaded, nothing is."""
+    """Return True if a value is an instance of a class whose package may not be installed or loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 

@@ -1,13 +1,13 @@
-"""Data without an index, each row exactly once: one order of all rows for any number of workers, and the place in it.
+"""Data without an index, of which every row is used exactly once, in one order for any number of workers.
 
-What a pass over a stream promises:
+A pass over a stream promises:
 
-* Which rows a global batch has does not depend on the number of workers, and each row is in one global batch.
-* A pass continues at any global batch, with any number of workers, without reading what came before it again, but for
-  what was in shuffle buffers, and for rows of a format that cannot be entered in the middle.
-* The shares of the workers in a global batch differ by one row at most.
+* The rows of a global batch do not depend on the number of workers, and each row is in one global batch.
+* A pass can continue at any global batch, with any number of workers. It does not read earlier rows again, except rows
+  in shuffle buffers, and in formats that can only be read from the beginning.
+* The workers' shares of a global batch differ by at most one row.
 
-It knows no framework and no workers: who trains puts the sums between ranks in.
+This package knows no framework and no workers. Its user provides the sums over ranks.
 
-Why lanes, and what ranks tell each other: ADR 119.
+ADR 119 explains why there are lanes, and what ranks exchange.
 """

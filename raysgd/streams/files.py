@@ -1,6 +1,6 @@
-"""Streams of files, each of which is a shard: found by name, pattern or folder, on a disk or in a store.
+"""Streams of files. Each file is a shard. Files are found by name, pattern or folder, on disk or in a store.
 
-Formats are JSON lines, samples in tar files as WebDataset names them, and tables that PyArrow reads.
+Formats are JSON lines, tar files with samples as WebDataset names them, and tables that PyArrow reads.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class StreamFile(NamedTuple):
     """One file.
 
     Attributes:
-        folder: What it is in.
-        name: Its name there.
+        folder: Its folder.
+        name: Its name in the folder.
     """
 
     folder: Folder
@@ -49,16 +49,16 @@ class StreamFile(NamedTuple):
 
     @property
     def shard(self) -> str:
-        """Its name as a shard: where it is, without keys."""
+        """Name of its shard: the location without keys."""
         return str(self.folder / self.name)
 
     @property
     def path(self) -> str:
-        """Its path in the file system of the folder."""
+        """Path in the file system of the folder."""
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return what changes with its content: its size, if it is on a disk, or with a digest of both of its ends."""
+        """Return the version of the content: the size of a file on disk, or the size and a digest of both ends."""
         try:
             if not has_digest:
                 return str(os.path.getsize(self.path)) if self.folder.is_local else ""
@@ -68,19 +68,19 @@ class StreamFile(NamedTuple):
                 content.seek(max(0, size - _NUM_BYTES))
                 return f"{size} {blake2b(begin + content.read(_NUM_BYTES), digest_size=8).hexdigest()}"
         except (FileNotFoundError, IsADirectoryError, PermissionError):
-            return ""  # an error where it is read
+            return ""  # the error is raised when the file is read
 
 
 class FileStream(Stream):
-    """Rows of files, each of which is a shard. The order is that of the names in each of the paths.
+    """Rows of files, each of which is a shard. Files are in the order of `paths`, and of their names within each path.
 
     Args:
-        paths: A file, a folder whose files with a fitting ending are read, or a pattern for the last part of a path, as
-            in `"s3://bucket/data/part-*.parquet"`; or several of these.
+        paths: A file, a folder whose files with a known ending are read, or a pattern for the last part of a path, such
+            as `"s3://bucket/data/part-*.parquet"`; or several of these.
 
     Raises:
         TypeError: `paths` are no paths.
-        ValueError: There is none.
+        ValueError: `paths` is empty.
     """
 
     endings: ClassVar[tuple[str, ...]]
@@ -93,7 +93,7 @@ class FileStream(Stream):
 
     @cached_property
     def files(self) -> list[StreamFile]:
-        """The files, looked for once.
+        """The files. They are looked up once.
 
         Raises:
             FileNotFoundError: A path leads to no file.
@@ -102,7 +102,7 @@ class FileStream(Stream):
 
     @cached_property
     def versions(self) -> list[str]:
-        """The version of each file, with a digest for up to 64 files that are far from each other."""
+        """The version of each file. Up to 64 files, evenly spread, have a digest."""
         chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
         found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
         return [found[file.shard] for file in self.files]
@@ -118,7 +118,7 @@ class FileStream(Stream):
 
     @abstractmethod
     def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Return the rows of a file from one on; anything in the place of those that are not needed."""
+        """Return the rows of a file from `start` on. A row that is not needed may be replaced by anything."""
 
     @cached_property
     def _by_shard(self) -> dict[str, StreamFile]:
@@ -127,7 +127,7 @@ class FileStream(Stream):
     def _found(self, path: str) -> list[StreamFile]:
         parent, name = _divided(path)
         is_pattern = any(each in name for each in "*?[")
-        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # such as Spark's `x.parquet/`
+        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # may be a folder of Spark
             return [StreamFile(open_folder(parent, argument="paths"), name)]
         if not is_pattern and is_local(path) and os.path.isfile(path):
             known = " or ".join(map(repr, self.endings))
@@ -143,7 +143,7 @@ class FileStream(Stream):
 
 
 def _divided(path: str) -> tuple[str, str]:
-    """Return what a path is in, and its last part, which is empty for a path that ends with a slash."""
+    """Return the parent of a path and its last part, which is empty for a path that ends with a slash."""
     if is_local(path):
         parent, slash, name = path.rpartition("/")
         return parent or slash or ".", name
@@ -153,7 +153,7 @@ def _divided(path: str) -> tuple[str, str]:
 
 
 class _Lines(FileStream):
-    """Rows are the lines that are not empty, as bytes."""
+    """Non-empty lines as rows, as bytes."""
 
     endings = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
@@ -164,27 +164,27 @@ class _Lines(FileStream):
 
 
 class JSONLinesStream(_Lines):
-    """Rows are what `json.loads` makes of each line that is not empty. Files may be compressed with gzip.
+    """Each non-empty line, parsed with `json.loads`, is a row. Files may be compressed with gzip.
 
-    Arguments and errors are those of `FileStream`. A file is read from its beginning to get to a row in the middle.
+    Arguments and errors are those of `FileStream`. To get to a row in the middle, a file is read from its beginning.
     """
 
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         return map(json.loads, super().open_some(shard, start, is_needed))
 
     def _pipeline(self) -> Pipeline:
-        """Return the lines, parsed in a step: a line that cannot be parsed says nothing about the next ones."""
-        if type(self) is not JSONLinesStream:  # it may read other rows
+        """Return the lines with parsing as a step, so that one line that cannot be parsed does not affect the next."""
+        if type(self) is not JSONLinesStream:  # a subclass may read other rows
             return super()._pipeline()
         return Pipeline(_Lines(self._paths), (RowStep(json.loads, is_filter=False, is_seeded=False),))
 
 
 class TarStream(FileStream):
-    """Rows are dicts of bytes: of the files that follow each other in a tar file and have the same name up to a dot.
+    """Each row is a dict of bytes: consecutive files of a tar file with the same name up to the first dot.
 
-    `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`; decode them with `map`. Tar files
-    may be compressed. Arguments and errors are those of `FileStream`. The content of samples ahead of the position is
-    passed over, and not read, where the file is not compressed.
+    `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`. Decode them with `map`. Tar files
+    may be compressed. Arguments and errors are those of `FileStream`. Samples before the position are skipped without
+    reading their content if the file is not compressed.
     """
 
     endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -198,10 +198,11 @@ class TarStream(FileStream):
 
 def _members(tar: Any) -> Iterator[tarfile.TarInfo]:
     while (member := tar.next()) is not None:
-        tar.members.clear()  # which would remember each of them
+        tar.members.clear()  # otherwise it remembers every member
         if member.isreg():
             yield member
-    # The library takes whatever it cannot read for the end, so a file that was cut off would be a shorter one.
+    # The library stops without an error at anything that it cannot read, so a truncated file would look like a shorter
+    # one.
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
         raise tarfile.ReadError("the file is cut off or damaged: it has no mark at its end")
@@ -234,11 +235,11 @@ _BYTES_AT_ONCE = 2**20
 
 
 class TableStream(FileStream):
-    """Rows are dicts with the value of each column: a number, a string, an array of NumPy for a list of fixed size.
+    """Each row is a dict with the value of each column: a number, a string, or a NumPy array for a fixed-size list.
 
     Args:
         paths: As for `FileStream`.
-        columns: Which columns to read; None for all.
+        columns: The columns to read; None for all.
 
     Raises:
         ModuleNotFoundError: PyArrow is missing.
@@ -257,10 +258,10 @@ class TableStream(FileStream):
 
 
 class ParquetStream(TableStream):
-    """Rows of Parquet files. A position is reached by whole row groups.
+    """Rows of Parquet files. Whole row groups are skipped to get to a position.
 
-    Fewer files than lanes are divided into their row groups, each of which is a shard of known length. The lengths of
-    many files are not asked for beforehand, because each answer takes a reading.
+    If there are fewer files than lanes, each row group is a shard of known length. If there are many files, their
+    lengths are not looked up in advance, because that would mean to open each of them.
 
     Examples:
         >>> import tempfile, pyarrow as pa
@@ -294,18 +295,18 @@ class ParquetStream(TableStream):
 
     @cached_property
     def _row_groups(self) -> list[list[int]]:
-        """The lengths of the row groups of each file."""
+        """Lengths of the row groups of each file."""
         return [self._lengths_of(file) for file in self.files]
 
     def _lengths_of(self, file: StreamFile) -> list[int]:
         try:
             with self._content(file) as content:
                 return _lengths(self._table(content))
-        except Exception as error:  # stores raise what they like
+        except Exception as error:  # stores may raise anything
             raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
 
     def _table(self, content: Any) -> Any:
-        """Open a file that has all columns to read, where `a.b` is the column `b` in the column `a`."""
+        """Open a file, and check that it has all columns to read. `a.b` is the column `b` inside the column `a`."""
         table = require("pyarrow.parquet", "storage", "`ParquetStream`").ParquetFile(content)
         paths = [f"{table.metadata.schema.column(number).path}." for number in range(table.metadata.num_columns)]
         missing = [name for name in self._columns or () if not any(path.startswith(f"{name}.") for path in paths)]
@@ -327,7 +328,7 @@ class ParquetStream(TableStream):
 
 
 class ArrowStream(TableStream):
-    """Rows of Arrow's own files, in both of its formats, also as `datasets` writes them."""
+    """Rows of Arrow files, in the file or the stream format, such as `datasets` writes."""
 
     endings = (".arrow", ".feather", ".ipc")
 
@@ -351,15 +352,15 @@ def _lengths(table: Any) -> list[int]:
 
 
 def _num_at_once(num_bytes: int, num_rows: int) -> int:
-    """Return how many rows to make at a time: each of many lanes keeps them."""
+    """Return how many rows to convert at a time. There are few, because each of many lanes keeps them."""
     return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * num_rows // max(1, num_bytes)))
 
 
 def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of record batches from one on.
+    """Yield the rows of record batches from row `start` on.
 
     Raises:
-        ValueError: There are fewer.
+        ValueError: There are fewer rows.
     """
     for batch in batches:
         num_at_once = _num_at_once(batch.nbytes, batch.num_rows)
@@ -377,12 +378,12 @@ def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any) -> Any:
-    """Return what is in a column, row by row: of each row the same, whichever rows are beside it."""
+    """Return the values of a column by row. The type of a value does not depend on the rows around it."""
     types = require("pyarrow.types", "storage", "`TableStream`")
     if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
         return column.to_pylist()
     if not column.null_count and not column.flatten().null_count:
-        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a copy, which may be written to
+        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a writable copy
         return values.reshape(len(column), column.type.list_size)
     if len(column) == 1:
         return column.to_pylist()

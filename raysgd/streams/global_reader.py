@@ -1,8 +1,8 @@
 """One worker's part of the global batches of a pass, from any position and in a group of any size.
 
-Where a shard's length is not known, or a filter leaves rows out, only who reads a lane sees that it runs dry. Each lane
-is watched by one rank. Behind each global batch that is read all ranks add up what they see of their lanes, so that all
-of them deal alike. They also tell where their lanes are: a rank that is lost takes no position with it.
+If the length of a shard is not known, or a filter drops rows, only the reader of a lane sees where it ends. So one rank
+watches each lane. After each global batch, all ranks exchange what they see of their lanes, so that all deal the same
+rows. They also exchange the positions of their lanes, so that a lost rank takes no position with it.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
-"""Begins to add up numbers over all ranks; returns what waits for the sums."""
-_NUM_SHOWN = 2  # because a batch norm refuses a single row
+"""Starts a sum of numbers over all ranks. Returns a function that waits for the sums."""
+_NUM_SHOWN = 2  # because batch normalization refuses a single row
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
-    """Add up the numbers of a single rank."""
+    """Return the sums of a single rank: its own numbers."""
     return lambda: numbers
 
 
 class LaneEnds:
-    """The ends of lanes: known from the lengths of the shards, or seen by the ranks, which tell each other.
+    """The ends of lanes. They follow from the lengths of the shards, or the ranks see them and tell each other.
 
-    What they see may be some global batches old: rows are then counted from where the pass was opened.
+    What the ranks see may be some global batches old. Rows are then counted from where the pass was opened.
 
     Args:
         of_pass: The pass.
-        begin: Where it is.
+        begin: Its position.
         watched: The lanes that this rank watches.
-        start_sum: Adds up over all ranks.
+        start_sum: Starts a sum over all ranks.
 
     Attributes:
-        counts: The rows of each lane that were dealt so far, in the pass or since it was opened.
+        counts: Number of rows of each lane that were dealt, in the pass or since it was opened.
     """
 
     def __init__(self, of_pass: StreamPass, begin: StreamPosition, watched: range, start_sum: StartSum) -> None:
         num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
         self._watched, self._start_sum = watched, start_sum
         self._num_rows, self._turn = begin.num_rows, begin.turn
-        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # so many rows of each lane were seen
+        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # rows of each lane that were dealt, and seen
         if self._is_known:
             self.counts, self._turn = of_pass.dealt(begin.num_rows)
             self._seen_to = of_pass.lengths
-        self._is_dry = [self._is_known] * num_lanes  # whether none is behind them
+        self._is_dry = [self._is_known] * num_lanes  # True if a lane has no rows after those that were seen
         self._known_at: Sequence[int] = self.counts
         self._known = begin.lanes or (LanePosition(),) * num_lanes
         self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
 
     @property
     def num_left(self) -> int | None:
-        """The number of rows of the pass that are left; None if that is not known, and more than none."""
+        """Number of rows left in the pass; None if it is not known, and more than none."""
         return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
 
     def num_seen(self, num_rows: int) -> int:
-        """Return how far to look in each lane for so many rows of all; 0 where nothing has to be seen."""
+        """Return how far to look in each lane to find so many rows in all; 0 if there is no need to look."""
         if self._is_known:
             return 0
         num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
@@ -74,12 +74,12 @@ class LaneEnds:
         return self._is_dry, self._seen_to, self.counts
 
     def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
-        """Called by all ranks at the same place in the pass, with what each of them sees behind a global batch.
+        """Report what this rank sees after a global batch. All ranks call this at the same place in the pass.
 
         Args:
-            counts: How many rows of each lane were dealt up to there.
-            num_rows: How far it looked in each lane that it watches.
-            found: How many rows are left in each of them, up to `num_rows`, and where it is.
+            counts: Number of rows of each lane that were dealt up to there.
+            num_rows: How far this rank looked in each lane that it watches.
+            found: For each of these lanes, the number of rows left, up to `num_rows`, and its position.
         """
         numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
         for lane, (num_left, position) in zip(self._watched, found, strict=True):
@@ -87,7 +87,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Take in all that was seen so far, which all ranks wait for."""
+        """Take in all reports. Waits for those of the other ranks."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
@@ -101,15 +101,15 @@ class LaneEnds:
         """Deal so many rows, or fewer at the end of the pass.
 
         Args:
-            num_rows: How many.
-            look: Looks further, so many rows in each lane, and calls `see`; needed where a few lanes give all rows.
+            num_rows: How many rows to deal.
+            look: Looks so many rows ahead in each lane and calls `see`. Needed if few lanes provide all rows.
         """
         self.hear()
         while True:
             left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
             dealt = deal(num_rows, left, self._turn)
             after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
-            # Else a lane may have fewer rows than it gave, or none behind them. All ranks come to the same.
+            # Otherwise a lane may have fewer rows than it gave, or none after them. All ranks decide the same.
             if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
             look(2 * max(dealt.counts) + 1)
@@ -119,12 +119,12 @@ class LaneEnds:
         return dealt
 
     def position(self) -> StreamPosition:
-        """Return where the pass is, as far as that was seen."""
+        """Return the position of the pass, as far as the ranks have seen it."""
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
     def places(self) -> Sequence[Place]:
-        """The place of each lane."""
+        """Place of each lane."""
         return self.counts if self._is_known else self._lanes
 
     @property
@@ -134,32 +134,32 @@ class LaneEnds:
 
 
 class Shares(Protocol):
-    """Divides global batches, as `raysgd.arrays.division.Division` does."""
+    """Divides global batches, like `raysgd.arrays.division.Division`."""
 
     @property
     def world_size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
 
     @property
     def global_size(self) -> int:
-        """Rows of a full global batch."""
+        """Number of rows of a full global batch."""
 
     def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
-        """Return start and end of each batch of a worker, and the rows that all workers take at the same time."""
+        """Return start, end, and rows of all workers at the same time, for each batch of a worker."""
 
 
 class StreamBatch(NamedTuple):
     """A worker's part of a global batch, or of one of several batches of it.
 
     Attributes:
-        start: The first of the rows, counted from that of the global batch.
-        batch: The batch; where the worker has no row some that it repeats, without one of them counting; or None.
-        num_rows: How many of its rows count.
-        num_global: Rows of all workers at the same time.
-        is_first: Whether the global batch begins with it.
-        is_last: Whether the global batch ends with it.
-        ends_pass: Whether the global batch is known to be the last one.
-        after: The position behind the global batch.
+        start: Its first row, counted from the start of the global batch.
+        batch: The batch. A worker without rows repeats some, which do not count, or gets None.
+        num_rows: Number of its rows that count.
+        num_global: Number of rows of all workers at the same time.
+        is_first: True if the global batch begins with it.
+        is_last: True if the global batch ends with it.
+        ends_pass: True if the global batch is known to be the last one.
+        after: Position after the global batch.
     """
 
     start: int
@@ -173,7 +173,7 @@ class StreamBatch(NamedTuple):
 
 
 class _GlobalBatch(NamedTuple):
-    """One that was dealt and ordered, and is not needed yet."""
+    """A global batch that was dealt and ordered, but is not needed yet."""
 
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
@@ -183,17 +183,17 @@ class _GlobalBatch(NamedTuple):
 
 
 class GlobalReader:
-    """Hands out the batches of one worker.
+    """Yields the batches of one worker.
 
     Args:
         of_pass: The pass.
-        shares: How global batches are divided.
-        rank: The place of the worker in them.
-        begin: Where the pass is.
+        shares: Divides global batches.
+        rank: Rank of the worker in this division.
+        begin: Position of the pass.
         watched: The lanes that the worker watches.
-        open_loading: Called when the first batch is needed; returns what makes the batches.
-        start_sum: Adds up over all workers, where lengths are not known.
-        pad: Whether a worker without a row in a global batch repeats others, as in training.
+        open_loading: Called when the first batch is needed. Returns a `BatchLoader`.
+        start_sum: Starts a sum over all workers. Used if lengths are not known.
+        pad: True if a worker without rows in a global batch repeats others, as in training.
     """
 
     _loading: BatchLoader
@@ -216,7 +216,7 @@ class GlobalReader:
         self._is_over = False
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_GlobalBatch] = deque()
-        self._num_orders = 0  # that were not answered
+        self._num_orders = 0  # orders without an answer
         self._made: deque[MadeBatches] = deque()
 
     def __iter__(self) -> Iterator[StreamBatch]:
@@ -233,16 +233,16 @@ class GlobalReader:
                 if not self._ordered:
                     return
                 whole, made = self._ordered.popleft(), self._next_made()
-                if whole.num_seen:  # answered while the worker trains
+                if whole.num_seen:  # the sum runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
-                if whole.ends_pass and self._stream.skips:  # what was left out is known before the pass ends
+                if whole.ends_pass and self._stream.skips:  # the count of left-out rows is needed before the pass ends
                     self._ends.hear()
                     whole = whole._replace(after=self._ends.position())
                 yield from self._batches(whole, made)
 
     @property
     def _rows_ahead(self) -> int:
-        """The number of rows to look behind a global batch, until the next look counts."""
+        """Number of rows to look ahead after a global batch, which must last until the next look counts."""
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
@@ -263,7 +263,7 @@ class GlobalReader:
         self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
-        """Tell whether no global batch follows the one that was dealt last, as far as that is known."""
+        """Return True if the last dealt global batch is known to be the last one of the pass."""
         stream, num_left = self._stream, self._ends.num_left
         if stream.limit is not None:
             of_limit = stream.limit - self._num_rows
@@ -271,7 +271,7 @@ class GlobalReader:
         return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
 
     def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
-        """Return the rows of a batch; some to show where the worker has none, and never had any."""
+        """Return the rows of a batch. If the worker never had a row, return some to show it their form."""
         if start == stop:
             if self._has_rows or not self._pad:
                 return []
@@ -291,7 +291,7 @@ class GlobalReader:
         return self._made.popleft() if self._made else self._receive()
 
     def _look(self, num_rows: int) -> None:
-        """Look behind all that was dealt so far."""
+        """Look ahead after all rows that were dealt."""
         counts, places = self._ends.counts, self._ends.places
         while self._num_orders:
             self._made.append(self._receive())

@@ -1,4 +1,4 @@
-"""Streams of iterables: whatever a function makes, and datasets of `datasets` that are streamed."""
+"""Streams of iterables: the results of functions, and streamed datasets of Hugging Face's `datasets`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from raysgd.streams.stream import Shard, Stream, from_row
 _NOTE_EVERY = 256
 _NUM_STATES = 4
 _ROWS_AT_ONCE = 32
-_FORMATS = (None, "torch")  # of which several rows at once are what they are one by one
+_FORMATS = (None, "torch")  # formats in which converting several rows at once gives the same as one by one
 
 
 class IterableStream(Stream):
-    """Rows of an iterable, which has to yield the same ones whenever it is iterated over, in every process.
+    """Rows of an iterable. It must yield the same rows whenever it is iterated over, in every process.
 
-    It is read from its beginning to get to a row in the middle.
+    To get to a row in the middle, it is read from its beginning.
 
     Args:
-        rows: An iterable that can be iterated over again and again, or a function without arguments that returns an
+        rows: An iterable that can be iterated over several times, or a function without arguments that returns an
             iterable, such as a generator function.
-        num_rows: How many rows there are; None for `len(rows)` if it has one, else unknown.
+        num_rows: Number of rows. None for `len(rows)` if it has a length, otherwise unknown.
 
     Raises:
-        TypeError: `rows` are no such thing, or an iterator, which can be used only once.
+        TypeError: `rows` is something else, or an iterator, which can be used only once.
         ValueError: `num_rows` is negative or no integer.
 
     Examples:
@@ -81,18 +81,18 @@ _IN_SHARDS = (
         "Repeat",
     ),
     *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
-)  # which have the rows of their shards; `take`, `skip`, interleaving and indices count rows of all shards
+)  # these keep the rows of each shard; `take`, `skip`, interleaving and indices count rows of all shards
 
 
 class HuggingFaceStream(Stream):
-    """Rows of a `datasets.IterableDataset`, in its shards; one that counts rows of all of them is one shard.
+    """Rows of a `datasets.IterableDataset`, by its shards. A dataset that counts rows of all shards is one shard.
 
-    Shuffle with `Stream.shuffle` instead of the dataset's own `shuffle`: that one ends at the border of a shard. A
-    process that has read a row goes on near it with a `state_dict` of the dataset, as after the loss of another worker.
-    Any other one reads the shard from its beginning to get to a row in the middle.
+    Shuffle with `Stream.shuffle` instead of the dataset's own `shuffle`, which does not mix rows of different shards. A
+    process that has read a row continues near it with a `state_dict` of the dataset, for example after the loss of
+    another worker. Any other process reads a shard from its beginning to get to a row in the middle.
 
     Args:
-        dataset: What `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)` returned.
+        dataset: The result of `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)`.
 
     Raises:
         TypeError: It is something else.
@@ -123,7 +123,7 @@ class HuggingFaceStream(Stream):
         return from_row(self._rows(part, at, states.append), start, at)
 
     def _rows(self, part: Any, at: int, note: Callable[[tuple[int, Any]], None]) -> Iterator[Any]:
-        """Yield the rows from number `at` on; now and then note the number of the next one, and how to get there."""
+        """Yield the rows from number `at` on. Now and then note the number of the next row and the dataset's state."""
         for block in self._blocks(part):
             at, before = at + len(block), at
             if at // _NOTE_EVERY > before // _NOTE_EVERY:
@@ -136,9 +136,9 @@ class HuggingFaceStream(Stream):
         return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
 
     def _formatted(self, table: Any) -> list[Any]:
-        """Return the rows of a table, as the dataset yields them. One by one they take it several times as long."""
+        """Return the rows of a table as the dataset yields them. One by one would take several times as long."""
         assert self._formatter is not None, "there are tables"
-        if any(map(_has_nulls, table.columns)):  # which change the type of a column, and not that of other rows
+        if any(map(_has_nulls, table.columns)):  # a null would change the type of other rows in its column
             return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
         columns = self._formatter.format_batch(table)
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -149,10 +149,10 @@ class HuggingFaceStream(Stream):
 
     @cached_property
     def _formatter(self) -> Any:
-        """Make rows of tables as the dataset does; None where it has no tables of plain values."""
+        """Formatter of `datasets` that turns tables into rows; None if the dataset has no tables of plain values."""
         try:
             form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
-        except AttributeError:  # another version of the library
+        except AttributeError:  # in another version of the library
             return None
         kind, features = None if form is None else form.format_type, self._dataset.features
         is_quick = tables is not None and kind in _FORMATS and features
@@ -164,14 +164,14 @@ class HuggingFaceStream(Stream):
 
 
 def _is_in_shards(rows: Any) -> bool:
-    """Return whether what a dataset is made of is known to have the rows of its shards, one shard after the other."""
+    """Return True if the source of a dataset is known to yield the rows of one shard after the other."""
     sources = [*getattr(rows, "ex_iterables", ()), *([rows.ex_iterable] if hasattr(rows, "ex_iterable") else ())]
     name = type(rows).__name__.removesuffix("Iterable").removesuffix("Examples")
     return name in _IN_SHARDS and not getattr(rows, "with_indices", False) and all(map(_is_in_shards, sources))
 
 
 def _is_plain(column_type: Any) -> bool:
-    """Tell whether values are numbers, text, bytes or lists of such, which are not decoded."""
+    """Return True if values are numbers, text, bytes or lists of these, which need no decoding."""
     from pyarrow import BaseExtensionType, types
 
     of_list = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)

@@ -1,6 +1,6 @@
-"""The rows of lanes in one process, from any position: of shards that are read once, through filters, and mixed.
+"""Reads the rows of lanes in one process, from any position. Reads each shard once, filters and mixes the rows.
 
-A pass says which lanes there are, where each is after some rows, and opens a reader of one.
+A pass defines the lanes and their positions after some rows, and opens a reader for each lane.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, to
 logger = logging.getLogger(__name__)
 
 Numbered: TypeAlias = tuple[int, Any]
-"""A row behind its number in the shard."""
+"""The number of a row in its shard, and the row."""
 
 _NUM_KEPT = 256
 _MOST_TRIES = 4  # a row, and the next three
 _MOST_READINGS = 4
-_MOST_SKIPPED = 256  # rows that are kept at a time
+_MOST_SKIPPED = 256  # rows that are held at a time while others are skipped
 
 
 def numbered_rows(
     open_shard: Callable[[str, int], Iterator[Any]], shard: Shard, start: int, skips: bool = False
 ) -> Iterator[Numbered]:
-    """Yield the rows of a shard from one on, each behind its number; `DROPPED` for one that is left out.
+    """Yield the rows of a shard from `start` on, each with its number; `DROPPED` for a row that is left out.
 
     Args:
-        open_shard: Opens a shard at a row, as `Stream.open`.
+        open_shard: Opens a shard at a row, like `Stream.open`.
         shard: The shard.
         start: The number of the first row.
-        skips: Whether to leave out what cannot be read: one row, or all others where the next ones cannot be read too.
+        skips: True to leave out a row that cannot be read, or the rest of the shard if the next rows cannot be read
+            either.
 
     Raises:
-        StreamError: The shard cannot be read, or has not as many rows as were said.
+        StreamError: The shard cannot be read, or does not have the number of rows that it claimed.
     """
     number, num_tries, said = start, 0, shard.num_rows
     while True:
@@ -51,12 +52,12 @@ def numbered_rows(
             for row in rows:
                 number, num_tries = number + 1, 0
                 if number == said:
-                    number += sum(1 for _ in rows)  # none, where the shard is what it was
+                    number += sum(1 for _ in rows)  # none, unless the shard has changed
                     if number > said:
                         break
                 yield number - 1, row
             break
-        except Exception as error:  # whatever a stream of the user raises
+        except Exception as error:  # a stream of the user may raise anything
             what = f"cannot be read from row {number} on"
             failed = StreamError(f"shard {shard.name!r} {what}: {type(error).__name__}: {error}")
             if not skips:
@@ -80,12 +81,12 @@ class OpenShards:
     """Opens shards for the lanes of one process.
 
     Args:
-        stream: Where rows come from.
+        stream: The source of the rows.
         shards: Its shards.
-        lanes: Which lane reads what.
+        lanes: Defines what each lane reads.
         expected: The lanes that this process reads.
-        block: How many rows a lane reads at a time.
-        skips: Whether to leave out what cannot be read.
+        block: Number of rows that a lane reads at a time.
+        skips: True to leave out rows that cannot be read.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class OpenShards:
     ) -> None:
         self._stream, self._shards, self._skips = stream, shards, skips
         self._lanes, self._expected, self._block = lanes, expected, block
-        self._readings: dict[int, list[_Reading]] = {}  # of shards that are shared; the last one was used last
+        self._readings: dict[int, list[_Reading]] = {}  # of shared shards; the last one was used most recently
 
     def rows(self, part: LanePart, start: int) -> Iterator[Numbered]:
-        """Return the rows of a part of a lane, behind their numbers, from the row `start` of the shard on.
+        """Return the rows of a part of a lane, with their numbers, from row `start` of the shard on.
 
         Raises:
-            StreamError: The shard cannot be read, or has not as many rows as were said.
+            StreamError: The shard cannot be read, or does not have the number of rows that it claimed.
         """
         if part.step == 1:
             return numbered_rows(self._stream.open, self._shards[part.shard], start, self._skips)
@@ -120,7 +121,7 @@ class OpenShards:
                 reading = self._reading(part, at)
 
     def _reading(self, part: LanePart, at: int) -> _Reading:
-        """Return a reading that comes to a row, or has kept it; what was passed by is read again."""
+        """Return a reading that will reach a row soon, or has kept it; if there is none, read the shard again."""
         readings = self._readings.setdefault(part.shard, [])
         found = next((each for each in reversed(readings) if each.has(part.first, at)), None)
         if found is None:
@@ -134,13 +135,13 @@ class OpenShards:
     def _new(self, part: LanePart, at: int) -> _Reading:
         ends = [parts[-1] for parts in map(self._lanes.all_parts.__getitem__, self._expected)]
         readers = {each.first for each in ends if each.shard == part.shard}
-        # Others may be some rows behind this lane: by what they read at a time, and by their turn.
+        # Other lanes may be some rows behind this one, because of the rows read at a time and of their turns.
         start = max(0, (at // part.step - self._block) * part.step)
         num_kept = 2 * self._block + _NUM_KEPT
         reading = _Reading(part.step, start, readers, num_kept)
 
         def open_shard(name: str, number: int) -> Iterator[Any]:
-            if self._skips:  # all workers have to come to the same rows that cannot be read
+            if self._skips:  # so that all workers find the same rows unreadable
                 return self._stream.open(name, number)
             return self._stream.open_some(name, number, reading.is_needed)
 
@@ -149,13 +150,13 @@ class OpenShards:
 
 
 class _Reading:
-    """One reading of a shard. What is read on the way to a row waits for the lanes that it belongs to.
+    """One reading of a shard. Rows that are read on the way to another one wait for their lanes.
 
     Args:
-        step: From each row of a lane to its next one.
+        step: Distance between two rows of a lane.
         start: Where the reading begins.
-        readers: The first rows of the lanes that rows may wait for.
-        num_kept: How many may wait for a lane.
+        readers: The first rows of the lanes for which rows wait.
+        num_kept: How many rows may wait for a lane.
 
     Attributes:
         source: The rows from `start` on.
@@ -169,18 +170,18 @@ class _Reading:
         self._next = start
 
     def is_needed(self, number: int) -> bool:
-        """Tell whether a row is of one of these lanes."""
+        """Return True if a row belongs to one of these lanes."""
         return number % self._step in self._waiting
 
     def has(self, first: int, at: int) -> bool:
-        """Tell whether this reading comes to the row `at` soon, or has kept it."""
+        """Return True if this reading will reach row `at` soon, or has kept it."""
         waiting = self._waiting.get(first)
         if waiting and waiting[0][0] <= at <= waiting[-1][0]:
             return True
         return self._next <= at <= self._next + self._num_kept * self._step
 
     def row(self, first: int, at: int) -> Numbered | None:
-        """Return the row `at` of a lane; None behind the end."""
+        """Return row `at` of a lane; None after the end."""
         waiting = self._waiting.setdefault(first, deque())
         while waiting and waiting[0][0] < at:
             waiting.popleft()
@@ -201,30 +202,30 @@ class _Reading:
             return
         waiting.append(row)
         if len(waiting) > self._num_kept:
-            del self._waiting[first]  # its lane is far behind
+            del self._waiting[first]  # that lane is far behind
 
 
 LaneRow: TypeAlias = tuple[int, int, Any]
-"""A row behind the number of its part, and its number in the shard."""
+"""The number of the part of a row, its number in the shard, and the row."""
 
 
 class LaneReader:
     """Reads one lane, row by row.
 
-    Rows are mixed block by block, so a block is read again as it was: its content and its order follow from where it
-    begins. Where nothing is mixed, a block is what is needed next.
+    Rows are mixed block by block. The content and order of a block follow from its first row, so a block that is read
+    again is the same. Without mixing, a block is whatever is needed next.
 
     Args:
-        parts: What the lane reads.
-        names: The name of the shard of each part.
+        parts: The parts of the lane.
+        names: Name of the shard of each part.
         open_part: Opens a part at a row of its shard.
         steps: The steps up to the last filter.
-        block: How many rows are mixed with each other.
+        block: Number of rows that are mixed with each other.
         position: Where to begin.
-        skips: Whether rows are left out that a step fails for.
+        skips: True to leave out rows for which a step fails.
 
     Attributes:
-        names: See above.
+        names: As in the arguments.
     """
 
     def __init__(
@@ -242,15 +243,15 @@ class LaneReader:
         self._steps, self._block, self._skips = steps, block, skips
         self._left_out = position.left_out
         self._waiting: deque[LaneRow] = deque()
-        self._blocks: deque[tuple[LanePosition, int]] = deque()  # where each begins that has waiting rows, and its rows
-        self._num_taken = 0  # of the first of them
+        self._blocks: deque[tuple[LanePosition, int]] = deque()  # start and length of each block with waiting rows
+        self._num_taken = 0  # rows of the first of these blocks
         self._next_block = position._replace(skip=0)
         self._counted = self._from(self._next_block)
         self.skip(position.skip)
 
     @property
     def position(self) -> LanePosition:
-        """The position of the next row."""
+        """Position of the next row."""
         return self._blocks[0][0]._replace(skip=self._num_taken) if self._blocks else self._next_block
 
     def peek(self, num_rows: int) -> int:
@@ -268,12 +269,12 @@ class LaneReader:
         return [self._waiting.popleft() for _ in range(num_rows)]
 
     def skip(self, num_rows: int) -> None:
-        """Pass over the next rows."""
+        """Skip the next rows."""
         while num_rows and (num_passed := len(self.read(min(num_rows, _MOST_SKIPPED)))):
             num_rows -= num_passed
 
     def _read_block(self, num_wanted: int) -> bool:
-        """Read some more rows; return whether there were any."""
+        """Read more rows. Return False if there were none."""
         num_rows = num_wanted if self._block == 1 else self._block
         found, begin = list(islice(self._counted, num_rows)), self._next_block
         part, after = (found[-1][0], found[-1][1] + 1) if len(found) == num_rows else (len(self._parts), 0)
@@ -289,7 +290,7 @@ class LaneReader:
         return True
 
     def _from(self, position: LanePosition) -> Iterator[LaneRow]:
-        """Yield each row that filters leave."""
+        """Yield each row that passes the filters."""
         start, has_steps = position.row, bool(self._steps.steps)
         for number in range(position.part, len(self._parts)):
             for at, row in self._open_part(self._parts[number], start):
@@ -311,17 +312,17 @@ class LaneReader:
 
 
 Place: TypeAlias = int | LanePosition
-"""Where a lane is: how many of its rows were dealt, if all else follows from that."""
+"""The place of a lane: the number of its rows that were dealt, if its position follows from it, or the position."""
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The position of a pass, behind a global batch. It means the same for any number of workers.
+    """The position of a pass, after a global batch. It is valid for any number of workers.
 
     Attributes:
-        num_rows: Rows in the global batches so far.
-        turn: Which lane is dealt from next: its place in the order of turns.
-        lanes: Where each lane is; None where that follows from `num_rows`.
+        num_rows: Number of rows in the global batches so far.
+        turn: The next turn, which says from which lane to deal.
+        lanes: Position of each lane; None if they follow from `num_rows`.
     """
 
     num_rows: int = 0
@@ -330,20 +331,20 @@ class StreamPosition:
 
     @property
     def left_out(self) -> int:
-        """Rows that could not be read and were left out."""
+        """Number of rows that could not be read and were left out."""
         return sum(lane.left_out for lane in self.lanes or ())
 
 
 @dataclass(frozen=True)
 class StreamPass:
-    """One pass.
+    """One pass over a stream.
 
     Attributes:
-        stream: What is read.
+        stream: The stream.
         shards: Its shards.
-        pass_index: The number of the pass, from 0.
-        seed: That of the training.
-        num_lanes: How many lanes there are.
+        pass_index: Index of the pass, from 0.
+        seed: Seed of the training.
+        num_lanes: Number of lanes.
     """
 
     stream: Pipeline
@@ -354,42 +355,42 @@ class StreamPass:
 
     @property
     def block(self) -> int:
-        """The number of rows of a lane that are mixed with each other."""
+        """Number of rows of a lane that are mixed with each other."""
         return 1 if self.stream.buffer == 1 else max(2, -(-self.stream.buffer // self.num_lanes))
 
     @property
     def is_known(self) -> bool:
-        """True if the number of rows in each lane is known beforehand."""
+        """True if the number of rows of each lane is known in advance."""
         return self.stream.keeps_rows and total(self.shards) is not None
 
     @cached_property
     def lanes(self) -> Lanes:
-        """The lanes and what each reads."""
+        """The lanes, and what each of them reads."""
         order, turns = list(range(len(self.shards))), list(range(self.num_lanes))
         if self.stream.buffer == 1:
             return Lanes(order, self.num_lanes)
         chance = random.Random(digest(self._seed))
         chance.shuffle(order)
-        chance.shuffle(turns)  # else a small batch would be of the same lanes, and so of the same rows, in each pass
+        chance.shuffle(turns)  # otherwise a small batch would have rows of the same lanes in each pass
         return Lanes(order, self.num_lanes, turns)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The rows in each lane, where they are known."""
+        """Number of rows of each lane. Only if lengths are known."""
         return self.lanes.lengths(self._of_shards)
 
     def dealt(self, num_rows: int) -> DealtRows:
-        """Return what the lanes have given after some rows, where lengths are known."""
+        """Return what the lanes have given after so many rows. Only if lengths are known."""
         return deal(num_rows, self.lengths, turn=0)
 
     def position(self, lane: int, place: Place) -> LanePosition:
-        """Return where a lane is."""
+        """Return the position of a lane at a place."""
         if isinstance(place, LanePosition):
             return place
         return self.lanes.position(lane, place, self._of_shards, self.block)
 
     def open_shards(self, expected: Collection[int]) -> OpenShards:
-        """Open no shard yet, but for these lanes."""
+        """Return an `OpenShards` for these lanes. Opens no shard yet."""
         return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
 
     def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
@@ -401,7 +402,7 @@ class StreamPass:
 
     @property
     def last_steps(self) -> RowSteps:
-        """The steps behind the last filter, which only rows go through that are trained on."""
+        """The steps after the last filter. They run only on rows that are used."""
         first = self.stream.num_to_count
         return RowSteps(self.stream.steps[first:], self._seed, first)
 

@@ -1,9 +1,10 @@
-"""Lanes: a fixed number of ways through the shards of a stream, whatever the number of workers.
+"""Lanes: a fixed number of sequences of rows through the shards of a stream, whatever the number of workers.
 
-Shards are given to lanes in rounds, one to each. Where fewer are left than there are lanes, neighboring lanes share
-one: each reads every k-th row of it. So all lanes have about the same number of rows, however many shards there are.
+Shards are given to lanes in rounds, one to each lane. In the last round, if there are fewer shards than lanes,
+neighboring lanes share a shard: each reads every k-th row. So all lanes have about the same number of rows, however
+many shards there are.
 
-Global batches are dealt from the lanes in turn, row by row. All this is arithmetic on counts, without any data.
+Global batches are dealt from the lanes in turn, row by row. This module calculates with counts only, without any data.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class LanePart(NamedTuple):
 
     Attributes:
         shard: Index of the shard.
-        first: The first row that belongs to the lane.
-        step: From each row of the lane to its next one.
+        first: First row of the lane in it.
+        step: Distance between two rows of the lane.
     """
 
     shard: int
@@ -40,13 +41,13 @@ class LanePart(NamedTuple):
 
 
 class LanePosition(NamedTuple):
-    """A place in a lane.
+    """A position in a lane.
 
     Attributes:
-        part: Which part of the lane.
-        row: The number of a row in the shard, from which on to read.
-        skip: How many rows to pass over from there, as they are in the lane: after filters, mixed by a shuffle.
-        left_out: How many rows of the lane, ahead of `row`, could not be read and were left out.
+        part: Index of the part of the lane.
+        row: Number of the row in the shard from which to read.
+        skip: Number of rows to skip from there, counted after filters and in mixed order.
+        left_out: Number of rows of the lane before `row` that could not be read and were left out.
     """
 
     part: int = 0
@@ -60,10 +61,10 @@ class Lanes:
     """The shards of all lanes in one pass.
 
     Attributes:
-        order: The shards by their index, in the order of the pass.
-        num_lanes: How many lanes there are.
-        turns: The turns in which lanes that share a shard divide its rows; None for those in which rows are dealt, so
-            that rows keep their order.
+        order: Indices of the shards, in the order of the pass.
+        num_lanes: Number of lanes.
+        turns: Turns in which lanes that share a shard divide its rows. None for the turns in which rows are dealt,
+            which keeps the rows in order.
 
     Examples:
         >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)
@@ -78,7 +79,7 @@ class Lanes:
     turns: Sequence[int] | None = None
 
     def parts(self, lane: int) -> list[LanePart]:
-        """Return what a lane reads, one after the other."""
+        """Return the parts that a lane reads one after the other."""
         num_whole, num_left = divmod(len(self.order), self.num_lanes)
         whole = [LanePart(self.order[turn * self.num_lanes + lane]) for turn in range(num_whole)]
         if not num_left:
@@ -90,28 +91,28 @@ class Lanes:
 
     @cached_property
     def _turns(self) -> list[int]:
-        """The turn of each lane: the first rows of a shard that lanes share are for those whose turns come first."""
+        """Turn of each lane. The first row of a shared shard goes to the lane whose turn comes first."""
         if self.turns is not None:
             return list(self.turns)
         return [turn for _, turn in sorted(zip(spread_order(self.num_lanes), range(self.num_lanes), strict=True))]
 
     @cached_property
     def all_parts(self) -> list[list[LanePart]]:
-        """The parts of each lane."""
+        """Parts of each lane."""
         return [self.parts(lane) for lane in range(self.num_lanes)]
 
     def lengths(self, of_shards: Sequence[int]) -> list[int]:
-        """Return how many rows each lane has."""
+        """Return the number of rows of each lane."""
         return [sum(part.num_rows(of_shards[part.shard]) for part in parts) for parts in self.all_parts]
 
     def position(self, lane: int, count: int, of_shards: Sequence[int], block: int) -> LanePosition:
-        """Return where a lane is after some rows, where all lengths are known.
+        """Return the position of a lane after some rows. All lengths have to be known.
 
         Args:
             lane: The lane.
-            count: How many of its rows were used.
-            of_shards: The lengths of the shards.
-            block: How many rows are mixed with each other: a position begins with a whole block.
+            count: Number of its rows that were used.
+            of_shards: Lengths of the shards.
+            block: Number of rows that are mixed with each other. A position starts with a whole block.
         """
         skip = count % block
         left = count - skip
@@ -125,7 +126,9 @@ class Lanes:
 
 
 def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
-    """Return the lanes that a worker watches: each is watched by one. It trains on rows of these, and of a few others.
+    """Return the lanes that a worker watches. It trains on rows of these and of a few other lanes.
+
+    Each lane has one such worker.
 
     Raises:
         ValueError: There are more workers than lanes.
@@ -137,9 +140,9 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 
 
 def spread_order(num_lanes: int) -> list[int]:
-    """Return the lanes in the order of their turns: the lanes of any run of turns are far from each other.
+    """Return the lanes in the order of their turns. Lanes with consecutive turns are far from each other.
 
-    So a run of turns has about as many in each of several equal parts of the lanes, and workers keep to their lanes.
+    So the rows of a few turns come about equally from all parts of the lanes, and workers keep to their lanes.
 
     >>> spread_order(8)
     [0, 4, 2, 6, 1, 5, 3, 7]
@@ -148,22 +151,22 @@ def spread_order(num_lanes: int) -> list[int]:
 
 
 def _binary_digits(number: int, end: int) -> Iterator[int]:
-    """Yield the digits of a number, the last one first."""
+    """Yield the binary digits of a number, last digit first."""
     while end > 1:
         yield number % 2
         number, end = number // 2, (end + 1) // 2
 
 
 ENDLESS = 2**62
-"""For the rows of a lane whose end is not known, or not near."""
+"""Number of rows of a lane whose end is not known or not near."""
 
 
 class DealtRows(NamedTuple):
     """The rows of a global batch.
 
     Attributes:
-        counts: How many are of each lane.
-        turn: Whose turn is next: a place in the order of turns.
+        counts: Number of rows from each lane.
+        turn: The next turn.
     """
 
     counts: list[int]
@@ -171,17 +174,17 @@ class DealtRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all lanes."""
+        """Number of rows from all lanes."""
         return sum(self.counts)
 
 
 def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
-    """Deal rows from the lanes in turn, one by one; a lane that has run dry is passed over.
+    """Deal rows from the lanes in turn, one by one. Lanes without rows are passed over.
 
     Args:
-        num_rows: How many rows to deal. Fewer come only if all lanes run dry.
-        left: How many rows each lane has.
-        turn: Where the turns go on.
+        num_rows: Number of rows to deal. Fewer are dealt only if all lanes run dry.
+        left: Number of rows that each lane has left.
+        turn: The first turn.
 
     >>> deal(5, left=[9, 9, 1, 9], turn=0)
     DealtRows(counts=[2, 1, 1, 1], turn=1)
@@ -194,7 +197,7 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
         live = [(place, lane) for place, lane in enumerate(order) if counts[lane] < left[lane]]
         if not live:
             break
-        # Whole rounds at once, up to the first lane that runs dry in them; then the round that is not whole.
+        # Deal whole rounds at once, up to the first lane that runs dry; then a round that is not whole.
         rounds = min(num_rows // len(live), *(left[lane] - counts[lane] for _, lane in live))
         dealt = live if rounds else live[:num_rows]
         for _, lane in dealt:
@@ -214,8 +217,8 @@ class LaneSlice(NamedTuple):
 
     Attributes:
         lane: The lane.
-        start: The first of them, counted from the lane's first row in this batch.
-        stop: After the last one.
+        start: First row, counted from the lane's first row in this batch.
+        stop: End of the run (exclusive).
     """
 
     lane: int
@@ -224,7 +227,7 @@ class LaneSlice(NamedTuple):
 
 
 def slices(counts: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
-    """Return which rows of lanes the rows `start` to `stop` of a global batch are; it begins with those of lower lanes.
+    """Return the rows `start` to `stop` of a global batch as slices of lanes. A global batch has lower lanes first.
 
     >>> slices([2, 0, 3, 1], start=1, stop=4)
     [LaneSlice(lane=0, start=1, stop=2), LaneSlice(lane=2, start=0, stop=2)]

@@ -1,8 +1,7 @@
-"""The loading of one worker's part of the global batches: what is ordered, and who makes it.
+"""Makes one worker's batches: in the worker when they are needed, or ahead of time in loader processes.
 
-Batches are made where they are needed, or ahead of the training in processes, each of which reads some of the worker's
-lanes. These are forked, so nothing of the stream has to be pickled. They hold no state that anyone needs: what they
-have made ahead is made again after a failure.
+Each loader process reads some of the worker's lanes. It is forked, so nothing of the stream has to be pickled. It holds
+no state that matters: after a failure, the batches that it made in advance are made again.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ class Collate(Protocol):
         """Return a batch of some rows."""
 
     def join(self, batches: list[Any]) -> Any:
-        """Return one batch of one or several, whose rows are all different."""
+        """Combine batches with different rows into one."""
 
     def begin_process(self) -> None:
-        """Called first in a process that makes batches."""
+        """Called first in a loader process."""
 
 
 class BatchOrder(NamedTuple):
     """An order for batches of one global batch.
 
     Attributes:
-        batches: For each batch that the worker takes of it the rows of lanes; nothing for a batch without any.
-        counts: How many rows of each lane the global batch has.
-        places: Where each lane is ahead of it.
-        num_seen: How far to look in the watched lanes behind it; 0 for not at all.
+        batches: For each of the worker's batches, its rows as slices of lanes; empty for a batch without rows.
+        counts: Number of rows of each lane in the global batch.
+        places: Place of each lane before the global batch.
+        num_seen: How far to look ahead in the watched lanes after the global batch; 0 for not at all.
     """
 
     batches: Sequence[Sequence[LaneSlice]]
@@ -62,11 +61,11 @@ class BatchOrder(NamedTuple):
 
 
 class MadeBatches(NamedTuple):
-    """The outcome of an order.
+    """The answer to an order.
 
     Attributes:
         batches: The batches; None for one without rows.
-        found: How many rows are left in each watched lane, up to `num_seen`, and where it is.
+        found: For each watched lane, the number of rows left, up to `num_seen`, and its position.
     """
 
     batches: list[Any]
@@ -74,16 +73,16 @@ class MadeBatches(NamedTuple):
 
 
 class BatchMaker:
-    """Reads lanes, and makes batches of their rows when they are needed. A lane is opened when rows of it are needed.
+    """Reads lanes and makes batches of their rows when they are needed. Opens a lane when a row of it is needed.
 
     Args:
         of_pass: The pass.
-        watched: The lanes to look at for ends. Some rows of their neighbors are read, too: where a share ends inside of
-            a lane, two workers read it.
+        watched: The lanes whose ends to watch. Rows of neighboring lanes are read, too: if a share ends inside a lane,
+            two workers read that lane.
         collate: Makes a batch of a list of rows.
 
     Attributes:
-        num_ahead: How many global batches to order ahead of the one that is needed.
+        num_ahead: How many global batches to order before they are needed.
     """
 
     num_ahead = 0
@@ -91,23 +90,23 @@ class BatchMaker:
     def __init__(self, of_pass: StreamPass, watched: range, collate: Callable[[list[Any]], Any]) -> None:
         self.watched = watched
         self._pass, self._collate = of_pass, collate
-        self._places: Sequence[Place] = ()  # as the present global batch begins
+        self._places: Sequence[Place] = ()  # at the start of the present global batch
         near = range(max(0, watched.start - _NUM_NEIGHBORS), min(of_pass.num_lanes, watched.stop + _NUM_NEIGHBORS))
         self._opened = of_pass.open_shards(near)
         self._readers: dict[int, LaneReader] = {}
-        self._passed: dict[int, int] = {}  # rows of the present global batch; negative for a lane that is behind
+        self._passed: dict[int, int] = {}  # rows read of the present global batch; negative if a lane is behind
         self._orders: deque[BatchOrder] = deque()
 
     def order(self, order: BatchOrder) -> None:
-        """Order something. What is ordered is made in the same order."""
+        """Add an order. Orders are answered in the same sequence."""
         self._orders.append(order)
 
     def receive(self) -> MadeBatches:
-        """Return what became of the first order that was not answered yet."""
+        """Return the answer to the oldest open order."""
         return self.make(self._orders.popleft())
 
     def end_loading(self) -> None:
-        """Do nothing: all that is open closes by itself."""
+        """Do nothing: open shards close by themselves."""
 
     def make(self, order: BatchOrder) -> MadeBatches:
         """Make the batches of an order."""
@@ -116,13 +115,13 @@ class BatchMaker:
         for lane in list(self._readers):
             self._passed[lane] -= order.counts[lane]
             if self._passed[lane] < -_MOST_BEHIND and lane not in self.watched:
-                del self._readers[lane], self._passed[lane]  # it is cheaper to open it again
+                del self._readers[lane], self._passed[lane]  # reopening it is cheaper than reading on
         found = [self._peek(lane, order.num_seen) for lane in self.watched] if order.num_seen else []
         return MadeBatches(batches, found)
 
     def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
         steps, rows, places = self._pass.last_steps, [], []
-        for lane, start, stop in wanted:  # those of a lane that come first are wanted first
+        for lane, start, stop in wanted:  # slices of one lane come in the order of its rows
             reader = self._reader(lane)
             reader.skip(start - self._passed[lane])
             self._passed[lane] = stop
@@ -133,7 +132,7 @@ class BatchMaker:
         return collated(self._collate, rows, places)
 
     def _peek(self, lane: int, num_rows: int) -> tuple[int, LanePosition]:
-        """Return how many rows a lane has left, up to a number, and where it is as a global batch begins."""
+        """Return how many rows a lane has left, up to a number, and its position at the start of a global batch."""
         reader = self._reader(lane)
         reader.skip(-self._passed[lane])
         self._passed[lane] = 0
@@ -149,14 +148,14 @@ class BatchMaker:
 
 
 def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Sequence[str]) -> Any:
-    """Return a batch of rows, each of which is from one of the places.
+    """Return a batch of rows. `places` names each row for errors.
 
     Raises:
-        StreamError: `collate` failed. It names the first row that has not the form of row 0.
+        StreamError: `collate` failed. The message names the first row whose form differs from row 0.
     """
     try:
         return collate(rows)
-    except Exception as error:  # of a function of the user, or of a framework
+    except Exception as error:  # a function of the user or of a framework may raise anything
         first, forms = dict(_forms(rows[0])), [dict(_forms(row)) for row in rows]
         odd = next((number for number, each in enumerate(forms) if each != first), None)
         where = f"{places[0]}, to {places[-1]}"
@@ -169,7 +168,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
 
 
 def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
-    """Yield each field of a row, and which kind of value it has."""
+    """Yield the name of each field of a row and the kind of its value."""
     named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple | list) else ()
     of_array = f" of shape {tuple(row.shape)} and type {row.dtype}" if hasattr(row, "shape") else ""
     of_several = f" of {len(row)}" if isinstance(row, Mapping | tuple | list) else ""
@@ -179,12 +178,12 @@ def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
 
 
 class LoaderProcesses:
-    """Some processes, which make their parts of each batch side by side.
+    """Several processes that make parts of each batch in parallel.
 
     Args:
-        makers: What each of them makes, in the order of their lanes.
-        join: Makes one batch of the parts that have rows.
-        num_ahead: How many global batches to make ahead.
+        makers: What each process makes, in the order of lanes.
+        join: Combines the parts that have rows into one batch.
+        num_ahead: How many global batches to make in advance.
         begin: Called first in each process.
     """
 
@@ -222,14 +221,14 @@ class LoaderProcesses:
 
 
 class _LoaderProcess:
-    """One of them, seen from the worker."""
+    """The worker's handle on one loader process."""
 
     def __init__(self, maker: BatchMaker, begin: Callable[[], None]) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(maker, theirs, begin), name="raysgd-loader", daemon=True)
         self._process.start()
-        theirs.close()  # so that its end is seen
+        theirs.close()  # so that the worker notices if the process ends
 
     def send(self, order: BatchOrder) -> None:
         try:
@@ -253,14 +252,14 @@ class _LoaderProcess:
         return StreamError(f"a loader process {how}. If it ran out of memory, use fewer, or a smaller `prefetch`.")
 
     def kill(self) -> None:
-        self._process.kill()  # it may be in the middle of something that takes long, and holds nothing that is needed
+        self._process.kill()  # it may be busy for long, and holds nothing that is needed
         self._process.join()
         self._process.close()
         self._connection.close()
 
 
 def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Callable[[], None]) -> None:
-    """Make what is ordered, until the process is ended. Another thread sends it, so what is ready waits here."""
+    """Answer orders until the process is killed. A thread sends the answers, so they may wait here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
@@ -274,7 +273,7 @@ def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Ca
             os._exit(0)
         try:
             answers.put(maker.make(order))
-        except Exception as error:  # whatever it is, it is raised in the worker
+        except Exception as error:  # the worker raises it
             answers.put(ExceptionWithTraceback(error, error.__traceback__))
 
 
@@ -288,8 +287,8 @@ def _send(connection: Connection[Any, BatchOrder], answers: SimpleQueue[Any]) ->
 
 
 def end_with_parent() -> None:
-    """End this process as soon as its parent is gone. Does nothing where the system cannot tell (Linux can)."""
-    gc.freeze()  # what was garbage in the parent may have threads that do not exist here
+    """End this process as soon as its parent is gone. Does nothing on systems that cannot report that (Linux can)."""
+    gc.freeze()  # garbage of the parent may refer to threads that do not exist here
     try:
         handle = os.pidfd_open(os.getppid())  # type: ignore[attr-defined, unused-ignore]
     except (AttributeError, OSError):
@@ -306,10 +305,10 @@ def end_with_parent() -> None:
 
 
 class ArrayCollate:
-    """Stacks what rows have in the same place: of tuples, lists and dicts, also nested.
+    """Stacks corresponding values of rows. Rows may be nested tuples, lists and dicts.
 
     Args:
-        as_array: Makes a column of its values.
+        as_array: Turns a list of values into a column.
     """
 
     def __init__(self, as_array: Callable[[Any], Any] = np.asarray) -> None:
@@ -319,7 +318,7 @@ class ArrayCollate:
         return _built(rows, self._as_array)
 
     def join(self, batches: list[Any]) -> Any:
-        """Return one batch of one or several."""
+        """Combine batches into one."""
         return batches[0] if len(batches) == 1 else _built(batches, np.concatenate)
 
     def begin_process(self) -> None:
@@ -327,7 +326,7 @@ class ArrayCollate:
 
 
 def _built(parts: list[Any], leaf: Callable[[Any], Any]) -> Any:
-    """Return the same structure as that of each part, with a leaf made of theirs."""
+    """Return the common structure of all parts, with each leaf made of theirs."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: _built([part[name] for part in parts], leaf) for name in first}

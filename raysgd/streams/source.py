@@ -1,4 +1,4 @@
-"""A stream as the data of one worker: its shards, the worker's batches pass by pass, and the positions in a state."""
+"""A stream as the data of one worker: its shards, the worker's batches in each pass, and positions in saved states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProce
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
-"""Makes what divides global batches, of the size of one and the number of workers."""
+"""Makes an object that divides global batches, given the size of one and the number of workers."""
 _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
 
@@ -31,8 +31,8 @@ class StreamData:
     Attributes:
         loader: The stream.
         shards: Its shards.
-        divide: How global batches are divided.
-        is_training: Whether a worker without a row in a global batch repeats some.
+        divide: Divides global batches.
+        is_training: True if a worker without rows in a global batch repeats some.
     """
 
     loader: Pipeline
@@ -42,13 +42,13 @@ class StreamData:
 
     @property
     def batch_size(self) -> int:
-        """Rows in a global batch."""
+        """Number of rows in a global batch."""
         assert self.loader.batch_size is not None, "checked when the stream was registered"
         return self.loader.batch_size
 
     @property
     def num_rows(self) -> int | None:
-        """Rows in the global batches of a pass; None if that is not known."""
+        """Number of rows in the global batches of a pass; None if it is not known."""
         num_rows = self.loader.num_rows(self.shards)
         if num_rows is None or not self.loader.drop_last:
             return num_rows
@@ -56,18 +56,18 @@ class StreamData:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the names, lengths and versions of the shards."""
+        """Digest of the names, lengths and versions of the shards."""
         text = "\n".join(f"{shard.name}\t{shard.num_rows}\t{shard.version}" for shard in self.shards)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def signature(self) -> str:
-        """The facts that must be equal on all ranks for them to read the same stream."""
+        """What must be equal on all ranks so that they read the same stream."""
         return f"{len(self.shards)} shards {self.digest} in global batches of {self.batch_size}"
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """The data that a saved position belongs to, in plain values: what orders rows, and the shards."""
+        """What a saved position depends on, in plain values: the settings that order rows, and the shards."""
         loader = self.loader
         return {
             "buffer and seed of `shuffle`": [loader.buffer, loader.seed],
@@ -78,10 +78,10 @@ class StreamData:
         }
 
     def check_position(self, position: Mapping[str, Any]) -> None:
-        """Refuse a position inside a pass that is not one in this stream. Between two passes any one will do.
+        """Refuse a position inside a pass over another stream. A position between two passes fits every stream.
 
         Raises:
-            ValueError: The shards, or what orders their rows, are not those that it was saved with; it is damaged.
+            ValueError: The shards or the order of their rows have changed, or the position is damaged.
         """
         if not position["is_mid_pass"]:
             return
@@ -108,16 +108,16 @@ class StreamData:
 
 
 def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> StreamData:
-    """Look at the shards of a stream that was registered.
+    """Check a registered stream and read its list of shards.
 
     Args:
         stream: The stream.
-        name: What it was registered as: "train" or "validation".
-        divide: How global batches are divided.
-        world_size: How many workers there are.
+        name: The name under which it was registered: "train" or "validation".
+        divide: Divides global batches.
+        world_size: Number of workers.
 
     Raises:
-        ValueError: It has no batch size, or no shards; there are more workers than lanes.
+        ValueError: The stream has no batch size or no shards, or there are more workers than lanes.
     """
     stream = check_batched(stream, f"the {name} stream")
     if world_size > NUM_LANES:
@@ -134,10 +134,10 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
 
 
 def check_batched(stream: Stream, what: str) -> Pipeline:
-    """Return a stream that was put in batches.
+    """Return the stream if it has a batch size.
 
     Raises:
-        ValueError: It was not.
+        ValueError: It has none.
     """
     if not isinstance(stream, Pipeline) or stream.batch_size is None:
         raise ValueError(
@@ -148,15 +148,15 @@ def check_batched(stream: Stream, what: str) -> Pipeline:
 
 
 def check_stream_of_call(stream: Stream, name: str, obstacle: str | None) -> None:
-    """Check a stream that a call brings along.
+    """Check a stream that was passed to a call.
 
     Args:
         stream: The stream.
-        name: What the argument is called.
-        obstacle: Why the trainer cannot use one; None if it can.
+        name: Name of the argument.
+        obstacle: Why the trainer cannot use a stream; None if it can.
 
     Raises:
-        ValueError: It cannot be used.
+        ValueError: The stream cannot be used.
     """
     if obstacle is not None:
         raise ValueError(f"`{name}=` got {obstacle}")
@@ -179,18 +179,18 @@ logger = logging.getLogger(__name__)
 
 
 class StreamGroup(Protocol):
-    """The group of workers that read a stream together."""
+    """The workers that read a stream together."""
 
     @property
     def rank(self) -> int:
-        """The place of this worker."""
+        """Rank of this worker."""
 
     @property
     def world_size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
 
     def adding(self) -> StartSum:
-        """Return what adds up numbers over all workers; an error where they tell each other nothing."""
+        """Return a function that starts sums over all workers. Raise an error if they cannot exchange numbers."""
 
 
 class StreamSource:
@@ -199,14 +199,15 @@ class StreamSource:
     Args:
         data: The stream.
         ranks: The workers.
-        seed: Decides the order of every pass; the same on all ranks.
+        seed: Seed of the order of every pass, the same on all ranks.
         collate: Makes a batch of a list of rows.
-        item: Makes what is yielded: of the batch, the weight of its gradient, its rows that count, those of all ranks,
-            whether a global step begins and ends with it, the seeds of a logical shard, and whether the pass ends.
-        no_batch: Yielded in the place of a batch without rows.
+        item: Makes what is yielded, from: the batch, the weight of its gradient, its number of rows that count, that of
+            all ranks, if a global step begins with it, if one ends with it, the seeds of a logical shard, and if the
+            pass ends.
+        no_batch: Yielded in place of a batch without rows.
 
     Attributes:
-        left_out: Rows of the pass that could not be read, and were left out.
+        left_out: Number of rows of the pass that could not be read and were left out.
     """
 
     is_divided: ClassVar[bool] = True
@@ -231,13 +232,13 @@ class StreamSource:
 
     @property
     def most_batches(self) -> int:
-        """The number of batches that a rank takes for a global step, one after the other."""
+        """Number of batches that a rank takes one after the other in a global step."""
         shares: Any = self._shares
         return int(shares.num_batches(self.data.batch_size))
 
     @property
     def num_shards(self) -> int:
-        """The number of logical shards of a global batch; 0 where it is divided by ranks."""
+        """Number of logical shards of a global batch; 0 if it is divided by ranks."""
         return getattr(self._shares, "num_shards", 0)
 
     @property
@@ -245,7 +246,7 @@ class StreamSource:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:
-        """Let ranks tell each other what they see of their lanes, where nothing else says it."""
+        """Join a group of workers. They exchange what they see of their lanes if lengths are not known."""
         self._ranks = ranks
         is_needed = ranks.world_size > 1 and not self.data.open_pass(0, self.seed).is_known
         self._start_sum = ranks.adding() if is_needed else alone
@@ -299,20 +300,20 @@ class StreamSource:
             logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
-        """Evaluate where no rank knows how many rows there are: each takes the rows of the lanes that it watches."""
+        """Yield items of an evaluation of unknown length. Each rank reads the rows of the lanes that it watches."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
             yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Return the seeds of a logical shard, which begins with its first row, and of what follows the last one."""
+        """Return the seed of a logical shard, which depends on its first row, and the seed after the last shard."""
         places = (consumed + batch.start, consumed)
         own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:
-        """Keep the position behind a global batch. How many of these steps are done, the training says later."""
+        """Keep the position after a global batch. The training says later how many of these steps are done."""
         num_rows = batch.after.num_rows
         self._positions[num_rows], self.left_out = batch.after, batch.after.left_out
         if len(self._positions) > _NUM_POSITIONS:
@@ -324,29 +325,29 @@ class StreamSource:
 
     @property
     def num_samples(self) -> int | None:
-        """Rows of the pass, of all ranks, if known."""
+        """Number of rows of the pass, of all ranks, if known."""
         return self._end
 
     def num_steps(self) -> int | None:
-        """Return the steps of the pass since it was opened, if known."""
+        """Return the number of steps of the pass since it was opened, if known."""
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return the rows of the pass that all ranks have used after that many steps since it was opened."""
+        """Return how many rows of the pass all ranks have used after `num_steps` steps since it was opened."""
         rows = self._opened_at + num_steps * self.data.batch_size
         return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return what a saved position says beside the number of rows."""
+        """Return what a saved position contains in addition to the number of rows."""
         position = self._positions.get(consumed, StreamPosition(consumed))
         lanes = None if position.lanes is None else [list(lane) for lane in position.lanes]
         return {"seed": self.seed, "stream": self.data.origin, "turn": position.turn, "lanes": lanes}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Take a saved position over; a pass that stopped there can go on.
+        """Restore a saved position. A pass that stopped there can continue.
 
         Raises:
-            ValueError: It is one in the middle of a pass over another stream.
+            ValueError: It is in the middle of a pass over another stream.
         """
         self.data.check_position(position)
         self.seed, self._positions = position["seed"], {}
@@ -367,15 +368,15 @@ def _only(parts: list[Any]) -> Any:
 
 
 class BatchesInOrder:
-    """Batches of all rows; `drop_last` has no effect, so that no row is lost.
+    """Batches of all rows. `drop_last` has no effect, so that no row is lost.
 
     Args:
         stream: The stream.
-        size: Says how many rows a batch has, of the number that the stream says, if it says one.
+        size: Returns the size of a batch, given that of the stream or None.
         collate: Makes a batch of a list of rows.
 
     Attributes:
-        num_batches: How many there are; None if that is not known.
+        num_batches: Number of batches; None if it is not known.
 
     Raises:
         ValueError: The stream is shuffled.

@@ -1,4 +1,4 @@
-"""`Stream`: data without an index, as the rows of named shards, and what becomes of the rows."""
+"""`Stream`: data without an index, as the rows of named shards, and the steps that rows go through."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from raysgd._numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
 logger = logging.getLogger(__name__)
-_MOST_WARNINGS = 10  # of one process
+_MOST_WARNINGS = 10  # in one process
 
 
 class Shard(NamedTuple):
-    """A part of a stream that is read by itself, such as a file.
+    """A part of a stream that can be read separately, such as a file.
 
     Attributes:
-        name: What it is called; no other shard has the same name.
-        num_rows: How many rows it has; None where that is not known before they are read.
-        version: Anything that changes with its rows, such as a checksum: a position in another version is refused.
+        name: Its name, which no other shard has.
+        num_rows: Number of its rows; None if it is not known before they are read.
+        version: Anything that changes with its rows, such as a checksum. A position in another version is refused.
     """
 
     name: str
@@ -33,9 +33,9 @@ class Shard(NamedTuple):
 
 
 class Stream(ABC):
-    """Rows in shards. A subclass says which shards there are, and opens one at a row.
+    """Rows in shards. A subclass lists the shards, and opens a shard at a row.
 
-    Both must say the same in every process and in every run: the position in a stream counts rows.
+    Both must give the same result in every process and every run, because a position in a stream counts rows.
 
     Examples:
         >>> class Numbers(Stream):
@@ -55,34 +55,34 @@ class Stream(ABC):
 
     @abstractmethod
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        """Return the rows of a shard from the row `start` on; the first one has the number 0.
+        """Return the rows of a shard from row `start` on. The first row has the number 0.
 
         Raises:
             ValueError: The shard has fewer rows than `start`.
         """
 
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Return the same rows, with anything in the place of those that are not needed here.
+        """Return the rows like `open`. A row that is not needed here may be replaced by anything.
 
-        Called for a shard that several workers share. Override it where a row can be passed over at a lower cost.
+        Called for a shard that several workers share. Override it if skipping a row can be cheaper than reading it.
 
         Args:
             shard: As for `open`.
             start: As for `open`.
-            is_needed: Says of the number of a row, just before it is made, whether it is needed.
+            is_needed: Takes the number of a row, just before it is made, and returns True if the row is needed.
         """
         return self.open(shard, start)
 
     def map(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
-        """Return the stream with a function of each row in its place.
+        """Return the stream with each row replaced by `function(row)`.
 
-        A function that draws random numbers gives a row that is read again, as after a failure, other ones; `seeded`
-        prevents that.
+        If the function draws random numbers, use `seeded`. Otherwise a row that is read again, for example after a
+        failure, may come out differently.
 
         Args:
             function: Called with a row, in the worker that trains on it.
-            seeded: Whether it is called with `(row, generator)`: a generator of NumPy, whose seed depends on the row,
-                the pass and the seed of the training.
+            seeded: True to call it with `(row, generator)`: a NumPy generator whose seed depends on the row, the pass
+                and the seed of the training.
 
         Raises:
             TypeError: It cannot be called.
@@ -91,23 +91,23 @@ class Stream(ABC):
         return self._with_step("map", function, seeded)
 
     def filter(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
-        """Return the stream without the rows for which a function is false; arguments and errors are those of `map`.
+        """Return the stream without the rows for which `function` is false. Arguments and errors are those of `map`.
 
-        It is called in the workers that read a row, which may be several.
+        The function runs in each worker that reads the row, so it may run more than once.
         """
         return self._with_step("filter", function, seeded)
 
     def shuffle(self, buffer: int, seed: int | None = None) -> Pipeline:
-        """Return the stream in another order in each pass: of the shards, and of rows that are near each other.
+        """Return the stream in a different order in each pass: of the shards, and of rows that are near each other.
 
-        Where in a chain of calls this stands makes no difference.
+        It may be called anywhere in the chain, with the same result.
 
         Args:
-            buffer: How many rows are kept in all workers together, to be mixed; at least two for each lane.
-            seed: Decides the order. None: the seed of the training.
+            buffer: Number of rows that all workers together hold to mix them; at least two for each lane.
+            seed: Seed of the order. None for the seed of the training.
 
         Raises:
-            ValueError: `buffer` is not a positive number; the stream is shuffled already, or cut off by `take`.
+            ValueError: `buffer` is not a positive number, or the stream is already shuffled, or cut off by `take`.
         """
         check_count("buffer", buffer, "It is the number of rows to mix.")
         if seed is not None:
@@ -118,7 +118,7 @@ class Stream(ABC):
         return replace(rows, buffer=buffer, seed=seed)
 
     def take(self, num_rows: int) -> Pipeline:
-        """Return the stream with the first rows of each pass only, of all workers together.
+        """Return the stream with only the first `num_rows` rows of each pass, of all workers together.
 
         Raises:
             ValueError: `num_rows` is not a positive number.
@@ -140,18 +140,20 @@ class Stream(ABC):
         """Return the stream in global batches. This is the last call in a chain.
 
         Args:
-            size: Rows in a global batch: of all workers together, however many there are.
-            drop_last: Whether to leave out a last global batch that is not full.
-            collate: Makes a batch of a list of rows. None: what the framework uses. With several loader processes the
-                worker itself calls it. A batch counts by its rows, unless the operator says otherwise.
-            num_workers: How many processes load for each worker, side by side; 0: the worker loads what it needs next.
-            prefetch: How many global batches they load ahead.
-            on_error: What follows a row that cannot be read, or that a function fails for: "raise", or "skip" to leave
-                it out. Warnings and `status()` say how many were left out.
+            size: Number of rows in a global batch, of all workers together, however many there are.
+            drop_last: True to leave out a last global batch that is not full.
+            collate: Makes a batch of a list of rows. None for the framework's usual function. With several loader
+                processes, the worker itself calls it. A batch counts by its rows unless the operator gives it another
+                weight.
+            num_workers: Number of loader processes of each worker. With 0, the worker loads each batch when it is
+                needed.
+            prefetch: How many global batches they load in advance.
+            on_error: What happens if a row cannot be read, or a function fails for it: "raise", or "skip" to leave it
+                out. Warnings and `status()` say how many rows were left out.
 
         Raises:
             TypeError: `collate` cannot be called.
-            ValueError: A number is out of range; the rows are in batches already.
+            ValueError: A number is out of range, or the rows are in batches already.
         """
         check_count("size", size, "It is the number of rows of all workers together in a step.")
         refuse_text(drop_last=drop_last)
@@ -181,7 +183,7 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream for a method about rows, ahead of `batch`."""
+        """Return the stream for a method that works on rows. Refuse one that is in batches."""
         rows = self._pipeline()
         if rows.batch_size is not None:
             raise ValueError(f"`{name}` after `batch`: it is about rows, so it has to come first.")
@@ -191,7 +193,7 @@ class Stream(ABC):
         return self if isinstance(self, Pipeline) else Pipeline(self)
 
     def __len__(self) -> int:
-        """Return the number of rows in a pass; of global batches once they are formed.
+        """Return the number of rows in a pass; after `batch`, the number of global batches.
 
         Raises:
             TypeError: It is not known.
@@ -202,11 +204,11 @@ class Stream(ABC):
         return num_rows
 
     def __bool__(self) -> bool:
-        return True  # without this, a truth value would be that of the length, which may not be known
+        return True  # otherwise the truth value would need the length, which may not be known
 
 
 def total(shards: Sequence[Shard]) -> int | None:
-    """Return the rows of all shards together; None where that of one is not known."""
+    """Return the number of rows of all shards; None if that of one is not known."""
     lengths = [shard.num_rows for shard in shards]
     return None if None in lengths else sum(length or 0 for length in lengths)
 
@@ -215,8 +217,8 @@ def check_shards(stream: Stream) -> list[Shard]:
     """Return the shards of a stream.
 
     Raises:
-        TypeError: One is no `Shard`.
-        ValueError: There is none, or two have the same name, or a length is negative.
+        TypeError: One is not a `Shard`.
+        ValueError: There are none, or two have the same name, or a length is negative.
     """
     shards = list(stream.shards())
     for shard in shards:
@@ -237,7 +239,7 @@ RowT = TypeVar("RowT")
 
 
 def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
-    """Pass over the rows of a shard ahead of `start`, and return the others; the first one has the number `at`.
+    """Skip the rows of a shard before `start` and return the rest. The iterator is at row number `at`.
 
     Raises:
         ValueError: There are fewer rows.
@@ -251,11 +253,11 @@ def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
 _NUM_WARNINGS = itertools.count()
 
 DROPPED = object()
-"""Instead of a row that a filter left out."""
+"""Stands for a row that a filter dropped."""
 
 
 def warn_of_row(error: StreamError) -> None:
-    """Say what is left out; after some warnings rows are only counted."""
+    """Warn of a row that is left out. After some warnings, rows are only counted."""
     number = next(_NUM_WARNINGS)
     if number < _MOST_WARNINGS:
         more = "; further ones are counted and not named" if number == _MOST_WARNINGS - 1 else ""
@@ -263,12 +265,12 @@ def warn_of_row(error: StreamError) -> None:
 
 
 class RowStep(NamedTuple):
-    """One function that is called with each row.
+    """A function that is called with each row.
 
     Attributes:
-        function: What is called.
-        is_filter: Whether its result says if the row stays; else the result takes the place of the row.
-        is_seeded: Whether it gets a generator of random numbers as well.
+        function: The function.
+        is_filter: True if its result says whether to keep the row. Otherwise the result replaces the row.
+        is_seeded: True if it also takes a generator of random numbers.
     """
 
     function: Callable[..., Any]
@@ -278,12 +280,12 @@ class RowStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSteps:
-    """Some steps, one after the other.
+    """Steps that each row goes through, one after the other.
 
     Attributes:
         steps: The steps.
-        seed: What random numbers of this pass depend on.
-        first: The place of the first step in the stream.
+        seed: Seed of the random numbers of this pass.
+        first: Index of the first step in the stream.
     """
 
     steps: Sequence[RowStep]
@@ -291,12 +293,12 @@ class RowSteps:
     first: int = 0
 
     def __call__(self, row: Any, shard: str, number: int) -> Any:
-        """Return what becomes of a row, or `DROPPED`.
+        """Return a row after all steps, or `DROPPED`.
 
         Args:
             row: The row.
-            shard: The name of the shard that it is from.
-            number: Its number there.
+            shard: Name of its shard.
+            number: Its number in the shard.
 
         Raises:
             StreamError: A step failed.
@@ -314,7 +316,7 @@ class RowSteps:
                     row = result
                 elif not result:
                     return DROPPED
-        except Exception as error:  # of a function of the user
+        except Exception as error:  # a function of the user may raise anything
             name = getattr(function, "__name__", type(function).__name__)
             what = f"`{name}` failed with {type(error).__name__}: {error}"
             raise StreamError(f"shard {shard!r}, row {number}: {what}") from error
@@ -323,20 +325,20 @@ class RowSteps:
 
 @dataclass(frozen=True)
 class Pipeline(Stream):
-    """A stream with what becomes of its rows. The methods of `Stream` make it.
+    """A stream with the steps for its rows. The methods of `Stream` make it.
 
     Attributes:
-        source: Where rows come from.
+        source: The source of the rows.
         steps: Functions and filters.
-        buffer: How many rows are mixed, by all workers together; 1 for the order of the source.
-        seed: Decides the order; None for the seed of the training.
-        limit: How many rows a pass has at most; None for all.
-        batch_size: Rows in a global batch; None until that was said.
-        drop_last: Whether a last global batch that is not full is left out.
-        collate: Makes a batch of a list of rows; None for what the framework uses.
-        num_workers: How many processes make the batches of a worker; 0 for none.
-        prefetch: How many global batches they make ahead.
-        skips: Whether rows are left out that cannot be read, or that a step fails for.
+        buffer: Number of rows that all workers together mix; 1 for the order of the source.
+        seed: Seed of the order; None for the seed of the training.
+        limit: Largest number of rows in a pass; None for all.
+        batch_size: Number of rows in a global batch; None before `batch`.
+        drop_last: True to leave out a last global batch that is not full.
+        collate: Makes a batch of a list of rows; None for the framework's usual function.
+        num_workers: Number of loader processes of a worker; 0 for none.
+        prefetch: How many global batches they make in advance.
+        skips: True to leave out rows that cannot be read, or for which a step fails.
     """
 
     source: Stream
@@ -355,7 +357,7 @@ class Pipeline(Stream):
         return self.source.shards()
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        """Return what becomes of the rows of a shard, from the row `start` of the source on, in its order."""
+        """Return the rows of a shard after all steps, from row `start` of the source on, in the order of the source."""
         steps = RowSteps(self.steps, seed=f"{self.seed or 0}/0")
         for number, row in enumerate(self.source.open(shard, start), start):
             prepared = steps(row, shard, number)
@@ -364,7 +366,7 @@ class Pipeline(Stream):
 
     @property
     def num_to_count(self) -> int:
-        """The number of steps that decide which rows there are: all up to the last filter, or all that may fail."""
+        """Number of steps that decide which rows remain, up to the last filter; with `skips`, all steps."""
         return (
             len(self.steps)
             if self.skips
@@ -377,7 +379,7 @@ class Pipeline(Stream):
         return not self.skips and not self.num_to_count
 
     def num_rows(self, shards: Sequence[Shard]) -> int | None:
-        """Return the rows of a pass over these shards; None if that is not known."""
+        """Return the number of rows in a pass over these shards; None if it is not known."""
         of_shards = total(shards) if self.keeps_rows else None
         return of_shards if of_shards is None or self.limit is None else min(of_shards, self.limit)
 

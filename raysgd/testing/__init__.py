@@ -1,11 +1,12 @@
-"""Faults on purpose, for tests of what your training does when something breaks.
+"""Real faults for tests of how your training handles failures.
 
-Each function arms something in the real processes of a running trainer: a SIGKILL, a SIGSTOP, a pause, a write that
-fails. Nothing is simulated, and nothing of it is there unless one of these functions was called.
+Each function arms a fault in the real processes of a running trainer: a SIGKILL, a SIGSTOP, a pause, a write that
+fails. Nothing is simulated, and none of this code runs unless you call one of these functions.
+
 See `docs/recipes/test-with-faults.md`.
 
-A fault is armed in the process that has the rank at that time. It goes with the process, also to another rank; a
-process that takes its place later is unharmed.
+A fault is armed in the process that has the rank at that time. It stays with the process, even if its rank changes. A
+process that replaces it later is not affected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lets writes of checkpoint files fail."""
+"""Makes writes of checkpoint files fail."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from raysgd.testing.targets import controller_of
 
 @contextlib.contextmanager
 def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) -> Iterator[None]:
-    """Let the writes of `trainer.save` fail, as on a full disk, as long as the block lasts.
+    """Make the writes of `trainer.save` fail inside the block, as on a full disk.
 
-    Writes in the background (`blocking=False`) that were begun inside the block fail too; its end waits for them.
+    Background writes (`blocking=False`) that begin inside the block fail too; the end of the block waits for them.
 
     Args:
         trainer: A running trainer.
-        error: What is raised; "no space left on device" unless said otherwise.
-        after_bytes: How much of each file is really written before.
+        error: The error to raise; by default "no space left on device".
+        after_bytes: Number of bytes of each file that are really written before that.
 
     Raises:
-        ValueError: `after_bytes` is negative or no whole number, or `error` is no `OSError`.
+        ValueError: `after_bytes` is negative or no integer, or `error` is no `OSError`.
     """
     if isinstance(after_bytes, bool) or not isinstance(after_bytes, int) or after_bytes < 0:
         raise ValueError(f"`after_bytes={after_bytes!r}`: need a whole number of bytes, 0 or more.")
@@ -62,7 +62,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
 
 
 class _FullFile:
-    """A file that takes so many bytes and no more."""
+    """A file that accepts a limited number of bytes."""
 
     def __init__(self, file: Any, num_left: int, failure: OSError) -> None:
         self._file, self._num_left, self._failure = file, num_left, failure

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from raysgd.engine.shared.types import GroupReport, World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""For each trainer and armed moment what disarms it."""
+"""For each trainer and moment, the function that disarms the fault."""
 
 
 def disarm_all(trainer: Any) -> None:
-    """Take back all faults of this trainer that wait in the driver."""
+    """Disarm all faults of this trainer that wait in the driver."""
     for undo in list(_undo.get(trainer, {}).values()):
         undo()
 
 
 def _disarm(trainer: Any, name: str) -> None:
-    """Take back a fault at this moment, so that only one happens there."""
+    """Disarm a fault at this moment, so that only one happens there."""
     undo = _undo.get(trainer, {}).get(name)
     if undo is not None:
         undo()
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
-    """Let `act` happen when the method `name` of this trainer is called the next time."""
+    """Call `act` before the next call of the method `name` of this trainer."""
     _disarm(trainer, name)
     original = getattr(trainer, name)
 
@@ -54,7 +54,7 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
-    """Let the next group that is started, and has these ranks, lose them over its set-up."""
+    """Kill these ranks during the setup of the next group that has them."""
     _disarm(trainer, "setup")
     lifecycle = controller_of(trainer)
     original = lifecycle.make_group
@@ -66,7 +66,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         undo()
         doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
         doomed: WorkerGroup = original(doomed_spec, num_workers)
-        doomed.standby._spec = spec  # those that start in their place, or later, are set up as usual
+        doomed.standby._spec = spec  # workers that replace them, or start later, are set up normally
         start = doomed.start
 
         def start_once(*args: Any) -> GroupReport:
@@ -88,7 +88,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _DyingMaker:
-    """Makes replicas, but on some ranks ends the process instead."""
+    """Makes replicas, except on some ranks, where it kills the process."""
 
     make_replica: Callable[[World], Any]
     ranks: tuple[int, ...]

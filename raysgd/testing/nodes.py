@@ -1,4 +1,4 @@
-"""Ends nodes of a test cluster."""
+"""Removes nodes of a test cluster."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from raysgd.testing.targets import check_ranks, group_of
 
 
 def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: int | None = None) -> Any:
-    """End all processes of a node of a local test cluster, without a word to anybody.
+    """Kill all processes of a node of a local test cluster, without a warning.
+
+    Pass either `node`, or `trainer` and `rank`.
 
     Args:
         cluster: A `ray.cluster_utils.Cluster`.
-        node: What its `add_node` returned; or leave it out and say whose node it is:
+        node: The result of its `add_node`.
         trainer: A running trainer.
-        rank: The node is the one of this rank's worker.
+        rank: The rank whose worker is on the node.
 
     Returns:
         The node.
 
     Raises:
-        ValueError: It is no node of the cluster, or the one of the driver or of Ray's own head; or nothing says which.
+        ValueError: It is no node of the cluster, or that of the driver or of Ray's head; or arguments are missing.
         RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
     """
     node = _find_node(cluster, node, trainer, rank)

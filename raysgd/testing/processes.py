@@ -16,10 +16,10 @@ from raysgd.testing.targets import check_ranks, controller_of, group_of
 from raysgd.testing.traps import Trap, arm, disarm_everywhere, send_itself
 
 IN_WORKERS = ("validate", "snapshot", "continue")
-"""Moments that come up in the worker itself; `step:N` is another one."""
+"""Moments that happen in the worker; `step:N` is another one."""
 
 IN_DRIVER = ("save", "load", "state_dict", "get_model", "setup")
-"""Moments that come up in the driver."""
+"""Moments that happen in the driver."""
 
 _STEP = re.compile(r"step:(\d+)")
 _GONE_S = 30.0
@@ -27,20 +27,20 @@ _ANSWER_S = 5.0
 
 
 def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
-    """End the process of a rank, or of several at once, with SIGKILL.
+    """Kill the process of a rank, or of several at once, with SIGKILL.
 
     Args:
-        trainer: A running trainer with workers beside the driver.
-        rank: Which one, or several.
-        at: When.
+        trainer: A running trainer with workers outside the driver.
+        rank: The rank, or several.
+        at: When to kill it.
 
             * "now": at once. Returns when Ray knows that the process is gone.
-            * "step:N": as it begins its training step number N from now on, counted from 0.
-            * "validate": as it begins to evaluate.
-            * "snapshot": as it copies its state, right behind a call or, with `snapshot_every_n_steps`, inside one.
-            * "continue": as it is to go on in a new group, after another rank was lost.
-            * "setup": as the worker with this rank is set up, the next time that all workers are started.
-            * "save", "load", "state_dict", "get_model": as the driver begins this call of the trainer.
+            * "step:N": when it begins its training step number N from now on, counted from 0.
+            * "validate": when it begins to evaluate.
+            * "snapshot": when it copies its state, after a call or, with `snapshot_every_n_steps`, inside one.
+            * "continue": when it joins a new group after another rank was lost.
+            * "setup": when the worker with this rank is set up, at the next start of all workers.
+            * "save", "load", "state_dict", "get_model": when the driver begins this call of the trainer.
 
     Raises:
         ValueError: There is no such rank or moment, or the rank is the driver itself.
@@ -51,14 +51,15 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
 
 
 def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
-    """Stop the process of a rank with SIGSTOP, as if its machine had frozen. It never goes on.
+    """Stop the process of a rank with SIGSTOP, as if its machine had frozen. It never continues.
 
-    The trainer notices during a call, after `heartbeat_s`, and ends the process.
+    The trainer notices during a call, after `heartbeat_s`, and kills the process.
 
     Args:
-        trainer: A running trainer with workers beside the driver.
-        rank: Which one, or several.
-        at: When, as for `kill_worker` but "setup". With "now" it returns at once; the signal arrives moments later.
+        trainer: A running trainer with workers outside the driver.
+        rank: The rank, or several.
+        at: When to stop it, as for `kill_worker` without "setup". "now" returns at once, shortly before the signal
+            arrives.
 
     Raises:
         ValueError: There is no such rank or moment, or the rank is the driver itself.
@@ -70,12 +71,12 @@ def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
 
 @contextlib.contextmanager
 def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterator[None]:
-    """Let one rank, or several, pause before each training step, as long as the block lasts.
+    """Make one rank, or several, pause before each training step inside the block.
 
     Args:
         trainer: A running trainer.
-        rank: Which one, or a list; the driver itself, too.
-        seconds: How long it pauses.
+        rank: The rank, or a list of ranks; may include the driver.
+        seconds: Length of each pause.
 
     Raises:
         ValueError: There is no such rank, or `seconds` is not a positive number.
@@ -94,7 +95,7 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
 
 
 def disarm(trainer: Any) -> None:
-    """Take back all that was armed with this trainer and has not happened yet.
+    """Disarm all faults of this trainer that have not happened yet.
 
     Raises:
         TypeError: It is no trainer.
@@ -119,7 +120,7 @@ def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], a
 
 
 def _check_moment(at: str, allow_setup: bool) -> int | None:
-    """The number of the step, for `step:N`.
+    """Return N for `step:N`, and None for other moments.
 
     Raises:
         ValueError: There is no such moment.
@@ -142,13 +143,13 @@ def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:
     import ray
 
     _, deaf = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
-    for rank in [rank for rank, call in calls.items() if call in deaf]:  # stopped, say
+    for rank in [rank for rank, call in calls.items() if call in deaf]:  # such as stopped processes
         group.kill_rank(rank)
     ray.wait(list(calls.values()), num_returns=len(calls), timeout=_GONE_S)
 
 
 def _signal_soon(trainer: Any, ranks: Sequence[int], number: int) -> None:
-    """Without waiting for what comes of it; ranks that are no more are left out."""
+    """Send a signal without waiting for its effect. Ranks that no longer exist are skipped."""
     group = group_of(trainer)
     for rank in ranks:
         if rank in group.remote_ranks:

@@ -1,4 +1,4 @@
-"""The workers that a fault is for."""
+"""The workers that a fault is armed in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -> list[int]:
-    """The ranks, sorted.
+    """Check the ranks, and return them sorted.
 
     Raises:
         ValueError: The trainer has no such rank, or it is the driver and may not be.
@@ -31,7 +31,7 @@ def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) ->
 
 
 def controller_of(trainer: Any) -> Any:
-    """The trainer's controller.
+    """Return the trainer's controller.
 
     Raises:
         TypeError: It is no trainer.
@@ -42,7 +42,7 @@ def controller_of(trainer: Any) -> Any:
 
 
 def group_of(trainer: Any) -> WorkerGroup:
-    """The workers that there are.
+    """Return the current workers.
 
     Raises:
         RuntimeError: The trainer was shut down, or its workers are being replaced.

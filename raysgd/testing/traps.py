@@ -1,4 +1,4 @@
-"""Faults that wait in a worker until it comes to a place in its work."""
+"""Faults that wait in a worker until it reaches a certain point."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _keys = itertools.count()
 
 
 def send_itself(number: int) -> None:
-    """Send this very process a signal that kills or stops it, and wait for that."""
+    """Send this process a signal that kills or stops it, and wait for that."""
     os.kill(os.getpid(), number)
-    time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine somewhat later
+    time.sleep(_LATE_S)  # another thread may handle the signal, with a delay on a busy machine
 
 
 @dataclass
 class Trap:
-    """Does something when a place is come to.
+    """Acts when a process reaches a certain point.
 
     Attributes:
-        act: What.
-        place: Where: "step", "validate", "snapshot" or "continue"; in the driver a method of the trainer, or "setup".
-        num_before: How many times the place is passed unharmed before.
-        once: Whether it happens a single time.
-        key: Names it, over all processes.
+        act: The function to call.
+        place: The point: "step", "validate", "snapshot" or "continue"; in the driver a trainer's method, or "setup".
+        num_before: Number of times that the point is passed before that.
+        once: True to act only once.
+        key: Id of the trap in all processes.
     """
 
     act: Callable[[], None]
@@ -45,7 +45,7 @@ class Trap:
     is_armed: bool = True
 
     def spring(self) -> None:
-        """The place is come to."""
+        """Act, if the trap is armed and the point has been passed often enough."""
         if not self.is_armed:
             return
         if self.num_before > 0:
@@ -55,7 +55,7 @@ class Trap:
         self.act()
 
     def before(self, owner: Any, name: str) -> None:
-        """Springs whenever the method `name` of this very object is called."""
+        """Spring the trap before each call of the method `name` of this object."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -66,11 +66,11 @@ class Trap:
         setattr(owner, name, trapped)
 
     def before_each_step(self, hosted: Any) -> None:
-        """Springs whenever a batch is handed to the user's loop, of whatever generation that is.
+        """Spring the trap before each batch for the user's loop.
 
-        Keras's `fit` draws its batches itself: there it springs before the exchange of gradients.
+        Keras's `fit` draws its batches itself: there, the trap springs before the exchange of gradients.
         """
-        streams: list[Any] = []  # of the running call, and of calls to come
+        streams: list[Any] = []  # the stream of the current call, which later calls may replace
 
         def watched(stream: Any) -> Any:
             if stream not in streams:
@@ -84,11 +84,11 @@ class Trap:
         hosted.loop.stream = lambda *args, **options: watched(original(*args, **options))
 
 
-_traps: list[Trap] = []  # of this process
+_traps: list[Trap] = []  # all traps of this process
 
 
 def _set(replica: Any, trap: Trap) -> str | None:
-    """Set the trap, in the worker, beside its work. Return why it cannot."""
+    """Set the trap in the worker, in parallel to its calls. Return the reason if that is impossible."""
     needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "continue": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
@@ -115,7 +115,7 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
     """Set the trap in the workers of these ranks.
 
     Raises:
-        ValueError: The trainer's workers never come to its place.
+        ValueError: The trainer's workers never reach this point.
         RuntimeError: A worker has died, or does not answer. The trap is set nowhere.
     """
     with OnFailure(functools.partial(disarm_everywhere, trainer, trap.key)):
@@ -131,7 +131,7 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
 
 
 def disarm_everywhere(trainer: Any, key: str | None) -> None:
-    """Take back the trap with this key in all workers, or all traps."""
+    """Disarm the trap with this key in all workers, or all traps."""
     with contextlib.suppress(TrainerShutdownError):
         controller = controller_of(trainer)
         controller.check_active()

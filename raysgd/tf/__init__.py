@@ -2,12 +2,11 @@
 
 What it guarantees:
 
-* One optimizer step of N workers is the step of one process on the global batch, also where the shares are uneven.
-* `train()` and `validate()` report, on any number of workers, the numbers that one process over the same samples would.
-* A worker that dies costs at most the call in progress; the call is run again from the state before it.
+* One optimizer step of N workers equals the step of one process on the global batch, even if the shares are uneven.
+* `train()` and `validate()` return the same numbers with any number of workers as with one process.
+* If a worker dies, at most the current call is lost: it is run again from the state before it.
 
-What it leaves to others: the model, the loss and the data are the user's; `fit` is Keras's. Importing this package
-loads no TensorFlow.
+You define the model, the loss and the data; `fit` is Keras's. Importing this package does not load TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An operator made of creator functions: it trains with Keras's own `fit` and evaluates with `evaluate`."""
+"""An operator made from creator functions: it trains with Keras's own `fit` and evaluates with `evaluate`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from raysgd.tf.parallel.keras_sync import refuse_xla
 from raysgd.tf.training_operator import TrainingOperator
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
-_DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
+_DEFAULT_BATCH_SIZE = 32  # Keras's default for arrays of validation data
 
-# They write to files, or somewhere else, what is the same on every rank. One that follows as the first goes on with it.
+# These callbacks write the same data on every rank, so only rank 0 has them. The next rank 0 continues their files.
 _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
 
 
@@ -33,10 +33,10 @@ class CreatorOperator(TrainingOperator):
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
     _has_created = False
-    _begun: Collection[int] = ()  # by identity: the callbacks that this process has used in the running `fit`
+    _begun: Collection[int] = ()  # ids of the callbacks that this process has used in the current `fit`
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creators and register what they return, once."""
+        """Call the creators and register their results, once."""
         if self._has_created:
             return
         self._has_created = True
@@ -51,7 +51,7 @@ class CreatorOperator(TrainingOperator):
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _keep_optimizers(self) -> None:
-        """Register the optimizers among the attributes of the model, which it may be compiled with only now."""
+        """Register the optimizers of the model again, because it may have been compiled since."""
         record = self._raysgd.registered
         self._raysgd.registered = replace(record, optimizers=registration.optimizers_in(self.model))
 
@@ -77,23 +77,23 @@ class CreatorOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Run one `fit` with the options under `fit_config`; return the last value of each entry of its history.
+        """Run one `fit` with the options under `fit_config`, and return the last value of each entry of its history.
 
-        Each is there as Keras names it and with `train_`: `loss` and `train_loss`.
+        Each value has Keras's name and the same with `train_`: `loss` and `train_loss`.
         """
         options = dict(self.config.get(_FIT_CONFIG) or {})
         if num_steps is not None:
             options["steps_per_epoch"] = num_steps
         options["verbose"] = self._verbosity(options)
         options["callbacks"] = self._callbacks(options)
-        options.setdefault("shuffle", False)  # a dataset shuffles itself; Keras warns of the default
+        options.setdefault("shuffle", False)  # a dataset shuffles itself, and Keras warns about the default
         with self._raysgd.context.synchronizer.merging_metrics():
             logs = self._fit_together(options) if self._steps_with_others else self._fit_alone(options)
         return self.results_of(logs)
 
     @staticmethod
     def results_of(logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `train` returns for what Keras reported last: under our names, and beside them under Keras's."""
+        """Return the result of `train` for the values of Keras: under their own names, and prefixed by `train_`."""
         return {**{f"train_{name}": value for name, value in logs.items()}, **logs}
 
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -101,14 +101,14 @@ class CreatorOperator(TrainingOperator):
             options["validation_data"] = options["validation_data"].make()
         stream = self._raysgd.fit
         stream.go_to_next_pass()
-        # Keras makes an iterator that it does not use, which advances a shuffle, but not one whose passes are counted.
+        # `fit` creates an extra iterator that it does not use. It advances a shuffle, unless passes are counted.
         history = self.model.fit(stream.passes.counted(0), **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
-        """Run a `fit` together with other ranks, from its beginning or from where it broke off."""
+        """Run a `fit` together with other ranks, from its beginning or from where it was interrupted."""
         synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
-        synchronizer.watch_model(model)  # each time, because it may have been compiled again
+        synchronizer.watch_model(model)  # each time, because it may have been compiled since
         self._keep_optimizers()
         if synchronizer.group.size > 1:
             registration.refuse_unreduced_loss(model)
@@ -120,13 +120,13 @@ class CreatorOperator(TrainingOperator):
             model.stop_training = False
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options, is_resumed)
-        if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
+        if is_resumed:  # callbacks that keep weights may keep others on ranks that have not seen all epochs
             global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
     def _fit_rest(self, options: dict[str, Any], is_resumed: bool) -> None:
-        """Train the rest of an epoch, if one broke off, and then the epochs that are left."""
+        """Train the rest of an interrupted epoch, if any, and then the remaining epochs."""
         num_epochs, stream, model = options.get("epochs", 1), self._raysgd.fit, self.model
         assert stream.place is not None
         if stream.place.is_over:
@@ -136,7 +136,7 @@ class CreatorOperator(TrainingOperator):
             self._fit_epochs(options, stream.place.epoch + 1, rates, is_last=False)
         if stream.place.epoch < num_epochs and not model.stop_training:
             self._fit_epochs(options, num_epochs, [None], is_last=True)
-        elif is_resumed:  # as Keras ends a `fit`
+        elif is_resumed:  # Keras ends a `fit` in the same way
             if hasattr(model.optimizer, "finalize_variable_values"):
                 model.optimizer.finalize_variable_values(model.trainable_weights)
             for callback in options["callbacks"]:
@@ -158,7 +158,7 @@ class CreatorOperator(TrainingOperator):
         )
         own, num_epochs = options["callbacks"], options.get("epochs", 1)
         listed = [merge, *own, *self._stoppers(own), track]
-        is_at_end = length is not None and place.num_steps >= length  # it broke off behind its last step
+        is_at_end = length is not None and place.num_steps >= length  # it was interrupted after its last step
         told = {"verbose": 0 if is_at_end else options["verbose"], "epochs": num_epochs, "steps": length}
         callbacks = callbacks_of_part(model, listed, place.num_steps, **told)
         goes_on = stream.measures and place.num_steps > 0
@@ -182,28 +182,28 @@ class CreatorOperator(TrainingOperator):
             model.fit(self._part(stream.data()), **{**options, **changed})
 
     def _begin_writers(self, callbacks: Sequence[Any], epoch: int | None) -> None:
-        """Let callbacks begin that only the first rank has, which this one has become in the middle of a `fit`.
+        """Begin the callbacks that only rank 0 has, because this rank became rank 0 in the middle of a `fit`.
 
         Args:
-            callbacks: Those that begin.
-            epoch: The epoch that it is in the middle of; None between two.
+            callbacks: The callbacks.
+            epoch: The current epoch; None between two epochs.
         """
         for callback in callbacks:
             if "BackupAndRestore" in registration.class_names(callback):
-                continue  # it would go back to what it has saved
+                continue  # it would go back to its last backup
             if "CSVLogger" in registration.class_names(callback):
-                callback.append = True  # to the file that the rank before has begun
+                callback.append = True  # to the file of the former rank 0
             callback.on_train_begin()
             if epoch is not None:
                 callback.on_epoch_begin(epoch)
 
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
-        """Do what Keras does behind the last step of an epoch.
+        """End an epoch as Keras does after its last step.
 
         Args:
             own: The callbacks of the user.
-            callbacks: All of them, as Keras has them.
-            data: What to validate on.
+            callbacks: All callbacks, as a Keras `CallbackList`.
+            data: Validation options of `fit`.
         """
         stream, model, frequency = self._raysgd.fit, self.model, data.get("validation_freq", 1)
         assert stream.place is not None
@@ -218,11 +218,11 @@ class CreatorOperator(TrainingOperator):
         if data and ((epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency):
             results = model.evaluate(data["validation_data"], callbacks=callbacks, verbose=0, return_dict=True)
             logs |= {f"val_{name}": value for name, value in results.items()}
-        model.history.on_train_begin()  # else it has no list of epochs
+        model.history.on_train_begin()  # otherwise it has no list of epochs
         callbacks.on_epoch_end(epoch, logs)
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Return what stops all ranks at one step; none where no callback that ranks have acts on steps."""
+        """Return the callback that stops all ranks at the same step, if a callback of all ranks acts on steps."""
         group = self._raysgd.context.synchronizer.group
 
         def is_anyone(is_this_one: bool) -> bool:
@@ -233,7 +233,7 @@ class CreatorOperator(TrainingOperator):
         return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return options of a `fit` that evaluates this rank's part, and whether all ranks divide the same batches."""
+        """Return options of `fit` to evaluate this rank's part, and True if all ranks divide the same batches."""
         data = options.get("validation_data")
         if data is None:
             return {}, False
@@ -245,7 +245,7 @@ class CreatorOperator(TrainingOperator):
         return {"validation_data": part, "validation_freq": frequency}, is_divided(dataset)
 
     def _agree(self) -> None:
-        """Let all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
+        """Copy rank 0's learning rate, best values and stop flag to all ranks: new ranks missed earlier epochs."""
         synchronizer, model = self._raysgd.context.synchronizer, self.model
         [rate] = learning_rates.read([model.optimizer])
         keepers = self._keepers()
@@ -262,7 +262,7 @@ class CreatorOperator(TrainingOperator):
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
-        """Run one `evaluate` with the options under `evaluate_config`; every sample counts once."""
+        """Run one `evaluate` with the options under `evaluate_config`. Every sample counts once."""
         dataset = self.validation_dataset
         if dataset is None:
             raise NoDataError("`validate` needs a test dataset, but `data_creator` returned None instead.")
@@ -280,11 +280,11 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def _steps_with_others(self) -> bool:
-        """True if there are other ranks, now or later, or steps are counted."""
+        """True if there are or may be other ranks, or steps are counted."""
         return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:
-        """Return this rank's part of what `fit` is to be given."""
+        """Return this rank's part of a training dataset."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             return datasets.part_of(dataset, world.rank, world.size)
@@ -294,13 +294,13 @@ class CreatorOperator(TrainingOperator):
         return lockstep_dataset(pieces, connections.votes())
 
     def warm_up(self) -> None:
-        """Train on zeros, so that everything that happens for the first time has happened."""
+        """Train on zeros, so that one-time work such as tracing is done."""
         part = self._part(self.train_dataset)
         self._raysgd.context.synchronizer.watch_model(self.model)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
-        """Return this rank's part of a dataset, or of so many batches of it."""
+        """Return this rank's part of a dataset, or of its first `steps` batches."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)
@@ -320,7 +320,7 @@ class CreatorOperator(TrainingOperator):
         return 0 if self.world_rank else 1 if asked == "auto" else int(asked)
 
     def _keepers(self) -> list[Any]:
-        """Return the callbacks that keep the best model, alike on all ranks: only the first one's save it."""
+        """Return the callbacks that keep the best model. All ranks have them, but only rank 0 saves the model."""
         given = _listed(self.config.get(_FIT_CONFIG) or {})
         return [each for each in given if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")]
 
@@ -335,10 +335,10 @@ def make_operator(
     model_creator: Callable[[dict[str, Any]], Any],
     data_creator: Callable[[dict[str, Any]], Any],
 ) -> type[TrainingOperator]:
-    """Return the operator class of two creator functions: the first one returns a compiled model, the other datasets.
+    """Return the operator class for two functions: one returns a compiled model, the other the datasets.
 
     Raises:
-        ValueError: One of them is no function of the config.
+        ValueError: One of them is not a function of the config.
     """
     for name, creator in (("model_creator", model_creator), ("data_creator", data_creator)):
         check_creator(name, creator, "config")
@@ -347,12 +347,12 @@ def make_operator(
 
 
 def _listed(options: Mapping[str, Any]) -> list[Any]:
-    """Return the callbacks of a `fit`, of which there may be one."""
+    """Return the callbacks of a `fit` as a list."""
     given = options.get("callbacks") or []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _last(values: Any) -> Any:
-    """Return the value of the last epoch, as a plain number where it is one."""
+    """Return the value of the last epoch, as a plain number if it is a scalar."""
     value = values[-1] if isinstance(values, list | tuple) and values else values
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

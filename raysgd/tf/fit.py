@@ -1,9 +1,9 @@
-"""The place of Keras's `fit` on one worker, the callbacks that tell it, and what it takes to continue in another group.
+"""Keras's `fit` on one worker: its position, the callbacks that report it, and how it continues in another group.
 
-Keras draws its batches itself, and nothing is called between two steps that would not slow them down. What is counted
-are the exchanges of gradients: a step has its exchange, and changes nothing before it.
+Keras draws its batches itself, and a call between two steps would slow them down. So the exchanges of gradients are
+counted instead: each step has a fixed number of them, and changes nothing before they are done.
 
-Why `fit` is counted by its exchanges: ADR 31.
+ADR 31 says why `fit` is counted by its exchanges.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _AT_STEPS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train
 
 @dataclass(frozen=True)
 class FitPlace:
-    """The place of a `fit`.
+    """The position of a `fit`.
 
     Attributes:
-        epoch: The epoch of Keras that is running, or the one that comes next.
-        num_steps: Steps of it completed.
-        num_passes: Passes over the dataset begun before the one that these steps belong to.
-        num_batches: Batches of that pass used; more than `num_steps` where `steps_per_epoch` says when epochs end.
-        logs: What epochs before it reported, the newest of each.
-        is_over: Whether Keras is done, because it has gone through all epochs or a callback wanted it to stop.
+        epoch: Keras's current epoch, or the next one.
+        num_steps: Completed steps of this epoch.
+        num_passes: Number of passes over the dataset that were begun before the current one.
+        num_batches: Batches of the current pass that were used; may exceed `num_steps` with `steps_per_epoch`.
+        logs: Newest value of each metric that earlier epochs reported.
+        is_over: True if Keras is done, because all epochs are done or a callback stopped it.
     """
 
     epoch: int
@@ -43,10 +43,10 @@ class FitPlace:
 
 
 def check_state(state: Any) -> None:
-    """Refuse what `FitStream.resume` could not continue from.
+    """Check that `FitStream.resume` can continue from a state.
 
     Raises:
-        ValueError: It is not what `FitStream.state` returned.
+        ValueError: `FitStream.state` did not return it.
     """
     require(isinstance(state, Mapping), "the position of `fit` is not a dict")
     known = set(FitPlace.__dataclass_fields__) if "epoch" in state else {"num_passes", "logs"}
@@ -57,7 +57,7 @@ def check_state(state: Any) -> None:
 
 
 class FitStream:
-    """Stands for the batches that `fit` draws: counts them, and knows where to go on."""
+    """The stream of a `fit`. Keras draws the batches; this counts them and knows where to continue."""
 
     pass_index = 0
     source: Any = None
@@ -65,36 +65,36 @@ class FitStream:
     def __init__(self, passes: Passes, exchanges: ExchangeRecord) -> None:
         self.passes = passes
         self.place: FitPlace | None = None
-        self.logs: Mapping[str, float] = {}  # what the last `fit` that is over reported
-        self.measures = False  # whether the metrics of the model are those of the epoch that is running
-        self.has_begun = False  # whether callbacks of this process were told that the training begins
+        self.logs: Mapping[str, float] = {}  # reported by the last `fit` that ended
+        self.measures = False  # True if the metrics of the model are those of the current epoch
+        self.has_begun = False  # True if the callbacks of this process got the begin of the training
         self.steps_per_execution = 1
         self.at_boundary: Callable[[], None] | None = None
         self._exchanges = exchanges
         self._num_steps_before = 0
-        self._num_exchanges_before: int | None = None  # before the epoch that is running; None between epochs
+        self._num_exchanges_before: int | None = None  # before the current epoch; None between epochs
         self._num_passes_elsewhere: int | None = None
 
     @property
     def num_steps_completed(self) -> int:
-        """Steps completed in this process."""
+        """Number of steps completed in this process."""
         return self._num_steps_before + self._num_steps_here
 
     num_steps_taken = num_steps_completed
 
     @property
     def is_mid_pass(self) -> bool:
-        """True if a `fit` was begun and is not over."""
+        """True if a `fit` was begun and has not ended."""
         return self.place is not None
 
     @property
     def is_whole(self) -> bool:
-        """True if no step, and no execution of several, is half done."""
+        """True between two steps or, with `steps_per_execution`, between two executions."""
         return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
     def _num_exchanges(self) -> int:
-        """The number of exchanges in the epoch that is running."""
+        """Number of exchanges in the current epoch."""
         before = self._num_exchanges_before
         return 0 if before is None else self._exchanges.num_completed - before
 
@@ -103,7 +103,7 @@ class FitStream:
         return self._num_exchanges // self._exchanges.num_per_step
 
     def state(self) -> dict[str, Any]:
-        """Return what another rank, or another process later, needs to go on."""
+        """Return the position, from which another rank or a later process can continue."""
         if self.place is None:
             restored = self._num_passes_elsewhere
             return {"num_passes": self.passes.num_begun if restored is None else restored, "logs": dict(self.logs)}
@@ -116,30 +116,30 @@ class FitStream:
         return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Return nothing: Keras draws its batches itself."""
+        """Return no batches, because Keras draws them itself."""
         return iter(())
 
     def settle(self) -> None:
-        """Say that Keras is done; what all ranks do together after that may still break off."""
+        """Note that Keras is done. The ranks' final exchanges may still fail."""
         self._close()
         if self.place is not None:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """Say that the call is over: the next one begins a `fit`."""
+        """End the call. The next one begins a new `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
             self.logs, self.place = self.place.logs, None
 
     def break_off(self) -> None:
-        """Forget the step that broke off; it will be taken again."""
+        """Forget the interrupted step, which will be repeated."""
         if self.place is not None:
             self.place = self._present_place()
         self._close()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on where another rank is, or was when a snapshot was taken."""
+        """Continue at the position of another rank or of a snapshot."""
         self._close()
         self.measures = False
         self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]
@@ -150,7 +150,7 @@ class FitStream:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
     def begin_fit(self, first_epoch: int) -> bool:
-        """Get ready for a `fit`; return whether it continues one that broke off."""
+        """Prepare for a `fit`. Return True if it continues an interrupted one."""
         if self.place is None:
             self.go_to_next_pass()
             self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
@@ -159,13 +159,13 @@ class FitStream:
         return True
 
     def go_to_next_pass(self) -> None:
-        """Begin the next `fit` with the pass that a restored state says, if there is one."""
+        """Begin the next `fit` with the pass that a restored state names, if there is one."""
         if self._num_passes_elsewhere is not None:
             self.passes.go_to(self._num_passes_elsewhere)
         self._num_passes_elsewhere = None
 
     def data(self) -> Any:
-        """Return the dataset from here on, not divided."""
+        """Return the rest of the dataset, not divided."""
         assert self.place is not None
         self.passes.go_to(self.place.num_passes)
         return self.passes.counted(self.place.num_batches)
@@ -180,7 +180,7 @@ class FitStream:
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-        """Note that Keras is done with it."""
+        """Note that Keras has ended the epoch."""
         place = self._present_place()
         self._close()
         length = int(self.passes.dataset.cardinality())
@@ -196,29 +196,30 @@ class FitStream:
         self.measures = False
 
     def num_steps_of_epoch(self, steps_per_epoch: int | None) -> int | None:
-        """Return how many steps an epoch has, if that is known."""
+        """Return the number of steps in an epoch, or None if it is unknown."""
         if steps_per_epoch is not None:
             return steps_per_epoch
         length = int(self.passes.dataset.cardinality())
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Do what is to be done at a boundary, between two steps."""
+        """Run the work between two steps, if this exchange is the first one of a step."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of Keras's as one of Python."""
+    """Convert a number of Keras to one of Python."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return a callback for the last place: it tells `stream` of epochs, and lets the ranks agree.
+    """Return the last callback of a `fit`: it tells `stream` about epochs, and lets the ranks agree after each.
 
-    Callbacks of a new worker begin where a `fit` goes on, and do not change its learning rate, which is `rates`.
+    It also sets the learning rate to `rates`: callbacks of a new worker, which begins in the middle of a `fit`, may
+    have changed it.
     """
 
     def keep_rate(logs: Any = None) -> None:
@@ -239,13 +240,13 @@ def tracker(
 
 
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
-    """Return callbacks that are told of a part of a `fit` what they would be told of the whole one.
+    """Return callbacks for a part of a `fit` that see it as the whole `fit`.
 
     Args:
         model: The model.
-        callbacks: All of them.
+        callbacks: All callbacks.
         num_steps_before: Steps of the epoch that an earlier part took.
-        params: What Keras tells callbacks: `verbose`, `epochs`, and the `steps` of an epoch.
+        params: The `params` of Keras callbacks: `verbose`, `epochs`, and the `steps` of an epoch.
     """
     of_keras: Any = registration.keras_of(model).callbacks.CallbackList
 
@@ -260,10 +261,10 @@ def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: in
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Return a callback for the first place: it merges what the ranks have apart before others use the model.
+    """Return the first callback of a `fit`: it merges statistics of the ranks before other callbacks use the model.
 
-    At the end of an epoch these are the test steps of the validation, which are inside `evaluating`, and the callbacks
-    of the user, which may evaluate by themselves.
+    At the end of an epoch it does so before the validation, whose steps run inside `evaluating`, and before the user's
+    callbacks, which may evaluate themselves.
     """
     inside, is_merged = ExitStack(), False
 
@@ -290,7 +291,7 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
 
 
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
-    """Return a callback for the last place: after each step it stops all ranks if one of them is to stop."""
+    """Return the last callback of a `fit`: after each step it stops all ranks if one of them is to stop."""
 
     def end_batch(batch: int, logs: Any = None) -> None:
         model.stop_training = is_anyone(bool(model.stop_training))
@@ -299,7 +300,7 @@ def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
 
 
 def acts_on_steps(model: Any, callback: Any) -> bool:
-    """Return whether a callback does something at a step, such as to stop."""
+    """Return True if a callback overrides a method that is called at each step."""
     callback_cls: Any = registration.keras_of(model).callbacks.Callback
     methods = {name: getattr(callback, name, None) for name in _AT_STEPS}
     return any(
@@ -311,14 +312,14 @@ def acts_on_steps(model: Any, callback: Any) -> bool:
 def one_part(
     model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str], is_last: bool
 ) -> Iterator[None]:
-    """Inside, a `fit` is a part of one that broke off.
+    """Run a `fit` as one part of an interrupted `fit`.
 
     Args:
         model: The model.
-        callbacks: Those of the user.
-        measures: Whether the model's metrics are to go on counting in the first epoch.
-        silenced: Methods of the callbacks that other parts call.
-        is_last: Whether the optimizer is to write what it has averaged into the model at the end.
+        callbacks: The callbacks of the user.
+        measures: True if the model's metrics keep counting in the first epoch.
+        silenced: Methods of the callbacks that another part calls.
+        is_last: True if the optimizer writes its averages into the model at the end.
     """
 
     def nothing() -> None:
@@ -341,4 +342,4 @@ def one_part(
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
-    """Stand for a method that another part calls."""
+    """Replace a method that another part calls."""

@@ -12,21 +12,21 @@ from raysgd.arrays.frames import ShardedFrames
 
 
 class TFMLDataset(ShardedFrames):
-    """Rows of data frames that lie in shards, as a `tf.data.Dataset` of `(feature, label)` for each shard.
+    """Rows of sharded data frames, as a `tf.data.Dataset` of `(feature, label)` for each shard.
 
     Args:
         ds: Has `num_shards()`, `repartition(n)`, `get_repeatable_shard(index, batch_ms, num_async,
             shuffle, shuffle_buffer_size, seed)` and, for all shards at once, `gather_async(batch_ms, num_async)`. The
-            last two yield data frames of pandas.
-        feature_columns: Names of the columns of features. One makes a feature by itself, several a tuple of them.
-        feature_shapes: The shape of each of them in a row, `()` by default. A column of lists or arrays needs one.
-        feature_types: Their kinds of number, float32 by default.
-        label_column: Name of the column of labels.
+            last two yield pandas data frames.
+        feature_columns: Names of the feature columns. One column is a feature by itself, several are a tuple.
+        feature_shapes: Shape of each column in a row, `()` by default. Required for columns of lists or arrays.
+        feature_types: Their dtypes, float32 by default.
+        label_column: Name of the label column.
         label_shape: Its shape in a row.
-        label_type: Its kind of number.
+        label_type: Its dtype.
 
     Raises:
-        AssertionError: A list has another length than `feature_columns`.
+        AssertionError: A list differs in length from `feature_columns`.
         ImportError: TensorFlow is not installed.
     """
 
@@ -42,15 +42,15 @@ class TFMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> Any:
-        """Yield the rows of one shard; a negative index stands for all shards.
+        """Return the rows of one shard; a negative index means all shards.
 
         Args:
-            shard_index: Which one.
-            batch_ms: For how long frames are gathered before they are sent.
-            num_async: How many requests are under way at a time.
-            shuffle: Whether to shuffle frames and rows.
-            shuffle_buffer_size: Among how many.
-            seed: What the order comes from.
+            shard_index: Index of the shard.
+            batch_ms: Milliseconds for which frames are collected before they are sent.
+            num_async: Number of concurrent requests.
+            shuffle: True to shuffle frames and rows.
+            shuffle_buffer_size: Size of the shuffle buffer.
+            seed: Seed of the order.
         """
         import tensorflow as tf
 
@@ -74,7 +74,7 @@ def _structured(parts: Sequence[Any]) -> Any:
 
 
 def _spec(name: Any, shape: Any, kind: Any) -> Any:
-    """Return what `tf.data` is told about a column."""
+    """Return the `TensorSpec` of a column."""
     import tensorflow as tf
 
     of_row = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
@@ -82,7 +82,7 @@ def _spec(name: Any, shape: Any, kind: Any) -> Any:
 
 
 def _values(frame: Any, name: Any, spec: Any) -> Any:
-    """Return what a column has in a frame."""
+    """Return the values of a column in a frame."""
     values = frame[name].to_numpy()
     if values.dtype == object and spec.dtype.name != "string":
         values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)

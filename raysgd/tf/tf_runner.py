@@ -1,6 +1,6 @@
-"""`TFRunner`: the replica in each worker, with what only operators of TensorFlow can do.
+"""`TFRunner`: the replica in each worker, with what is specific to TensorFlow operators.
 
-Internal: what the class of this name in the old library could do is done by `TFTrainer`.
+Internal: for the features of the class with this name in the old library, use `TFTrainer`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class TFRunner(ClassRunner):
 
     @property
     def operator(self) -> TrainingOperator:
-        """The live operator."""
+        """The current operator."""
         return self._hosted.operator
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Run the operator's `validate` once; `evaluate` of Keras finds data of a call in the place of the others."""
+        """Run the operator's `validate` once. Data of a call temporarily replaces the registered dataset for Keras."""
         if request.shard_key is None:
             self._hosted.feed.align_validation()
         if request.shard_key is None or not isinstance(self.operator, CreatorOperator):
@@ -49,7 +49,7 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def former_optimizer(self, weights: Sequence[Any]) -> list[Any] | None:
-        """Return what a file of the old library says of the only optimizer; None if that is not known."""
+        """Arrange the weights in a file of the old library for the only optimizer; None if that is not possible."""
         optimizers = self.operator._optimizers
         return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None
 
@@ -58,5 +58,5 @@ class TFRunner(ClassRunner):
         return [serializing.model_to_json(model) for model in self.operator._models]
 
     def input_spec(self) -> Any:
-        """Return what the train dataset yields."""
+        """Return the element spec of the train dataset."""
         return self.operator.train_dataset.element_spec

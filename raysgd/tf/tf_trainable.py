@@ -1,4 +1,4 @@
-"""`TFTrainable`: a `TFTrainer` of creator functions as a trial of Ray Tune."""
+"""`TFTrainable`: a `TFTrainer` with creator functions as a trial of Ray Tune."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raysgd.tf.tf_trainer import TFTrainer
 
 
 class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignore[misc]
-    """Trains for one `fit` and evaluates in each step of a trial.
+    """Runs one `fit` and evaluates in each step of a trial.
 
     The trial's config has `model_creator`, `data_creator`, `num_replicas` and `use_gpu`, and may have
     `num_cpus_per_worker` (1) and `trainer_config`, which becomes the trainer's config.
@@ -19,7 +19,7 @@ class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignor
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> Any:
-        """Return a bundle for each worker; the trial itself only drives."""
+        """Return a bundle for each worker, and an empty one for the trial, which needs no resources."""
         bundle = {"CPU": config.get("num_cpus_per_worker", 1), "GPU": int(config["use_gpu"])}
         return tune_trial.reservation([{}, *[bundle] * config["num_replicas"]])
 
@@ -47,7 +47,7 @@ class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignor
 
 
 def _resources(tune_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that say what the workers need."""
+    """Return the trainer's arguments for the resources of the workers."""
     return {
         "num_replicas": tune_config["num_replicas"],
         "num_cpus_per_worker": tune_config.get("num_cpus_per_worker", 1),

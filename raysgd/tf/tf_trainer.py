@@ -1,7 +1,7 @@
 """`TFTrainer`: the driver's handle on N replicas of Keras models.
 
-A front end: it checks arguments, turns calls into requests for the engine, and merges what comes back. It loads no
-TensorFlow before you request a model.
+It is a front end: it checks arguments, turns calls into requests to the engine, and merges the results. It does not
+load TensorFlow before you ask for a model.
 """
 
 from __future__ import annotations
@@ -65,53 +65,53 @@ _REASONS = (
 class TFTrainer(ClassTrainer[OperatorT]):
     """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
 
-    What is trained comes either from two functions, `model_creator` and `data_creator`, and is trained with Keras's own
-    `fit`; or from an operator class.
+    You pass either two functions, `model_creator` and `data_creator`, whose model is trained with Keras's own `fit`; or
+    an operator class.
 
     Args: What is trained
-        model_creator: `config` -> compiled Keras model.
-        data_creator: `config` -> train dataset and test dataset, which may be None. A batch of theirs is that of all
-            workers together.
+        model_creator: Returns a compiled Keras model, given `config`.
+        data_creator: Returns the train dataset and the test dataset, given `config`. The latter may be None. A batch is
+            for all workers together.
         training_operator_cls: The operator class, not an instance; instead of the creators.
-        config: Passed to the creators, or to the operator. Creators: `fit_config` and `evaluate_config` hold options
-            for `fit` and `evaluate`. Operators: under the key `BATCH_SIZE` it may hold the batch size of all workers.
-        seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
+        config: Passed to the creators, or to the operator. For creators, `fit_config` and `evaluate_config` contain
+            options of `fit` and `evaluate`. For operators, the key `BATCH_SIZE` may hold the batch size of all workers.
+        seed: Seed of initial weights and of the order of shuffled datasets; None for a random seed.
         verbose: Keras's verbosity, on rank 0 only.
 
     Args: Where it runs
-        num_workers: How many workers to train with. After failures there may be fewer for a while.
-        num_replicas: How many workers to train with; the older name of `num_workers`.
+        num_workers: Number of workers. After failures there may be fewer for a while.
+        num_replicas: The older name of `num_workers`.
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
-        use_gpu: Whether to reserve a GPU for each worker.
-        resources_per_worker: What else each worker needs of Ray's custom resources, such as `{"fast_disk": 1}`.
-        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
-        placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
-            workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
-        runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
-            apply to a worker in the driver.
+        use_gpu: True to reserve a GPU for each worker.
+        resources_per_worker: Custom resources of Ray for each worker, such as `{"fast_disk": 1}`.
+        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
+        placement_strategy: "PACK" puts workers on as few nodes as possible, "SPREAD" on as many. None packs workers
+            with GPUs, so that most of their traffic stays inside a node, and spreads others.
+        runtime_env: Ray's runtime environment of the worker processes; None for that of the job. It does not apply to
+            a worker in the driver.
         initialization_hook: Called without arguments in each worker process before anything else.
         timeout_s: Seconds that workers may wait for each other.
-        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
-        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
-            handle with the same methods. See `docs/detached.md`.
+        use_local: True to run rank 0 in this process. With `num_workers=1` you do not need Ray, and can use a debugger.
+        detached: A name, or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with
+            the same methods. See `docs/detached.md`.
 
     Args: What a step computes
-        split_batches: False: a batch of an operator's dataset is that of one worker, unless it registers another
-            `sharding`. True: it is that of all workers together, and so is `config[BATCH_SIZE]`, on any number of
-            workers. With creators a batch always is.
+        split_batches: False: a batch of an operator's dataset is for one worker, unless it is registered with another
+            `sharding`. True: a batch, and `config[BATCH_SIZE]`, is for all workers together, whatever their number.
+            With creators it always is.
 
     Args: What follows a failure
-        recovery: What follows a failure: who waits for whom, limits of time, and snapshots; a `raysgd.Recovery`.
-        min_workers: With fewer than these, wait for resources.
-        spare_workers: How many more workers wait, ready, to step in for one that is lost. Until then they validate
-            while the others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on
-            one of them. They hold resources.
+        recovery: Rules for failures: timeouts, restarts and snapshots; a `raysgd.Recovery`.
+        min_workers: Wait for resources if there are fewer workers than this.
+        spare_workers: Number of extra workers that are ready to replace lost ones. Meanwhile they validate while the
+            others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on one of
+            them. They occupy resources.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
         ImportError: TensorFlow is not installed.
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
-        WorkerError: The user's set-up failed; also of the class that it raised.
+        WorkerError: The user's `setup` failed. The error is also an instance of the class that it raised.
 
     Examples:
         >>> trainer = TFTrainer(make_model, make_data, config={"fit_config": {"epochs": 2}}, num_replicas=2)
@@ -187,13 +187,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
-        @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
+        @wraps(__init__, assigned=())  # keeps the signature of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
+            """Return a trainer or, with `detached`, the handle of one that outlives this program."""
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _settings_to_send(self, settings: TFSettings) -> TFSettings:
-        """Return the settings with the dataset that `fit` is to validate on in a form for other processes."""
+        """Return the settings with the validation dataset of `fit` in a form that can be sent to other processes."""
         tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
@@ -225,7 +225,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             arguments.check_calls_of_fit(self._settings.config, epochs)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
-        """Do what `reset_config` does, with other creator functions, too."""
+        """Like `reset_config`, but with new creator functions as well."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
         config = self._checked_config(config)
         self._begin_again(replace(self._settings, training_operator_cls=operator_cls, config=config))
@@ -250,26 +250,26 @@ class TFTrainer(ClassTrainer[OperatorT]):
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-        if self._trains_with_fit and reduce_results:  # Keras has merged the metrics already: all ranks say the same
+        if self._trains_with_fit and reduce_results:  # Keras has already merged the metrics: all ranks have the same
             return merged(answers[:1], reduce_results=False)[0]
         return super()._merged(answers, reduce_results)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config, with the batch size under `BATCH_SIZE` that a step really takes, on any number of workers."""
+        """The config. Its `BATCH_SIZE` is the number of samples that a step really has, with any number of workers."""
         config = dict(self._settings.config)
         if BATCH_SIZE in config and not self._trains_with_fit:
             config[BATCH_SIZE] = self._settings.batch_options.global_size(config[BATCH_SIZE], self.max_replicas)
         return config
 
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:
-        """Return the trained model, or a list of models: a copy in the driver, with weights.
+        """Return a copy of the trained model, or a list of models, in the driver.
 
-        With creators it is what `model_creator` returns, compiled, with the state of the optimizer. With an operator
-        the models are made from their configuration, and compiled if the operator's are.
+        With creators, it is a compiled model from `model_creator` with the trained weights and optimizer state. With an
+        operator, the models are rebuilt from their Keras configuration, and compiled if the operator's are.
 
         Args:
-            custom_objects: Your own classes and functions that Keras needs to make a model from its configuration.
+            custom_objects: Your own classes and functions that Keras needs to rebuild a model.
         """
         state = self.state_dict()
         if self._trains_with_fit:
@@ -296,7 +296,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
                 variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state: epoch, the operator's own, and the arrays of models and optimizers."""
+        """Return a copy of the state: epoch, the operator's own state, and the arrays of models and optimizers."""
         state = self._snapshot().shared_state
         return {key: copy.deepcopy(value) for key, value in state.items() if key != RESUME}
 
@@ -304,21 +304,21 @@ class TFTrainer(ClassTrainer[OperatorT]):
         self._load(state, ())
 
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
-        """Write the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
+        """Write the state to a file of the driver, atomically, with checksums. `numpy.load` reads its arrays too.
 
         Args:
             checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last`.
-            blocking: False returns once the state is copied; it is sent and written in the background, and an error is
-                raised by the next `save` or by `shutdown`. If the worker that has the copy is lost meanwhile, the file
-                is not written: the log says so, and `shutdown` raises if no later `save` has made up for it.
+            blocking: False returns once the state is copied, and sends and writes it in the background. The next `save`
+                or `shutdown` raises an error of that. If the worker that has the copy is lost meanwhile, the file is
+                not written: the log says so, and `shutdown` raises unless a later `save` succeeded.
 
         Returns:
             `checkpoint`.
 
         Raises:
-            ValueError: The operator's own state has something that a file cannot give back without running code. Or the
-                URI is not one of a file, or names a file of Keras.
-            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
+            ValueError: The operator's own state contains something that a file cannot store without pickling code. Or
+                the URI is not that of a file, or has a suffix of Keras.
+            OSError: The file could not be written; a `StorageError` for a URI. The training state is unaffected.
         """
         files.check_location("checkpoint", checkpoint)
         arguments.refuse_keras_file(checkpoint)
@@ -336,10 +336,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
         return place_in(snapshot.shared_state)
 
     def load(self, checkpoint: str | PathLike[str]) -> None:
-        """Load a file that `save` wrote, or that the old library wrote, into all workers.
+        """Load a file written by `save`, or by the old library, into all workers.
 
-        Of a file of the old library the variables of the optimizer are loaded if it is known where they belong; else
-        the optimizer stays as it is, and a warning says so.
+        The optimizer state in a file of the old library is loaded if it can be matched to the optimizer. If not, a
+        warning says that the optimizer is unchanged.
 
         Args:
             checkpoint: The path or the URI.
@@ -348,7 +348,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             FileNotFoundError: There is no such file.
             StorageError: A store could not be reached. An `OSError`.
             CheckpointCorruptedError: The file is truncated or was changed.
-            ValueError, KeyError: The file does not fit; the workers are as they were.
+            ValueError, KeyError: The file does not match the operator. The workers are unchanged.
         """
         files.check_location("checkpoint", checkpoint)
         with files.local_copy(checkpoint) as path:
@@ -382,13 +382,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
         check_parts(state, self._facts.counts)
         whole = {"operator": None, RESUME: {}, **state}
-        # A file of this very group leaves nothing out: afterwards it is what the workers have.
+        # A file of a group with the same size is complete: afterwards the workers have exactly its state.
         is_complete = len(rank_states) == self.num_workers
         load_into_all(self._controller, TFRunner.restore, whole, rank_states, is_complete)
 
 
 def _content_of(snapshot: Snapshot) -> Content:
-    """Return what a file is to hold, as views of the snapshot, and what writes it."""
+    """Return the content of a file, as views of the snapshot, and the function that writes it."""
     return {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}, checkpoint_file.write
 
 
@@ -399,7 +399,7 @@ def _checked_content_of(snapshot: Snapshot) -> Content:
 
 
 def _variables_for_workers() -> dict[str, str]:
-    """Return what workers must know before they import TensorFlow: the driver's choice of Keras, and to be quiet."""
+    """Return variables that workers need before they import TensorFlow: the driver's Keras version, and log level."""
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 

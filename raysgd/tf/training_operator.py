@@ -1,12 +1,12 @@
-"""`TrainingOperator` for TensorFlow: the class that users subclass to say what is trained, on what, and how.
+"""`TrainingOperator` for TensorFlow: the class that users subclass to define a training.
 
-The methods form a ladder; each rung does one thing and calls the next one:
+The methods form a ladder. Each rung does one thing and calls the next one:
 
     train_epoch -> train_batch -> train_step -> forward, optimizer_step
     validate    -> validate_batch -> test_step -> forward
 
-`train_step` and what is below it is compiled into a graph. Override the lowest rung that changes what you want to
-change; the library keeps doing the rest.
+`train_step` and everything below it is compiled into a graph. Override the lowest rung that changes what you want to
+change; the library does the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals
 from raysgd.tf.parallel.global_metrics import check_aggregation
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
-from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
+from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # for imports from here
 from raysgd.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, made_by_hand, required, rung
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
@@ -36,8 +36,8 @@ _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what tha
 class TrainingOperator(BaseOperator):
     """Defines a training by subclassing; every worker has one instance.
 
-    Override `setup` (required): create models, optimizers and datasets there, and hand them to `register` and
-    `register_data`. With a single `self.model`, `self.optimizer` and `self.loss` nothing else is needed. Do not
+    Override `setup` (required): create models, optimizers and datasets there, and pass them to `register` and
+    `register_data`. If there is one `self.model`, `self.optimizer` and `self.loss`, you need nothing else. Do not
     override `__init__`.
 
     Examples:
@@ -60,18 +60,18 @@ class TrainingOperator(BaseOperator):
 
     Attributes:
         world_size: Number of workers.
-        timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
+        timers: Timers of the current call; `with self.timers.record("name"):` adds one to `profile=True`.
         global_step: Batches trained on by the stock `train_epoch`.
         run_eagerly: Set it in `setup` to run `train_step` and `test_step` line by line, for a debugger.
-        resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
-            again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
-            overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
-            `state_dict` knows; False makes every failure start from the last snapshot.
-        warms_up: Whether a new worker calls `train_batch` twice on zeros, so that it is fast when it steps
-            in. The state of another worker then replaces what is registered. What else `train_batch` changes stays:
+        resumes_epochs: True if an epoch may continue after workers were lost or added, by calling `train_epoch` again
+            with the remaining batches. None: True if `train_epoch` is the stock one. If you override it, you may set
+            this to True, provided that it keeps nothing between batches except what raysgd or `state_dict` covers.
+            False restarts from the last snapshot after every failure.
+        warms_up: True if a new worker calls `train_batch` twice on zeros, so that it is fast when it steps in. The
+            registered objects are then replaced by another worker's state. Other effects of `train_batch` remain:
             check `batch_info.get("warm_up")`, or set this to False.
-        compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
-            or a tuple of the models to compare, set in `setup`.
+        compares_ranks: True if training calls raise `RanksDifferError` when the weights of the workers differ; or a
+            tuple of the models to compare, set in `setup`.
     """
 
     run_eagerly = False
@@ -99,16 +99,16 @@ class TrainingOperator(BaseOperator):
 
         Args:
             iterator: This worker's batches. Draw one, train on it, draw the next.
-            info: What the caller passed as `info`, and the entries that the library adds.
+            info: The caller's `info`, with entries that raysgd adds.
             num_steps: The caller's `num_steps`.
             epoch_idx: Index of the pass over the data, from 0.
 
         Returns:
-            `batch_count`, `num_samples`, for each metric of `train_batch` its mean and `last_<metric>`, and
+            `batch_count`, `num_samples`, the mean and `last_<metric>` of each metric of `train_batch`, and
             `train_<name>` for each registered Keras metric.
         """
         internals = self._raysgd
-        internals.forget_stale_steps()  # also of what a method around this one has changed
+        internals.forget_stale_steps()  # even if an overriding method has just made changes
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
         meters = internals.take_meters()
         if not meters.num_batches:
@@ -126,7 +126,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Count the steps that other workers had samples for, and this one had none; return how many were new."""
+        """Count steps for which other workers had samples and this one had none. Return how many were new."""
         internals = self._raysgd
         number, internals.num_left_out = internals.num_left_out, 0
         self.global_step += number
@@ -137,12 +137,12 @@ class TrainingOperator(BaseOperator):
         """Take one optimizer step on one batch.
 
         Args:
-            batch: `(features, target)` or `(features, target, sample_weight)`, as `fit` takes them.
-            batch_info: `batch_idx`, `global_step` and the entries of `info`. In the warm-up of a new worker also
+            batch: `(features, target)` or `(features, target, sample_weight)`, as for `fit`.
+            batch_info: `batch_idx`, `global_step` and the entries of `info`. While a new worker warms up, also
                 `warm_up=True`: the step does not count.
 
         Returns:
-            Metrics of the batch: numbers or tensors of one element. `num_samples` is the weight in the average.
+            Metrics of the batch: numbers or tensors of one element. `num_samples` is their weight in the average.
         """
         internals = self._raysgd
         if internals.train_function is None:
@@ -152,7 +152,7 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Take the step itself, as a graph: gradients of the loss, then `optimizer_step`. Return metrics as tensors."""
+        """Take the step, as a graph: gradients of the loss, then `optimizer_step`. Return metrics as tensors."""
         import tensorflow as tf
 
         model, optimizer = required(self, "model"), required(self, "optimizer")
@@ -166,9 +166,9 @@ class TrainingOperator(BaseOperator):
         return {"train_loss": loss, **_as_metric(weight)}
 
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
-        """Return the output of the model and the loss, the mean over the samples. For training and validation.
+        """Return the output of the model and the loss, which is the mean over samples. For training and validation.
 
-        Where the loss is the mean over something else, such as tokens, return how much that is as a third thing:
+        If the loss is the mean over something else, such as tokens, also return their number as a third value:
         gradients and metrics are then averaged by it over all workers.
         """
         import tensorflow as tf
@@ -181,14 +181,14 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Step the optimizer, which takes the mean of the gradients of all workers by samples first."""
+        """Step the optimizer, which first averages the gradients of all workers by samples."""
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def update_metrics(self, target: Any, output: Any, sample_weight: Any = None) -> None:
-        """Tell every registered Keras metric about a batch."""
+        """Update every registered Keras metric with a batch."""
         for metric in self._raysgd.registered.metrics:
             metric.update_state(target, output, sample_weight=sample_weight)
 
@@ -196,7 +196,7 @@ class TrainingOperator(BaseOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on all batches of `val_iterator` and return the averaged metrics.
 
-        Ranks may have different numbers of batches, so nothing in the loop may wait for other ranks.
+        Ranks may have different numbers of batches, so the loop must not wait for other ranks.
         """
         internals = self._raysgd
         meters, validate_batch = internals.new_meters(), bind_batch_info(self.validate_batch)
@@ -210,7 +210,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch: return `val_loss` and its weight. Register a Keras metric for anything else."""
+        """Evaluate one batch, and return `val_loss` and its weight. For other metrics, register Keras metrics."""
         internals = self._raysgd
         if internals.test_function is None:
             internals.test_function = internals.compiled(self.test_step)
@@ -219,7 +219,7 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def test_step(self, batch: Any) -> dict[str, Any]:
-        """Evaluate a batch, as a graph. Return metrics as tensors."""
+        """Evaluate a batch, as a graph, and return metrics as tensors."""
         features, target, sample_weight = unpack(batch)
         output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
         self.update_metrics(target, output, sample_weight)
@@ -230,9 +230,9 @@ class TrainingOperator(BaseOperator):
         "datasets go into `self.register_data(train_dataset=..., validation_dataset=...)`"
     )
     def register(self, *, models: Any, optimizers: Any = None, loss: Any = None, metrics: Any = None) -> Any:
-        """Hand models, optimizers, loss and metrics to the library.
+        """Register models, optimizers, loss and metrics.
 
-        Optimizers average the gradients of all workers from now on, wherever they are used.
+        From now on, the optimizers average the gradients of all workers, wherever you use them.
 
         Args:
             models: One Keras model, or a list or tuple of them.
@@ -241,12 +241,12 @@ class TrainingOperator(BaseOperator):
             metrics: Keras metrics, whose state is merged over the workers.
 
         Returns:
-            `(models, optimizers[, loss][, metrics])`, each in the container it was given in.
+            `(models, optimizers[, loss][, metrics])`, each in its original container.
 
         Raises:
-            InvalidRegistrationError: Something is of the wrong kind.
+            InvalidRegistrationError: An object has the wrong type.
             IncompatibleModelError: A model does not work with the backend.
-            TypeError: An unknown keyword.
+            TypeError: A keyword is unknown.
         """
         parts = [registration.models_of(models)]
         if optimizers is None:
@@ -278,20 +278,20 @@ class TrainingOperator(BaseOperator):
     def register_data(
         self, *, train_dataset: Any = None, validation_dataset: Any = None, sharding: Sharding = "worker"
     ) -> None:
-        """Hand the datasets to the library, which divides them over the workers.
+        """Register the datasets, which raysgd divides over the workers.
 
         Args:
             train_dataset: A `tf.data.Dataset` of batches, the same on every worker. Or a dataset of Ray Data, or
                 `raysgd.data.RayBatches` of one. Or a stream, with `split_batches=True`.
-            validation_dataset: The same for validation.
-            sharding: `"worker"`: a batch is that of one worker. `"global"`: a batch is that of all workers together, as
-                with TensorFlow's strategies, and always with `split_batches=True`. A dataset whose auto-shard
-                policy is OFF is used as it is.
+            validation_dataset: Such a dataset for validation.
+            sharding: `"worker"`: a batch is for one worker. `"global"`: a batch is for all workers together, as with
+                TensorFlow's strategies, and as always with `split_batches=True`. A dataset whose auto-shard policy is
+                OFF is used unchanged.
 
         Raises:
-            TypeError: Something else than a dataset.
-            ValueError: An unknown sharding, or a dataset without batches.
-            InvalidRegistrationError: A stream, where a global batch is not constant.
+            TypeError: It is no dataset.
+            ValueError: The sharding is unknown, or the elements of a dataset are not batches.
+            InvalidRegistrationError: A stream, but the global batch is not constant.
         """
         if sharding not in ("worker", "global"):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
@@ -316,9 +316,9 @@ class TrainingOperator(BaseOperator):
         self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders, streams)
 
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
-        """Make a loss that is the mean over, say, so many tokens ready for its gradient; all workers have to call it.
+        """Scale a loss that is the mean over, for example, `weight` tokens, for its gradient. Call it on all workers.
 
-        For a `train_step` of your own, which reports `loss` itself and the weight under `raysgd.utils.BATCH_WEIGHT`.
+        For your own `train_step`, which reports the unscaled `loss`, and the weight as `raysgd.utils.BATCH_WEIGHT`.
         """
         losses = self._raysgd.context.synchronizer.losses
         return loss if losses is None else losses.weighted(loss, weight)
@@ -334,12 +334,12 @@ class TrainingOperator(BaseOperator):
         return self._raysgd.data.validation_dataset
 
     def warm_up(self) -> None:
-        """Take steps on zeros, so that everything that happens for the first time has happened."""
+        """Take steps on zeros, so that one-time work such as tracing is done."""
         internals = self._raysgd
         step = internals.context.synchronizer.step
         info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
-        internals.train_function = internals.compiled(self.train_step)  # to be kept
-        for number in (1, 2):  # two sizes: the second one is traced for all sizes
+        internals.train_function = internals.compiled(self.train_step)  # kept for training
+        for number in (1, 2):  # with a second size, TensorFlow traces the step for all sizes
             step.num_samples = number
             batch = zeros(internals.data.train_dataset.element_spec, number)
             bind_batch_info(self.train_batch)(batch, info)
@@ -348,7 +348,7 @@ class TrainingOperator(BaseOperator):
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
-    """Return features, target and weights of a batch, as `fit` takes them apart."""
+    """Return features, target and weights of a batch, as `fit` unpacks them."""
     if not isinstance(batch, list | tuple):
         return batch, None, None
     features, target, sample_weight = (*batch, None, None)[:3]
@@ -356,7 +356,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _three(returned: Sequence[Any]) -> Sequence[Any]:
-    """Return output, loss and weight; None for a weight that was not given."""
+    """Return output, loss and weight; the weight is None if it was not returned."""
     return returned if len(returned) == 3 else [*returned, None]
 
 

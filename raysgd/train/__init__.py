@@ -1,15 +1,15 @@
-"""Function-based distributed training: the library starts the workers, your function does the rest.
+"""Function-based distributed training: raysgd starts and connects the workers, and your function does the rest.
 
 What it guarantees:
 
-* The function runs once in each worker, connected to the others; what it reports arrives step by step, all workers'
-  at a time, in the order of their ranks.
-* A checkpoint costs the function one copy of its state; it is sent and written while training goes on, and a file is
-  whole or not there.
-* A worker that dies costs what was done since the last checkpoint: the function is started again from it, on as many
-  workers as there are.
+* The function runs once in each worker, connected to the others. Reports of all workers arrive together, step by
+  step, in the order of their ranks.
+* Saving a checkpoint costs the function one copy of its state. The copy is sent and written while training goes on,
+  and a checkpoint file is always complete.
+* If a worker dies, only the work since the last checkpoint is lost: the function restarts from it, on as many
+  workers as are available.
 
-What it leaves to others: the loop, the data and when to save a checkpoint are the function's.
+The function itself is responsible for the training loop, the data, and when to save a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One run of a function on all workers: a sequence of small calls to the controller, the only one that retries.
 
-A call asks every worker for the next message of its function. When the group was replaced since the last call, the same
-call starts the function there, from the newest checkpoint of the run.
+A call asks every worker for the next message of its function. If the group was replaced since the last call, the same
+call also starts the function there, from the newest checkpoint of the run.
 
-Why a function starts with the call that asks for its next step: ADR 94. Why workers are replaced after a failed run:
-ADR 7.
+ADR 94 says why the call that asks for the next step also starts the function, and ADR 7 why workers are replaced after
+a failed run.
 """
 
 from __future__ import annotations
@@ -49,25 +49,26 @@ logger = logging.getLogger(__name__)
 
 
 class FunctionRun:
-    """One run.
+    """One run of a function on all workers.
 
     Attributes:
-        may_restart: Whether nothing would be lost if the function was started again right now.
-        returned: What the functions returned, by rank, once they have.
-        is_over: Whether they have ended, in whatever way.
+        may_restart: True if restarting the function now would lose nothing.
+        returned: Return values of the functions by rank, once all have ended.
+        is_over: True once the functions have ended, with or without an error.
 
     Args:
-        controller: Keeps the workers alive.
-        hooks: Knows the workers that run now.
+        controller: Runs the calls and replaces workers that die.
+        hooks: Know the current workers.
         spec: The function.
-        checkpoints: Takes the checkpoints.
-        budget: The restarts that the run may use up.
-        decode: Undoes the encoding of what leaves a worker.
-        data: Divides the data; None for none.
-        max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
-        resize_interval_s: How often to look.
-        on_wait: Called some ten times a second while a step is waited for.
-        preemption: Says which nodes are about to be taken away.
+        checkpoints: Receives and writes the checkpoints.
+        budget: Number of restarts that the run may use.
+        decode: Decodes what a worker sends.
+        data: Divides the data; None if there is none.
+        max_workers: While the group is smaller, look for more workers when a restart loses nothing: at the start and
+            after a checkpoint.
+        resize_interval_s: Seconds between two such looks.
+        on_wait: Called about ten times a second while waiting for a step.
+        preemption: Returns which nodes are about to be taken away.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class FunctionRun:
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._preemption = on_wait, preemption
         self._queues = MessageQueues()
-        self._attempt: int | None = None  # the group of workers that the function was started on last
+        self._attempt: int | None = None  # number of the group on which the function was last started
         self._joined_attempt: int | None = None
-        self._num_changes = 0  # of the group, before the function began
+        self._num_changes = 0  # changes of the group before the function started
         self._is_muted = False
         self._next_check = float("-inf")
         self._once = Once()
@@ -104,36 +105,36 @@ class FunctionRun:
         """Start the function on all workers.
 
         Raises:
-            WorkersLostError: They were lost, again and again.
+            WorkersLostError: Workers died more often than the budget allows.
         """
         with self._aborted_on_error():
             self._call(FunctionReplica.start)
 
     def next_step(self) -> FunctionStep:
-        """The next step of all workers; its checkpoint, if any, is taken over.
+        """Return the next step of all workers, and store its checkpoint if it has one.
 
         Raises:
-            StepMismatchError: The functions are out of step.
-            WorkerError: A function raised; of that class too.
+            StepMismatchError: The workers made different calls.
+            WorkerError: A function raised. The error is also an instance of the class that it raised.
             WorkersLostError: Workers were lost, and no restart is left.
-            ValueError: A checkpoint lacks its score.
+            ValueError: A checkpoint lacks the score it is ranked by.
         """
         with self._aborted_on_error():
             step = check_step(self._next_messages())
             while step.checkpoint_ref is not None and not self._take(step, step.checkpoint_ref):
-                step = check_step(self._next_messages())  # the functions were started again, and come to this one again
+                step = check_step(self._next_messages())  # the functions restarted, and reach this step again
             self.may_restart = step.checkpoint_ref is not None
             if step.kind is None:
                 self.is_over = True
                 self.returned = list(step.data)
                 self._checkpoints.flush()
                 self._end_those_that_wait()
-                if self._spec.is_elastic and not self._queues.are_all_there:  # some stepped in too late
+                if self._spec.is_elastic and not self._queues.are_all_there:  # some stepped in too late to take part
                     self._controller.kill_group()
         return step
 
     def next_reports(self) -> list[dict[str, Any]] | None:
-        """The metrics of all workers at their next report; None when the functions have ended."""
+        """Return the metrics of all workers at their next report, or None if the functions have ended."""
         if self.is_over:
             return None
         while (step := self.next_step()).kind is TrainingResultType.CHECKPOINT:
@@ -141,11 +142,11 @@ class FunctionRun:
         return None if step.kind is None else [self.decoded(data) for data in step.data]
 
     def decoded(self, data: Any) -> dict[str, Any]:
-        """Return what a worker encoded, such as metrics, in separate memory and as the backend reads it."""
+        """Decode what a worker sent, such as metrics, into memory of its own, in the format of the backend."""
         return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
     def finish(self) -> list[Any]:
-        """Let the functions come to their end without their reports; what they returned, by rank."""
+        """Run the functions to their end without waiting for reports, and return their results by rank."""
         if not self.is_over:
             self.mute()
         while not self.is_over:
@@ -154,14 +155,14 @@ class FunctionRun:
         return self.returned
 
     def mute(self) -> None:
-        """From here on reports are not waited for; checkpoints are."""
+        """Stop waiting for reports. Checkpoints are still received."""
         self._is_muted = True
         with self._aborted_on_error():
             self._call(FunctionReplica.mute)
         self._queues.drop_reports()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """End the functions, wherever they are, so that the workers are free for another run."""
+        """Stop the functions wherever they are, so that the workers are free for another run."""
         if self.is_over:
             return
         self.is_over = True
@@ -173,10 +174,10 @@ class FunctionRun:
             self._controller.kill_group()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
-        """Tell whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
+        """Return True if the workers can run another function: all failed in the same way, or the only one has ended.
 
-        Where some ranks failed and others did not, the others may be in the middle of a collective, and the
-        next collective would get the answers of that one.
+        If only some ranks failed, the others may be in the middle of a collective operation, and the next one would
+        receive its answers.
         """
         size = len(self._members)
         if isinstance(error, WorkerError) and len(error.faults) == size:
@@ -198,13 +199,13 @@ class FunctionRun:
                 self.abort(error)
                 raise
 
-    # --------------------------------------------------------------------------------------- the workers that run it
+    # ---------------------------------------------------------------------------------------------------------- workers
 
     def _starts(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return the arguments that start the function on each rank of a group; none where it runs.
+        """Return what starts the function on each rank, or empty tuples if it already runs.
 
-        The controller asks for them at each attempt. There is no way back from here to the controller: the group is the
-        one that the hooks saw start.
+        The controller calls this for each attempt. This method must not call the controller: the group is the one
+        that the hooks saw start.
         """
         hooks = self._hooks
         if self._is_running:
@@ -221,8 +222,8 @@ class FunctionRun:
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
         if is_whole:
             start = spec, shared, parts[0]
-            hooks.replicas.start = start  # of data that are divided there is no part for who comes later
-            starts = [start] * len(worlds)  # one object: the engine then packs it once
+            hooks.replicas.start = start  # later workers start with it too; divided data has no share for them
+            starts = [start] * len(worlds)  # one object, so that the engine pickles it once
         else:
             starts = [(spec, shared, hooks.store(part)) for part in parts]
         self._attempt = hooks.num_started
@@ -230,25 +231,25 @@ class FunctionRun:
 
     @property
     def _is_running(self) -> bool:
-        """True if the function runs on the workers that there are, or on those that are left of them."""
+        """True if the function runs on the current workers."""
         return self._attempt == self._hooks.num_started
 
     @property
     def _members(self) -> Mapping[Any, int]:
-        """The name of each worker on which it runs, by rank, whatever its rank was before.
+        """The workers that run the function, in order of rank, each with the number of the change that brought it in.
 
-        With it comes the number of the group, since the function began, in which it stepped in; 0 where it did not.
+        Changes count from the start of the function; 0 if the worker was there from the start.
         """
         infos = self._hooks.group.infos if self._is_running else ()
         return {info: max(0, self._hooks.joined.get(info, 0) - self._num_changes) for info in infos}
 
     @property
     def _can_be_joined(self) -> bool:
-        """True if others can step in where the function is."""
+        """True if new workers can step in while the function runs."""
         return self._spec.is_elastic and bool(self._hooks.replicas.start)
 
     def _end_those_that_wait(self) -> None:
-        """End the workers beside the group that would have stepped in: they run the function in advance."""
+        """End the standby workers that wait to step in: they already run the function."""
         if self._spec.is_elastic:
             self._hooks.replicas.start = ()
             self._hooks.group.standby.kill_all()
@@ -261,7 +262,7 @@ class FunctionRun:
     ) -> list[Any]:
         may_grow = self._controller.num_workers < self._max_workers and self._may_grow()
         if may_grow:
-            self._checkpoints.flush()  # what is on its way would be lost with the workers that make place
+            self._checkpoints.flush()  # a checkpoint in transit would be lost when the workers are replaced
         call = Call(
             function, args_for or self._starts, changes_state=may_grow, on_wait=self._on_wait, may_continue=may_continue
         )
@@ -272,9 +273,9 @@ class FunctionRun:
         return values
 
     def _may_grow(self) -> bool:
-        """Return whether to start the function again on more workers, where there is room and nothing is lost by that.
+        """Return True if the function may restart on more workers now, because nothing is lost by that.
 
-        Where it can be joined, workers are started that step in when they are ready.
+        If workers can step in instead, start standby workers and return False.
         """
         may_join = self._can_be_joined and self._is_running
         now = time.monotonic()
@@ -288,15 +289,15 @@ class FunctionRun:
             self._next_check = float("-inf")
         return self.may_restart
 
-    # ------------------------------------------------------------------------------------------------- what they say
+    # --------------------------------------------------------------------------------------------------------- messages
 
     def _next_messages(self) -> Sequence[Message | None]:
-        """The next message of each rank that reports, once their questions are answered."""
+        """Answer the questions of the functions until each reporting rank has a message, and return these messages."""
         while True:
             self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
                 self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
-                self.may_restart = self.may_restart and self._queues.has_step  # else steps came behind the checkpoint
+                self.may_restart = self.may_restart and self._queues.has_step  # else steps followed the checkpoint
             messages = self._queues.take_step()
             questions = questions_in(messages)
             if not questions:
@@ -308,11 +309,11 @@ class FunctionRun:
             )
 
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return the workers' arguments: the number of their next checkpoint, and whether a message is needed."""
+        """Return each worker's arguments: the index of its next checkpoint, and True if a message is needed from it."""
         starts, queues = self._starts(worlds), self._queues
         queues.follow(self._attempt, self._members)
         index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
-        # Ranks that are told the same get one object: the engine then packs it once.
+        # Ranks with equal arguments share one object, so that the engine pickles it once.
         return [
             told.setdefault(key, (index, *key[:2], *start))
             for rank, start in enumerate(starts)
@@ -320,7 +321,7 @@ class FunctionRun:
         ]
 
     def _take(self, step: FunctionStep, checkpoint_ref: CheckpointRef) -> bool:
-        """Take the checkpoint of a step; return False where it was lost before it was stored."""
+        """Take the checkpoint of a step. Return False if it was lost before it was stored."""
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, FunctionReplica.refuse, token)
         if not self._store(step.stored):
@@ -330,8 +331,8 @@ class FunctionRun:
         return True
 
     def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
-        """Let the ranks that wait for that store their folders, without the names that lower ranks use."""
-        self.may_restart = False  # or the group might grow, and lose them
+        """Let waiting ranks store their checkpoint folders, except files whose names lower ranks use too."""
+        self.may_restart = False  # otherwise the group might grow now and lose them
         taken = taken_names({rank: ref.files or () for rank, ref in stored.items()})
         tokens = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
         left_out = {rank: names for rank, names in taken.items() if names}
@@ -358,7 +359,7 @@ class FunctionRun:
         return told
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
-        """Get a checkpoint: out of the message, or from the worker that holds it."""
+        """Return a function that gets a checkpoint: out of the message, or from the worker that holds it."""
         if checkpoint_ref.token is None:
             return lambda: self.decoded(checkpoint_ref.data)
         transfer = self._controller.ensure_group().fetch(source, FunctionReplica.fetch, checkpoint_ref.token)
@@ -366,9 +367,9 @@ class FunctionRun:
 
 
 class MessageQueues:
-    """The messages of each rank until there is the same step of all: oldest first, those of lost workers dropped.
+    """The messages of each rank, oldest first, until all ranks have reached the same step.
 
-    Why functions may run ahead of their reports: ADR 94.
+    Messages of lost workers are dropped. ADR 94 says why functions may run ahead of their reports.
     """
 
     def __init__(self) -> None:
@@ -380,16 +381,16 @@ class MessageQueues:
         self._joined: Mapping[Any, int] = {}
 
     def follow(self, attempt: int | None, members: Mapping[Any, int]) -> None:
-        """Say which workers messages come from, by rank; of others nothing is kept.
+        """Set the workers that messages come from, by rank, and drop the messages of all others.
 
         Args:
-            attempt: How often functions were started: those that start again have told nothing yet.
-            members: What each worker is known by, with the number of the group in which it stepped in.
+            attempt: Number of times that functions were started. A new start empties all queues.
+            members: The workers, each with the number of the change with which it stepped in.
         """
         known = dict(zip(self._members, zip(self._queues, self._nums_taken, strict=True), strict=True))
         if attempt != self._attempt:
             known, self._met = {}, set(members)
-        if not self._met.intersection(members):  # those that they have met are all lost by now
+        if not self._met.intersection(members):  # all workers that had met each other are lost
             self._met = set(members)
         self._joined = members
         kept = [known.get(member, (deque(), 0)) for member in members]
@@ -398,7 +399,7 @@ class MessageQueues:
 
     @property
     def has_step(self) -> bool:
-        """True if there is a message of each rank that reports."""
+        """True if there is a message from each reporting rank."""
         for queue in self._queues:
             while queue and isinstance(queue[0], RanksMet):
                 number = queue.popleft().number
@@ -407,7 +408,7 @@ class MessageQueues:
 
     @property
     def _reporting(self) -> list[int]:
-        """The ranks that report: those that have stepped in do when they have met the others."""
+        """The ranks that report. A worker that has stepped in reports once it has met the others."""
         return [rank for rank, member in enumerate(self._members) if member in self._met]
 
     @property
@@ -416,26 +417,29 @@ class MessageQueues:
         return len(self._reporting) == len(self._members)
 
     def is_needed(self, rank: int) -> bool:
-        """Return whether there is none of this rank, and it reports."""
+        """Return True if this rank reports and has no message in its queue."""
         return not self._queues[rank] and self._members[rank] in self._met
 
     def num_taken(self, rank: int) -> int:
-        """Return how many messages of this rank have come so far."""
+        """Return how many messages this rank has sent."""
         return self._nums_taken[rank]
 
     def extend(self, found: Sequence[Sequence[Message]]) -> None:
-        """Take what the ranks answered."""
+        """Add the messages that the ranks answered with."""
         for rank, messages in enumerate(found):
             self._queues[rank].extend(messages)
             self._nums_taken[rank] += len(messages)
 
     def take_step(self) -> list[Message | None]:
-        """The oldest message of each rank, of which there has to be one; None of a rank that does not report yet."""
+        """Remove and return the oldest message of each rank; None for a rank that does not report yet.
+
+        Each reporting rank must have a message.
+        """
         reporting = self._reporting
         return [queue.popleft() if rank in reporting else None for rank, queue in enumerate(self._queues)]
 
     def drop_reports(self) -> None:
-        """Drop reports that carry only metrics, as the workers do with theirs once they are muted."""
+        """Drop messages that only carry metrics. Muted workers drop theirs in the same way."""
         self._queues = [deque(message for message in queue if not is_mere_report(message)) for queue in self._queues]
 
 
@@ -445,11 +449,11 @@ class FunctionStep:
 
     Attributes:
         kind: Metrics or a checkpoint; None when all functions have ended.
-        data: The encoded metrics of all workers that report, or what the functions returned, by rank.
-        checkpoint_ref: The checkpoint, if there is one. Of one that travels and one that is stored, that which travels.
-        source: The rank that has it.
-        refused: The tokens of checkpoints that other ranks have too, and wait to hear about, by rank.
-        stored: The checkpoints that ranks store themselves, by rank.
+        data: Encoded metrics of all workers that report, or return values of the functions, by rank.
+        checkpoint_ref: The checkpoint of the step, if it has one. A checkpoint to send comes before a stored one.
+        source: Rank that holds the checkpoint.
+        refused: Tokens of the unused checkpoints of other ranks, which wait to be told so, by rank.
+        stored: Checkpoints that ranks store themselves, by rank.
     """
 
     kind: TrainingResultType | None
@@ -461,10 +465,10 @@ class FunctionStep:
 
 
 def check_step(messages: Sequence[Message | None]) -> FunctionStep:
-    """One step out of the workers' messages; None of those that do not report yet.
+    """Combine the messages of all workers into one step; a message is None if a worker does not report yet.
 
     Raises:
-        StepMismatchError: They are not of the same kind.
+        StepMismatchError: The messages are of different kinds.
     """
     ended = [message for message in messages if isinstance(message, FunctionEnded)]
     if len(ended) == sum(message is not None for message in messages):
@@ -488,7 +492,7 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
 
 
 def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
-    """The step that messages of one kind make; of checkpoints that are not stored yet, the lowest rank's is used."""
+    """Combine messages of one kind. Of checkpoints that are not stored yet, the lowest rank's is used."""
     refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
@@ -499,10 +503,10 @@ def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> 
 
 
 def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
-    """Return what all functions ask; nothing where they do something else.
+    """Return the questions of all functions, or an empty list if they do something else.
 
     Raises:
-        StepMismatchError: Some ask, and others do not, or ask for something else.
+        StepMismatchError: Only some functions ask, or they ask different questions.
     """
     told = {rank: message for rank, message in enumerate(messages) if message is not None}
     names = {rank: message.name if isinstance(message, Question) else None for rank, message in told.items()}
@@ -522,7 +526,7 @@ def answer_to(questions: Sequence[Question], preemption: Callable[[], Preemption
 
 
 def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ...]]:
-    """Return the names of each rank that a lower one uses too.
+    """Return for each rank the names that a lower rank uses too.
 
     >>> taken_names({2: ["rank_2"], 1: ["model", "rank_1"], 0: ["model", "rank_0"]})
     {0: (), 1: ('model',), 2: ()}
@@ -536,10 +540,10 @@ def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ..
 
 
 def _arrived(transfer: Any) -> Any:
-    """Return what a worker sent, waiting for it.
+    """Wait for what a worker sends, and return it.
 
     Raises:
-        CheckpointLostError: The worker is gone.
+        CheckpointLostError: The worker died.
         Exception: The worker could not encode it.
     """
     from ray.exceptions import RayError, RayTaskError

@@ -1,4 +1,4 @@
-"""Calls a plug-in when a group of workers starts and ends, and makes users' objects in the workers."""
+"""Hooks of a function's workers: call the plug-in when a group starts and ends, and create users' objects there."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe
 
 logger = logging.getLogger(__name__)
 
-_ARRIVAL_S = 30.0  # for a checkpoint on its way from workers that are about to end
-_ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even that
+_ARRIVAL_S = 30.0  # how long to wait for a checkpoint in transit before its worker ends
+_ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even this wait
 
 
 class PluginHooks(GroupHooks):
-    """Connects each group with a plug-in, and knows the workers that run now.
+    """Connects each group with a plug-in, and knows the current workers.
 
     Attributes:
-        num_started: How many groups were started.
-        num_changes: How many groups were formed of others in place.
-        joined: Of workers that stepped in, that number right behind it.
-        replicas: Makes the replicas of the workers.
+        num_started: Number of groups that were started.
+        num_changes: Number of times a group changed in place.
+        joined: For each worker that stepped in, `num_changes` right after that.
+        replicas: Creates the replicas of the workers.
 
     Args:
         backend: The plug-in.
-        config: What the plug-in was chosen with.
-        resources: What one worker has.
-        await_checkpoint: Waits, for so many seconds at most, until no checkpoint is on its way from a worker.
-        make_object: Makes the object of every worker, as the last step of its start; None for none.
-        tell_failure: Called when a call runs again because of a failure.
+        config: The configuration that selected the plug-in.
+        resources: Resources of one worker.
+        await_checkpoint: Waits at most so many seconds until no checkpoint is in transit from a worker.
+        make_object: Creates the user's object in every worker, as the last step of its start; None for no object.
+        tell_failure: Called when a call is repeated after a failure.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class PluginHooks(GroupHooks):
 
     @property
     def group(self) -> EngineGroup:
-        """The engine's group of the workers that run now, or ran last."""
+        """The engine's group of the current workers, or of the last ones."""
         assert self._group is not None, "no group was started"
         return self._group
 
     @property
     def workers(self) -> WorkerGroup:
-        """The same as plug-ins and developers see it."""
+        """The current workers as plug-ins and users see them."""
         assert self._workers is not None, "no group was started"
         return self._workers
 
     def store(self, value: Any) -> Any:
-        """Put a value where workers can take it from; return Ray's reference."""
+        """Store a value where workers can fetch it, and return Ray's reference."""
         return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
-        """Let the plug-in connect the workers. A death over that is a failed start."""
+        """Let the plug-in connect the workers. If a worker dies meanwhile, the start has failed."""
         try:
             workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)
@@ -93,7 +93,7 @@ class PluginHooks(GroupHooks):
         return None
 
     def on_change(self, group: EngineGroup) -> None:
-        """Follow the ranks of those that are left, and take in those that are new."""
+        """Update the ranks of the remaining workers, and add the new ones."""
         known = dict(zip(self._infos, self.workers.workers, strict=True))
         new = [rank for rank, info in enumerate(group.infos) if info not in known]
         self.num_changes += 1
@@ -104,27 +104,27 @@ class PluginHooks(GroupHooks):
             if self._make_object is not None:
                 make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
-        except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
+        except LostDuringCallError as lost:  # the next call meets the same loss and handles it
             logger.warning("%s, which stepped in", lost)
         self.workers.follow([known.get(info) for info in group.infos])
         self._infos = [info for info in group.infos if info in known]
 
     def on_training_start(self) -> None:
-        """Tell the plug-in that a function is about to start."""
+        """Notify the plug-in that a function is about to start."""
         hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
         if hook is None:
             return
         try:
             hook(self.workers, self._config)
-        except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
+        except LostDuringCallError as lost:  # the next call meets the same loss and handles it
             logger.warning("%s, in `on_training_start`", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
-        """Say that the call runs again, and why."""
+        """Report that the call is repeated, and why."""
         self._tell_failure(diagnosis)
 
     def on_end(self, group: EngineGroup) -> None:
-        """Let a checkpoint leave its worker, once. From a worker that is dead it ceases to come at once."""
+        """Wait once for a checkpoint that is leaving its worker. A dead worker ends the wait at once."""
         self.replicas.start = ()
         if not self._may_wait:
             return
@@ -133,7 +133,7 @@ class PluginHooks(GroupHooks):
         self._await_checkpoint(_ARRIVAL_AT_CTRL_C_S if is_interrupted else _ARRIVAL_S)
 
     def on_stop(self, group: EngineGroup) -> None:
-        """Let the plug-in say goodbye, whatever comes of that."""
+        """Let the plug-in shut down. If that fails, the workers are stopped anyway."""
         if group is not self._group:
             return
         with failure_logged(logger.warning, "`on_shutdown` failed; stopping the workers anyway: %s"):

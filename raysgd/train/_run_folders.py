@@ -1,4 +1,4 @@
-"""The folders of a trainer: one for itself, in it one for each run. On a disk they are paths, in a store `Folder`s."""
+"""Folders of a trainer: one of its own, and in it one for each run. On disk they are paths, in a store `Folder`s."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_logdir(logdir: Any) -> None:
-    """Refuse what is neither a folder of this machine nor the URI of one. Connects to nothing.
+    """Check that `logdir` is a local folder or the URI of one, without connecting to anything.
 
     Raises:
-        TypeError: It is no text and no path.
+        TypeError: It is neither text nor a path.
         ValueError: It is empty, or its scheme is unknown.
         ModuleNotFoundError: A package that the URI needs is missing.
     """
@@ -37,7 +37,7 @@ def check_logdir(logdir: Any) -> None:
 
 
 def make_logdir(log_dir: str | Path | None) -> Path | Folder:
-    """Make the folder of a trainer and return it; without a name, a new one with the time.
+    """Create the folder of a trainer and return it. Without a name, a new name contains the time.
 
     Raises:
         StorageError: A store could not be reached.
@@ -59,24 +59,24 @@ def _given(log_dir: str | Path) -> Path | Folder:
 
 
 def as_folder(place: Path | Folder) -> Folder:
-    """Return the folder at a place as users see it."""
+    """Turn a place, which is what users see, into a `Folder`."""
     return place if isinstance(place, Folder) else open_folder(place)
 
 
 def as_place(folder: Folder) -> Path | Folder:
-    """Return a folder as users see it: on a disk it is a path."""
+    """Turn a folder into what users see: a path if it is on disk."""
     return folder.local_path if folder.is_local else folder
 
 
 def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder]:
-    """Make the folder of a run and return its number and it: the next one that no other trainer has taken."""
+    """Create the next run folder that no other trainer has taken, and return its number and the folder."""
     while not _is_new(run_dir := logdir / f"run_{number:03d}"):
         number += 1
     return number, run_dir
 
 
 def _is_new(run_dir: Path | Folder) -> bool:
-    """Make the folder of a run, unless it is there. In a store two programs may do that in the same moment."""
+    """Create the folder of a run and return True, unless it exists. In a store, two programs may succeed at once."""
     if isinstance(run_dir, Folder):
         is_there = run_dir.exists()
         run_dir.make()
@@ -90,10 +90,10 @@ def _is_new(run_dir: Path | Folder) -> bool:
 
 @contextmanager
 def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
-    """A folder of this machine for what callbacks write during a run; at the end it goes to the store.
+    """Yield a local folder for what callbacks write during a run. At the end it is sent to the store.
 
     Raises:
-        StorageError: It could not be sent. It is still on this machine, and the message says where.
+        StorageError: It could not be sent. The message says where the files are on this machine.
     """
     if isinstance(run_dir, Path):
         yield run_dir
@@ -104,7 +104,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
     def save() -> None:
         try:
             _send(local, run_dir)
-        except StorageError as error:  # what ended the run matters more
+        except StorageError as error:  # the error that ended the run matters more
             logger.error("%s", error)
 
     with OnFailure(save):
@@ -113,7 +113,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
 
 
 def _send(local: Path, run_dir: Folder) -> None:
-    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)  # copies of what is there
+    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)  # the store already has these
     try:
         run_dir.upload(local)
     except StorageError as error:
@@ -121,7 +121,7 @@ def _send(local: Path, run_dir: Folder) -> None:
 
 
 def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
-    """Put the checkpoints of a run where callbacks look for them."""
+    """Download the checkpoints of a run to the folder where callbacks look for them."""
     if isinstance(run_dir, Path):
         return
     try:

@@ -1,7 +1,8 @@
-"""Trainers as trials of Ray Tune, which keeps their checkpoints and gets the reports of rank 0 one by one.
+"""Trainers as trials of Ray Tune, which keeps their checkpoints and receives each report of rank 0.
 
-A `FunctionTrial` makes a `Trainer`. A `FitTrial` makes a trainer of `fit`, whose arguments Tune may have chosen; its
-loop runs in a thread of the trial, because users may override it, and waits at each report until Tune wants the next.
+A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer of `fit`, some of whose arguments Tune may have chosen.
+Users may override its loop, so the loop runs in a thread of the trial and waits at each report until Tune asks for the
+next one.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def make_trainable(
     strategy: str,
     refuses_more_steps: bool = False,
 ) -> type[Any]:
-    """The class for `tune.Tuner` or `tune.run`.
+    """Return the class for `tune.Tuner` or `tune.run`.
 
     Args:
-        make_trainer: Makes the trainer of a trial, which writes into `logdir`.
-        train_func: Its function; it gets the config of the trial.
-        dataset: Its data.
-        bundles: What one trial needs: the trial itself, then each worker.
-        strategy: How these are placed.
+        make_trainer: Creates the trainer of a trial, which writes into `logdir`.
+        train_func: The training function, which gets the config of the trial.
+        dataset: The data of the function.
+        bundles: Resources of one trial: of the trial itself, then of each worker.
+        strategy: Ray's placement strategy for the bundles.
         refuses_more_steps: See `FunctionTrial`.
 
     Raises:
@@ -71,12 +72,12 @@ class FunctionTrial:
     """One run of a trainer, step by step.
 
     Args:
-        make_trainer: Makes the trainer, which writes into `logdir`.
-        train_func: Its function.
-        dataset: Its data.
+        make_trainer: Creates the trainer, which writes into `logdir`.
+        train_func: The training function.
+        dataset: The data of the function.
         config: The config of the function.
-        info: Where the trainer writes.
-        refuses_more_steps: Whether a step after the end is an error; else it says once more that this is the end.
+        info: Name, id and folder of the trial.
+        refuses_more_steps: True if a step after the end is an error; otherwise it returns the end once more.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class FunctionTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Rank 0's next report, and whether there is a checkpoint that Tune does not have yet.
+        """Return rank 0's next report, and True if there is a checkpoint that Tune does not have yet.
 
         Raises:
-            RuntimeError: The function has ended, and there may be no further step.
+            RuntimeError: The function has ended, and `refuses_more_steps` is set.
         """
         if self._has_ended and self._refuses_more_steps:
             raise RuntimeError("The function has ended, so there is no further step.")
@@ -118,7 +119,7 @@ class FunctionTrial:
     def _begin(self) -> None:
         self._trainer = self._make_trainer(logdir=self._logdir)
         self._trainer.start()
-        # Tune keeps the checkpoints, by its own rules.
+        # Tune decides which checkpoints to keep.
         strategy = CheckpointStrategy(num_to_keep=0)
         self._iterator = self._trainer.run_iterator(
             self._train_func, self._config, self._dataset, self._begin_from, strategy
@@ -129,7 +130,7 @@ class FunctionTrial:
         return self._trainer.checkpoint_manager.latest_checkpoint_id if self._trainer is not None else 0
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint for Tune; before the first one what the trial began from."""
+        """Write the newest checkpoint for Tune, or the one that the trial started from if there is none yet."""
         self._num_saved = self._num_taken
         checkpoint = self._trainer.latest_checkpoint if self._trainer is not None else None
         content = checkpoint if checkpoint is not None else self._begin_from or {}
@@ -137,7 +138,7 @@ class FunctionTrial:
         write_checkpoint({**content, TUNE_CHECKPOINT_ID: identity}, folder / TUNE_CHECKPOINT_FILE_NAME)
 
     def load(self, folder: Path) -> None:
-        """Begin from a checkpoint that Tune kept."""
+        """Start from a checkpoint that Tune kept."""
         self.end()
         content = load_checkpoint(folder / TUNE_CHECKPOINT_FILE_NAME) or {}
         self._first_id = content.pop(TUNE_CHECKPOINT_ID, 0)
@@ -155,11 +156,11 @@ class FunctionTrial:
 
 
 def trainable_of(trainer: BaseTrainer) -> type[Any]:
-    """The class behind `BaseTrainer.as_trainable`.
+    """Return the class for `BaseTrainer.as_trainable`.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
-        ValueError: The workers cannot write to the storage, or are to be on nodes with certain labels.
+        ValueError: The workers cannot write to the storage, or nodes are selected by labels.
     """
     trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
     check_is_shared(storage)
@@ -168,7 +169,7 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
             f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
             "and takes no labels. Use a custom resource in `resources_per_worker`."
         )
-    # What Ray Tune calls stays in the driver: it may hold what cannot travel.
+    # Callbacks, reporters and stop conditions are called by Tune in the driver, and may not be picklable.
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
     given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
 
@@ -190,9 +191,10 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
 
 
 class TrialRecorder:
-    """Takes the place of the recorder: hands each report to the thread of the trial, and waits until it wants another.
+    """Replaces the recorder of a run: gives each report to the thread of the trial, and waits for the next request.
 
     Args:
+        mailbox: Runs the trainer.
         mailbox: Runs the trainer.
     """
 
@@ -200,16 +202,16 @@ class TrialRecorder:
         self._mailbox = mailbox
 
     def begin_attempt(self) -> None:
-        """An attempt starts."""
+        """Do nothing at the start of an attempt."""
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Do nothing: Ray Tune does not ask what happens to the workers."""
+        """Do nothing: Ray Tune does not use events of the workers."""
 
     def fail(self, error: BaseException) -> None:
-        """An attempt ended with an error."""
+        """Do nothing when an attempt fails."""
 
     def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """There is a report. Returns whether the run is to stop, because the trial does."""
+        """Hand over a report. Return True if the run has to stop because the trial does."""
         try:
             self._mailbox.offer((dict(metrics), checkpoint))
             self._mailbox.await_request()
@@ -219,12 +221,12 @@ class TrialRecorder:
 
 
 class FitTrial:
-    """One run of a trainer.
+    """One run of a trainer of `fit`, step by step.
 
     Args:
-        make_trainer: Makes the trainer, with the config of the trial merged in.
-        storage: Where the workers put checkpoints until Tune has them: all of them see it.
-        info: What the trial knows of itself.
+        make_trainer: Creates the trainer, with the config of the trial merged in.
+        storage: Place where the workers put checkpoints until Tune has them. All workers can reach it.
+        info: Name, id and folder of the trial.
     """
 
     def __init__(self, make_trainer: Callable[[], BaseTrainer], storage: Folder, info: TrialInfo) -> None:
@@ -238,7 +240,7 @@ class FitTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """The next report of rank 0."""
+        """Return the next report of rank 0."""
         if self._has_ended:
             return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
@@ -251,17 +253,17 @@ class FitTrial:
         return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
 
     def _begun(self) -> Mailbox:
-        """Start the trainer, in a thread."""
+        """Start the trainer in a thread, and return its mailbox."""
         trainer = self._make_trainer()
         trainer._check()
         self._folder = self._new_folder(type(trainer).__name__)
         mailbox = Mailbox(trainer._train, name="raysgd-fit")
-        run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune begins a trial again
+        run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune itself retries a failed trial
         begin_from = self._begin_from or trainer.resume_from_checkpoint
         own, info = trainer._facts(self._folder), self._info
         facts = replace(own, name=info.name or own.name, id=info.identity or own.id, workdir=None)
         recorder: Any = TrialRecorder(mailbox)
-        # Tune decides after each report whether the trial goes on: what it did ahead of it may be for nothing.
+        # Tune decides after each report whether the trial continues, so work ahead of that could be wasted.
         trainer._job = self._job = FitJob(self._folder, recorder, run_config, facts, begin_from, num_ahead=0)
         self._keeps_files = facts.keeps_files
         mailbox.start()
@@ -274,21 +276,21 @@ class FitTrial:
         return folder
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint for Tune, and drop those before it."""
+        """Write the newest checkpoint for Tune, and delete the older ones."""
         newest = self._newest or self._begin_from
         if newest is not None:
             newest.to_directory(folder)
         self._drop_older()
 
     def _drop_older(self) -> None:
-        """Of what the workers stored, only the newest is needed: for a run that changes its number of workers."""
+        """Delete all stored checkpoints but the newest, which a run that changes its number of workers needs."""
         if self._folder is None:
             return
         for name in self._folder.checkpoint_names()[:-1]:
             (self._folder.trial / name).delete()
 
     def load(self, folder: Path) -> None:
-        """Begin from a checkpoint that Tune kept."""
+        """Start from a checkpoint that Tune kept."""
         self.end()
         if not any(folder.iterdir()):
             return
@@ -311,16 +313,16 @@ class FitTrial:
 
 
 def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a trainer with those of a trial merged over them, down to the values of dicts."""
+    """Merge the config of a trial into the arguments of a trainer, recursively for dicts."""
     refuse_run_config(config)
     return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
 
 
 def refuse_run_config(config: Mapping[str, Any]) -> None:
-    """Refuse a config of the run among what differs from trial to trial.
+    """Check that the config of a trial contains no `run_config`.
 
     Raises:
-        ValueError: There is one.
+        ValueError: It contains one.
     """
     if "run_config" in config:
         raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")

@@ -1,8 +1,8 @@
 """The plug-in interface for connections between the workers of a function-based trainer.
 
-A plug-in is a `BackendConfig`, which users make, and a `Backend`, whose methods run in the driver and reach the workers
-through a `WorkerGroup`. What has to run in the workers before anything else, a process group that is joined by all
-ranks at a time, is the `connection` of the config.
+A plug-in consists of a `BackendConfig`, which users create, and a `Backend`, whose methods run in the driver and reach
+the workers through a `WorkerGroup`. A process group that all ranks must join together, before anything else runs in the
+workers, is the `connection` of the config.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ _NAMED = {
 
 
 class Backend:
-    """Connects the workers. One is made for each trainer.
+    """Connects the workers. Each trainer creates one.
 
     Attributes:
-        share_cuda_visible_devices: Whether each worker sees the GPUs of all workers on its node.
+        share_cuda_visible_devices: True if each worker sees the GPUs of all workers on its node.
     """
 
     share_cuda_visible_devices: bool = False
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver when all workers run; again after workers were lost, with the new ones."""
+        """Called in the driver when all workers run, and again with the new workers after some were lost."""
 
     def on_training_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
         """Called in the driver before a function is started."""
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver before the workers are ended in good order. What it raises is logged."""
+        """Called in the driver before the workers are stopped in an orderly way. Its exceptions are only logged."""
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> EncodedData:
-        """Make what is reported or saved ready to leave the worker."""
+        """Prepare a report or checkpoint to leave the worker."""
         return data_dict
 
     @staticmethod
     def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
-        """Undo that, in the driver."""
+        """Undo `encode_data`, in the driver."""
         decoded: dict[str, Any] = encoded_data
         return decoded
 
     @staticmethod
     def explain(error: Exception) -> Exception:
-        """Return what is raised for an exception of the function, in the worker: the same, or one that says more."""
+        """Return the exception to raise for one of the function, in the worker: the same, or one that says more."""
         return error
 
 
 class BackendConfig:
-    """The config with which users choose a backend. By itself it connects nothing: the workers run side by side."""
+    """The config with which users choose a backend. The base class connects nothing: workers run independently."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -87,23 +87,23 @@ class BackendConfig:
         return Backend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
-        """Return what connects the workers from within, as part of their start."""
+        """Return the connection that the workers join when they start."""
         return NoConnection()
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:
-        """Return whether survivors of a failure can form another group while a function runs."""
+        """Return True if survivors of a failure can form another group while a function runs."""
         return False
 
 
 @dataclass
 class PlacedConnection(Connection):
-    """Another connection, joined also by a single worker, with environment variables that tell the worker its place.
+    """Wraps a connection: even a single worker joins it, and environment variables give the worker its place.
 
     Attributes:
-        inner: What connects the workers.
-        shares_gpus: Whether each worker sees the GPUs of all workers on its node.
-        names_address: Whether `MASTER_ADDR` and `MASTER_PORT` are set too.
-        names_place: Whether `RANK`, `WORLD_SIZE` and so on are set.
+        inner: The wrapped connection.
+        shares_gpus: True if each worker sees the GPUs of all workers on its node.
+        names_address: True to set `MASTER_ADDR` and `MASTER_PORT`.
+        names_place: True to set `RANK`, `WORLD_SIZE` and so on.
     """
 
     inner: Connection
@@ -132,7 +132,7 @@ class PlacedConnection(Connection):
         self.inner.join(rendezvous, world, even_alone=True)
 
     def variables(self, rendezvous: Rendezvous, world: World) -> dict[str, str]:
-        """Return what is set before joining."""
+        """Return the environment variables to set before joining."""
         variables = {}
         if self.shares_gpus and world.node_gpu_ids:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(world.node_gpu_ids)
@@ -155,7 +155,7 @@ class PlacedConnection(Connection):
             membership.note_broken(MeshBroken("the group is formed again, because workers were lost"))
 
     def leave_for_another(self) -> None:
-        """Leave when the function that runs here has no exchange any more, which it has not once that broke."""
+        """Leave once the running function has no exchange left. Interrupting the connection ends its exchanges."""
         membership = _membership()
         if membership is not None:
             self.inner.interrupt()
@@ -176,16 +176,16 @@ class PlacedConnection(Connection):
 
 
 def _membership() -> Any:
-    """The place of the function that runs here, if it can go on in another group."""
+    """Return the membership of the running function, or None if the function cannot continue in another group."""
     return getattr(current_session(), "membership", None)
 
 
 def resolve(backend: str | BackendConfig) -> BackendConfig:
-    """The config that `backend` names or is.
+    """Return the config with the name `backend`, or `backend` itself if it is a config.
 
     Raises:
-        ValueError: A name that is not known.
-        TypeError: Neither a name nor a config.
+        ValueError: The name is unknown.
+        TypeError: It is neither a name nor a config.
         ModuleNotFoundError: The framework is not installed.
     """
     if isinstance(backend, BackendConfig):
@@ -201,10 +201,10 @@ def resolve(backend: str | BackendConfig) -> BackendConfig:
 
 
 def backend_of(config: BackendConfig) -> Backend:
-    """The backend of a config whose `backend_cls` is a property, as it should be, or a method, as some have it.
+    """Create the backend of a config. Its `backend_cls` should be a property, but some configs have a method.
 
     Raises:
-        TypeError: It gives no backend.
+        TypeError: `backend_cls` gives no backend.
     """
     found: Any = config.backend_cls
     if not inspect.isclass(found) and callable(found):

@@ -1,4 +1,4 @@
-"""`BaseTrainer`: what all trainers of `fit` share. Derive from it to put a training loop of your own into a trainer."""
+"""`BaseTrainer`: what all trainers of `fit` share. Derive from it to run your own training loop in a trainer."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ GenDataset = Callable[[], Any] | Any
 class BaseTrainer(ABC):
     """A trainer whose `fit` runs `training_loop` once, in one worker.
 
-    Override `training_loop`, and `setup` if there is something to make ready before. Inside of both you have
-    `datasets`, `preprocessor`, `scaling_config`, `run_config` and `resume_from_checkpoint`, and call `report` and
-    `get_checkpoint` of `raysgd.train`. To train on several workers, derive from `DataParallelTrainer` instead.
+    Override `training_loop`, and `setup` if you need to prepare something before it. Both can use `self.datasets`,
+    `self.preprocessor`, `self.scaling_config`, `self.run_config` and `self.resume_from_checkpoint`, and call `report`
+    and `get_checkpoint` of `raysgd.train`. To train on several workers, derive from `DataParallelTrainer` instead.
 
     Args:
-        scaling_config: What the loop needs: `trainer_resources`.
-        run_config: Where the run writes, what it keeps, when it stops.
-        datasets: Datasets, or functions that return one, by name.
-        preprocessor: Fit on and applied to the datasets before the loop begins.
-        metadata: What each checkpoint says of itself, as a dict of what JSON can hold.
-        resume_from_checkpoint: What `get_checkpoint` returns at first.
-        detached: A name, under which `fit` outlives this program, or a `raysgd.Detached`. What you get is a handle
-            with the same methods. See `docs/detached.md`.
+        scaling_config: Resources of the loop, as `trainer_resources`.
+        run_config: Options of the run: where it writes, which checkpoints it keeps, and when it stops.
+        datasets: Datasets by name, or functions that return one.
+        preprocessor: Fit on the datasets and applied to them before the loop begins.
+        metadata: A dict that can be stored as JSON, added to each checkpoint.
+        resume_from_checkpoint: The first value of `get_checkpoint`.
+        detached: A name, or a `raysgd.Detached`, to let `fit` outlive this program. You then get a handle with the
+            same methods. See `docs/detached.md`.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -92,7 +92,7 @@ class BaseTrainer(ABC):
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Note the arguments: a trial of Ray Tune changes some of them, and `restore` uses them again."""
+            """Remember the arguments: trials of Ray Tune change some of them, and `restore` reuses them."""
             if detached is not None:
                 return start(cls, detached, args, kwargs)
             trainer = super().__new__(cls)
@@ -123,31 +123,31 @@ class BaseTrainer(ABC):
         self._job: FitJob | None = None
         self._restored: restoring.RestoredRun | None = None
 
-    # ------------------------------------------------------------------------------------------- what you may override
+    # ---------------------------------------------------------------------------------------------- methods to override
 
     def setup(self) -> None:  # noqa: B027 - it may stay empty
-        """Called before the data is made ready and the loop begins; by itself it does nothing. Safe to override."""
+        """Called before the data is prepared and the loop begins. Does nothing by default. Safe to override."""
 
     def preprocess_datasets(self) -> None:
-        """Make the datasets ready: calls functions, applies the preprocessor. Call super if you override it."""
+        """Prepare the datasets: call functions, apply the preprocessor. Call super if you override it."""
         self.datasets = prepared(self.datasets, self.preprocessor)
 
     @abstractmethod
     def training_loop(self) -> None:
-        """The loop. It reports with `raysgd.train.report`."""
+        """Train, and report with `raysgd.train.report`."""
 
-    # ---------------------------------------------------------------------------------------------------------- to run
+    # -------------------------------------------------------------------------------------------------------------- run
 
     def fit(self) -> Result:
-        """Train until the loop ends, or a stop condition is met.
+        """Train until the loop ends or a stop condition is met.
 
         Returns:
             The metrics and checkpoints of the run, and its folder.
 
         Raises:
-            ValueError: The configs contradict each other, or the trainer. Nothing was started.
-            TrainingFailedError: The run failed, more often than `FailureConfig(max_failures=...)` allows; of the class
-                of the exception of your loop too. What was reported before is in the folder of the run.
+            ValueError: The configs contradict each other or the trainer. Nothing was started.
+            TrainingFailedError: The run failed more often than `FailureConfig(max_failures=...)` allows. The error is
+                also an instance of your loop's exception. The folder of the run has all earlier reports.
         """
         self._check()
         restored = self._restored
@@ -157,14 +157,14 @@ class BaseTrainer(ABC):
             logger.info("the run in %s has ended well before: there is nothing left to do", restored.experiment)
             return Result.from_path(restored.folder.trial.uri)
         trainer = copy.copy(self)
-        if self.resume_from_checkpoint is not None:  # the loop may travel with the trainer
+        if self.resume_from_checkpoint is not None:  # the loop may be pickled together with the trainer
             trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
             trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
         trainer._job = trainer._make_job(restored.folder if restored is not None else None)
         return trainer._job.run(trainer._train)
 
     def _make_job(self, folder: TrialFolder | None) -> FitJob:
-        """Make the job of a run: in the folder of the run that goes on, or in a new one.
+        """Create the job of a run, in the folder of the run that is continued or in a new one.
 
         Raises:
             ValueError: The workers cannot write to the storage.
@@ -178,7 +178,7 @@ class BaseTrainer(ABC):
         return FitJob(folder, recorder, self.run_config, self._facts(folder), begin_from)
 
     def _facts(self, folder: TrialFolder) -> TrialFacts:
-        """Return what a function can ask about a run in that folder."""
+        """Return what a function can query about a run in that folder."""
         return TrialFacts(
             folder=folder.trial,
             experiment_name=folder.experiment_name,
@@ -191,10 +191,10 @@ class BaseTrainer(ABC):
         )
 
     def as_trainable(self) -> type[Any]:
-        """A class for `ray.tune`: each trial runs such a trainer, with the trial's config merged over its arguments.
+        """Return a class for `ray.tune`. Each trial runs this trainer, with its config merged into the arguments.
 
-        `raysgd.tune.Tuner` uses it. Reports go to Tune, which also keeps the checkpoints, and starts failed trials
-        again. Of the trainer's `run_config`, only the storage and `num_to_keep=0` count.
+        `raysgd.tune.Tuner` uses it. Reports go to Tune, which also keeps the checkpoints and restarts failed trials.
+        Of the trainer's `run_config`, only the storage and `num_to_keep=0` are used.
 
         Raises:
             MissingTuneError: Ray Tune is not installed.
@@ -204,7 +204,7 @@ class BaseTrainer(ABC):
         return trainable_of(self)
 
     def __call__(self, config: Any) -> Any:
-        """Refuse: what Ray's own `Tuner` can call, it takes for a function.
+        """Raise an error, because Ray's own `Tuner` takes every callable for a function.
 
         Raises:
             TypeError: Always.
@@ -213,20 +213,20 @@ class BaseTrainer(ABC):
 
     @property
     def _name(self) -> str:
-        """Ray's own `Tuner` asks for this, before anything starts, of what it is given and can call."""
+        """Raise an error: Ray's own `Tuner` reads this name from a callable before it starts anything."""
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Check what only `fit` needs, so that a trial of Ray Tune may still choose it.
+        """Check what only `fit` needs, and what a trial of Ray Tune may therefore still set.
 
         Raises:
-            ValueError: Something is missing or does not go together.
+            ValueError: Something is missing, or options contradict each other.
         """
         check_allowed(self.scaling_config, self._scaling_config_allowed_keys, type(self).__name__)
         check_is_left_to_function(self.run_config)
 
     def _train(self) -> None:
-        """Run the loop in one worker, and hand over what it reports."""
+        """Run the loop in one worker, and process its reports."""
         bundle = self.scaling_config.trainer_bundle
         needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
         assert self._job is not None, "`fit` sets it"
@@ -234,21 +234,21 @@ class BaseTrainer(ABC):
 
     @property
     def _trial_config(self) -> dict[str, Any]:
-        """The config that the results of a run name."""
+        """The config that the results of a run include."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_job": None}
 
-    # ------------------------------------------------------------------------------------------------------ to go on
+    # --------------------------------------------------------------------------------------------------- continue a run
 
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
-        """Return whether there is a run in this folder that `restore` can continue.
+        """Return True if this folder contains a run that `restore` can continue.
 
         Args:
-            path: The folder with the run's name, or its URI.
-            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+            path: The folder of the run, or its URI.
+            storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
         """
         return restoring.can_restore(path, storage_filesystem)
 
@@ -256,25 +256,25 @@ class BaseTrainer(ABC):
     def restore(
         cls: type[TrainerType], path: str | Path, storage_filesystem: Any = None, **replaced: Any
     ) -> TrainerType:
-        """The trainer of a run that was interrupted or failed; its `fit` continues the run from its last checkpoint.
+        """Return the trainer of a run that was interrupted or failed. Its `fit` continues from the last checkpoint.
 
-        Loading it runs code that it names: restore only runs that you trust.
+        Loading a trainer runs code that the folder names, so only restore runs that you trust.
 
         Args:
-            path: The folder with the run's name, or its URI.
-            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
-            **replaced: Arguments of the trainer that are to be other ones. Datasets are not saved with a run: pass them
-                again, under the same names.
+            path: The folder of the run, or its URI.
+            storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
+            **replaced: Arguments of the trainer to change. Datasets are not saved with a run: pass them again, under
+                the same names.
 
         Raises:
-            ValueError: There is no run, or datasets are missing or others than it had.
+            ValueError: There is no run, or the names of the datasets differ.
         """
         trainer: TrainerType
         trainer, trainer._restored = restoring.restore(cls, path, storage_filesystem, **replaced)
         return trainer
 
     def __repr__(self) -> str:
-        """The class and the arguments that were given, shortened to a line."""
+        """Return the class and the arguments that were passed, shortened to one line."""
         given = {name: _on_one_line(value) for name, value in self._arguments.items() if value is not None}
         for size in range(MAX_REPR_LENGTH, 0, -5):
             parts = [f"{name}={text if len(text) <= size else f'{text[:size]}...'}" for name, text in given.items()]
@@ -284,7 +284,7 @@ class BaseTrainer(ABC):
 
 
 def _on_one_line(value: Any) -> str:
-    """The text of an argument; of a function its name; of one that draws a table, as datasets do, its kind."""
+    """Return the text of an argument: a function's name, or the class of an object that prints as a table."""
     if isinstance(value, FunctionType):
         return value.__name__
     if isinstance(value, dict) and any("\n" in repr(each) for each in value.values()):
@@ -300,11 +300,11 @@ def _run_loop(trainer: BaseTrainer) -> None:
     trainer.training_loop()
 
 
-# ------------------------------------------------------------------------- checks of arguments, before anything starts
+# --------------------------------------------------------------------------- checks of arguments before anything starts
 
 
 def checked_scaling(value: Any) -> ScalingConfig:
-    """See `checked_config`; a dict of its fields will do.
+    """Check a `ScalingConfig`, or make one from a dict of its fields.
 
     Raises:
         ValueError: It is neither.
@@ -316,10 +316,10 @@ def checked_scaling(value: Any) -> ScalingConfig:
 
 
 def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> ScalingConfig:
-    """A config with some values changed.
+    """Return a copy of a config with some values changed.
 
     Raises:
-        ValueError: There is no such field, or the value cannot be.
+        ValueError: There is no such field, or its value is not allowed.
     """
     known = [each.name for each in fields(ScalingConfig)]
     for name in values:
@@ -332,7 +332,7 @@ def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> Scaling
 
 
 def checked_resume(value: Any) -> Checkpoint | None:
-    """Return what a run starts from.
+    """Check the checkpoint that a run starts from, and return it.
 
     Raises:
         ValueError: It is no checkpoint.
@@ -345,7 +345,7 @@ def checked_resume(value: Any) -> Checkpoint | None:
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Return what each checkpoint says of itself, as it is after a detour through JSON.
+    """Return the metadata of checkpoints, converted to JSON and back.
 
     Raises:
         TypeError: It is no dict.
@@ -356,10 +356,10 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: str) -> None:
-    """Check that a config sets nothing that a trainer has no use for, and a number of workers where it needs one.
+    """Check that a config sets only fields that the trainer uses.
 
     Raises:
-        ValueError: It does.
+        ValueError: It sets others.
     """
     forbidden = [name for name in own_values(scaling) if name not in allowed]
     if forbidden:
@@ -370,14 +370,14 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
 
 
 def own_values(config: ScalingConfig) -> dict[str, Any]:
-    """Return what a config says that others do not say by themselves."""
+    """Return the values of a config that differ from the defaults."""
     default = ScalingConfig()
     names = [each.name for each in fields(config)]
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def check_is_left_to_function(run_config: RunConfig) -> None:
-    """Check that checkpoints are left to the function.
+    """Check that saving checkpoints is left to the function.
 
     Raises:
         ValueError: `checkpoint_frequency` or `checkpoint_at_end` is set.
@@ -392,10 +392,10 @@ def check_is_left_to_function(run_config: RunConfig) -> None:
 
 
 def check_is_shared(folder: Folder) -> None:
-    """Check that workers can write where the run writes.
+    """Check that workers can write to the folder of the run.
 
     Raises:
-        ValueError: Only this process sees that storage.
+        ValueError: The storage is the memory of this process.
     """
     if folder.is_in_memory:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`BatchPredictor`: the predictions of a checkpoint's model for a dataset of Ray Data, made by several workers."""
+"""`BatchPredictor`: several workers predict over a dataset of Ray Data with the model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["BatchPredictor"]
 
 
 class BatchPredictor:
-    """Predicts over a dataset of Ray Data. Each worker makes its own predictor of the checkpoint, once.
+    """Predicts over a dataset of Ray Data. Each worker creates its predictor from the checkpoint, once.
 
-    To predict with the workers and the model of a trainer that still trains, see `trainer.predict`.
+    To predict with the workers and the model of a trainer that is still training, see `trainer.predict`.
 
     Args:
         checkpoint: The checkpoint, such as `result.checkpoint`.
-        predictor_cls: How its model predicts, such as `TorchPredictor`.
+        predictor_cls: The class that predicts with its model, such as `TorchPredictor`.
         **predictor_kwargs: Passed on to `predictor_cls.from_checkpoint`.
 
     Raises:
-        TypeError: `predictor_cls` is no `Predictor`, or `checkpoint` no checkpoint of raysgd.
+        TypeError: `predictor_cls` is no `Predictor`, or `checkpoint` is no checkpoint of raysgd.
 
     Examples:
         >>> from raysgd.train.torch import TorchPredictor
@@ -52,7 +52,7 @@ class BatchPredictor:
 
     @classmethod
     def from_pandas_udf(cls, pandas_udf: Callable[[Any], Any]) -> BatchPredictor:
-        """Return a predictor that calls a function of a data frame."""
+        """Return a predictor that applies a function to data frames."""
         without_checkpoint: Any = None
         return cls(without_checkpoint, FunctionPredictor, function=pandas_udf)
 
@@ -60,11 +60,11 @@ class BatchPredictor:
         return f"{type(self).__name__}(checkpoint={self._checkpoint!r}, predictor_cls={self._predictor_cls.__name__})"
 
     def get_preprocessor(self) -> Any:
-        """Return what batches go through first: by itself that of the checkpoint; None for nothing."""
+        """Return the preprocessor of the batches, at first that of the checkpoint; None if there is none."""
         return self._preprocessor
 
     def set_preprocessor(self, preprocessor: Any) -> None:
-        """Let batches go through another preprocessor first; None for none."""
+        """Set the preprocessor of the batches; None for none."""
         self._preprocessor = preprocessor
 
     def predict(
@@ -82,24 +82,24 @@ class BatchPredictor:
         ray_remote_args: dict[str, Any] | None = None,
         **predict_kwargs: Any,
     ) -> Any:
-        """Return a dataset with the predictions. They are made when it is read.
+        """Return a dataset with the predictions, which are computed when it is read.
 
         Args:
             data: A dataset of Ray Data.
-            feature_columns: The columns, as the preprocessor leaves them, that the model gets; None for all.
-            keep_columns: Columns of `data` that the predictions are put beside.
-            batch_size: How many rows are predicted at once.
-            min_scoring_workers: The least number of workers.
-            max_scoring_workers: The largest number; None for as many as there is room for.
-            num_cpus_per_worker: CPUs of each; None for one.
-            num_gpus_per_worker: GPUs of each; None for none.
-            separate_gpu_stage: Whether the preprocessor runs in separate workers where the model needs GPUs.
+            feature_columns: Columns that the model gets, as the preprocessor names them; None for all.
+            keep_columns: Columns of `data` to add to the predictions.
+            batch_size: Number of rows to predict at once.
+            min_scoring_workers: Minimum number of workers.
+            max_scoring_workers: Maximum number of workers; None for as many as there is room for.
+            num_cpus_per_worker: CPUs of each worker; None for one.
+            num_gpus_per_worker: GPUs of each worker; None for none.
+            separate_gpu_stage: True to run the preprocessor in separate workers if the model needs GPUs.
             ray_remote_args: Other options of Ray for the workers.
             **predict_kwargs: Passed on to the `predict` of each predictor.
 
         Raises:
             TypeError: `data` is no dataset of Ray Data.
-            ValueError: A number that cannot be.
+            ValueError: A number is out of range.
         """
         if not is_of_ray(data):
             raise TypeError(f"`data={data!r:.200}`: need a dataset of Ray Data. `Predictor.predict` takes batches.")
@@ -124,7 +124,7 @@ class BatchPredictor:
         )
 
     def predict_pipelined(self, data: Any, **options: Any) -> NoReturn:
-        """Refuse: Ray Data has no pipelines any more, and `predict` computes no more at once than fits into memory.
+        """Raise an error: Ray Data no longer has pipelines, and `predict` already limits what is in memory at once.
 
         Raises:
             NotImplementedError: Always.
@@ -142,7 +142,7 @@ class _Scorer:
         self, checkpoint: Checkpoint, predictor_cls: type[Predictor], kwargs: Mapping[str, Any], preprocessor: Any
     ) -> None:
         self._predictor = predictor_cls.from_checkpoint(checkpoint, **kwargs)
-        self._predictor.set_preprocessor(None)  # the columns are chosen behind it
+        self._predictor.set_preprocessor(None)  # `__call__` applies it, before it selects the columns
         self._preprocessor = preprocessor
 
     def __call__(

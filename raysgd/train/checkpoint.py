@@ -1,6 +1,6 @@
-"""The checkpoints of functions in the driver: how they arrive, and those of `Trainer`, of which the best stay in files.
+"""Checkpoints of functions in the driver: how they are received, and how `Trainer` keeps the best ones as files.
 
-One is on its way at a time, in a thread. Why it is copied first and fetched later: ADR 94.
+One checkpoint at a time is received, in a thread. ADR 94 says why it is copied first and fetched later.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 10.0
-"""How long a checkpoint that is on its way at a loss is waited for. One that a dead worker was sending ends at once; a
-frozen worker may never send the rest."""
+"""How long to wait for a checkpoint in transit after a worker was lost. If its own worker died, the wait ends at once.
+If its worker is frozen, the checkpoint may never arrive."""
 
 
 class CheckpointLostError(Exception):
-    """A checkpoint was lost together with the worker that was sending it. The run goes on from the one before."""
+    """A checkpoint was lost together with the worker that was sending it. The run continues from the one before."""
 
 
 class CheckpointTaker(ABC):
-    """Takes the checkpoints of a run, one after the other, in a thread, so that no one waits for them.
+    """Takes the checkpoints of a run, one after another, in a thread, so that nothing waits for them.
 
     Attributes:
-        next_index: What a worker that stores a checkpoint itself numbers it by; None where no worker does.
+        next_index: Number for the next checkpoint that workers store themselves; None if they never do.
 
     Args:
-        restart_point: What the run starts from; None to start from the beginning.
+        restart_point: The checkpoint that the run starts from; None to start from the beginning.
     """
 
     next_index: int | None = None
@@ -70,22 +70,22 @@ class CheckpointTaker(ABC):
 
     @abstractmethod
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Take a checkpoint; `receive` gets it from the worker, None where the workers have stored it."""
+        """Take a checkpoint. `receive` gets it from the worker; None if the workers have stored it."""
 
     def begin_attempt(self) -> None:  # noqa: B027 - it may stay empty
-        """The function is about to start on all workers, for the first time or again."""
+        """Called before the function starts on all workers, for the first time or again."""
 
     @property
     def restart_point(self) -> Any:
-        """The checkpoint that a function is started again from: the newest one, or what the run started from."""
+        """The checkpoint from which a function restarts: the newest one, or the one that the run started from."""
         self.flush()
         return self._restart_point
 
     def take_landing(self) -> bool:
-        """Return whether a checkpoint has come to where it stays since this was asked last.
+        """Return True if a checkpoint was completed since the last call of this method.
 
-        One that is on its way is waited for: whether a loss came behind a checkpoint does not depend on how quick the
-        driver was. What went wrong with it stays for `flush`.
+        A checkpoint in transit is waited for, so that the answer does not depend on the speed of the driver. If it
+        failed, `flush` raises its error.
         """
         if self._coming is not None and self._has_arrived.wait(_ARRIVAL_S):
             wait([self._coming])
@@ -93,17 +93,17 @@ class CheckpointTaker(ABC):
         return self._num_landed > counted
 
     def await_arrival(self, timeout_s: float) -> None:
-        """Wait until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
+        """Wait until no worker is sending a checkpoint any more, successfully or not, but not until it is written."""
         if self._coming is not None and not self._has_arrived.wait(timeout_s):
             logger.warning(
                 "checkpoint %s did not arrive within %g s; stopping its worker anyway", self._identity, timeout_s
             )
 
     def flush(self) -> None:
-        """Wait until what is on its way has arrived and is written.
+        """Wait until the checkpoint in transit has been received and written.
 
         Raises:
-            Exception: What went wrong with it, an `OSError` when it could not be written.
+            Exception: Receiving or writing it failed; an `OSError` if it could not be written.
         """
         coming, self._coming = self._coming, None
         if coming is not None:
@@ -116,13 +116,13 @@ class CheckpointTaker(ABC):
         keep: Callable[[dict[str, Any]], None],
         lose: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start to get a checkpoint. Nothing else may be on its way: call `flush` first.
+        """Start to receive a checkpoint. Call `flush` first: only one may be in transit.
 
         Args:
-            identity: Its number.
-            receive: Gets it; raises `CheckpointLostError` when it was lost.
-            keep: Called with it, in the same thread.
-            lose: Called instead when it did not come.
+            identity: Number of the checkpoint.
+            receive: Gets it; raises `CheckpointLostError` if it was lost.
+            keep: Called with the checkpoint, in the same thread.
+            lose: Called instead if the checkpoint was not received.
         """
         self._identity = identity
         self._has_arrived.clear()
@@ -145,22 +145,22 @@ class CheckpointTaker(ABC):
         keep(checkpoint)
 
     def _note_landing(self, restart_point: Any) -> None:
-        """A checkpoint has come to where it stays: a function that is started again goes on from it."""
+        """Record a completed checkpoint, from which a restart will continue."""
         self._restart_point = restart_point
         self._num_landed += 1
 
 
 @dataclass
 class CheckpointStrategy:
-    """The rule that says which checkpoints of a run stay on disk.
+    """The rule that decides which checkpoints of a run stay on disk.
 
     Attributes:
-        num_to_keep: How many; None for all, 0 for none (the latest one is then kept in memory only).
-        checkpoint_score_attribute: The key of a checkpoint by which it is judged.
-        checkpoint_score_order: Whether "max" or "min" of it is best. Of equals the newer one is better.
+        num_to_keep: Number of checkpoints; None for all, 0 for none (the latest one is then kept only in memory).
+        checkpoint_score_attribute: Key of a checkpoint that it is ranked by.
+        checkpoint_score_order: "max" or "min", for which value is best. Of equal ones the newer is better.
 
     Raises:
-        ValueError: A number below 0, or another order.
+        ValueError: The number is below 0, or the order is neither of these.
     """
 
     num_to_keep: int | None = None
@@ -174,10 +174,10 @@ class CheckpointStrategy:
 
 
 def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> CheckpointStrategy | None:
-    """Return what says which checkpoints stay; of a `CheckpointConfig`, as Ray 2.0 takes it too, its rule.
+    """Check the strategy of a run, and convert a `CheckpointConfig`, which Ray 2.0 accepts as well.
 
     Raises:
-        TypeError: It is something else, and not None.
+        TypeError: It is neither of these, and not None.
     """
     if isinstance(strategy, CheckpointConfig):
         score = strategy.checkpoint_score_attribute or TIMESTAMP
@@ -191,7 +191,7 @@ def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> 
 
 
 def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
-    """Return the value of a checkpoint's score attribute as a number; None where nothing is kept.
+    """Return the value of a checkpoint's score attribute as a number, or None if no checkpoints are kept.
 
     Raises:
         ValueError: It is missing or no number.
@@ -211,10 +211,10 @@ def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
 
 
 class CheckpointManager(CheckpointTaker):
-    """Takes the checkpoints of one run after the other, and writes each into a file.
+    """Takes the checkpoints of one run after another, and writes each into a file.
 
     Attributes:
-        latest_checkpoint_id: Number of the newest checkpoint of the run, from 1.
+        latest_checkpoint_id: Number of the newest checkpoint of the run; the first is 1.
     """
 
     def __init__(self) -> None:
@@ -236,13 +236,13 @@ class CheckpointManager(CheckpointTaker):
         strategy: CheckpointStrategy | None = None,
         latest_id: int | None = None,
     ) -> None:
-        """Get ready for a run.
+        """Prepare for a run.
 
         Args:
-            run_dir: Where its checkpoints go, in a folder of their own; None to write none.
-            checkpoint: What the run starts from.
-            strategy: What is kept; None for all.
-            latest_id: The number that those of this run follow.
+            run_dir: Folder of the run, whose checkpoints get a folder in it; None to write none.
+            checkpoint: The checkpoint that the run starts from.
+            strategy: Rule that decides which checkpoints are kept; None for all.
+            latest_id: Number of the checkpoint before the first one of this run.
         """
         with failure_logged(logger.error, "could not keep the last checkpoint of the previous run: %r"):
             self.flush()
@@ -252,19 +252,19 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def score_attribute(self) -> str:
-        """The key of a checkpoint by which it is judged."""
+        """Key of a checkpoint that it is ranked by."""
         return self._strategy.checkpoint_score_attribute
 
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Take a checkpoint over. Return at once; `receive` gets it, from a thread.
+        """Take a checkpoint, and return at once: a thread receives it.
 
         Args:
-            score: The value by which it is judged.
-            receive: Gets it; raises `CheckpointLostError` when it was lost.
+            score: Value that the checkpoint is ranked by.
+            receive: Gets it; raises `CheckpointLostError` if it was lost.
 
         Raises:
             ValueError: `score` cannot be compared.
-            Exception: What went wrong with an earlier one, an `OSError` when it could not be written.
+            Exception: Receiving or writing an earlier one failed; an `OSError` if it could not be written.
         """
         assert receive is not None, "no worker stores a checkpoint itself"
         number = checked_score(self._strategy, score)
@@ -285,7 +285,7 @@ class CheckpointManager(CheckpointTaker):
         for each in dropped:
             self._remove(each.number)
 
-    # ---------------------------------------------------------------------------------------------- what there is
+    # ---------------------------------------------------------------------------------------------------------- results
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
@@ -300,7 +300,7 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest file of the latest run that is there; None when there is none."""
+        """The newest existing file of the latest run; None if there is none."""
         self.flush()
         newest = self._saved[-1].number if self._saved else None
         if self._folder is not None and newest is not None and self._folder.has(checkpoint_name(newest)):
@@ -309,13 +309,13 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
-        """The best file of the latest run; None when there is none."""
+        """The best file of the latest run; None if there is none."""
         self.flush()
         best = self._rule.best(self._saved)
         return self._place_of(best[-1].number) if best else None
 
     def _place_of(self, identity: int) -> Path | str | None:
-        """Return the file of a checkpoint, as a path or a URI; None where nothing is written."""
+        """Return the file of a checkpoint, as a path or a URI, or None if no files are written."""
         if self._folder is None:
             return None
         file = self._folder / checkpoint_name(identity)
@@ -327,7 +327,7 @@ class CheckpointManager(CheckpointTaker):
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
-    """Write a file that is whole or not there.
+    """Write a checkpoint file, completely or not at all.
 
     Raises:
         OSError: It could not be written; a `StorageError` for a URI.
@@ -344,13 +344,13 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
 
 
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
-    """Return a checkpoint: unchanged if it is a dict, else read from a path or a URI.
+    """Return a checkpoint: a dict unchanged, or one read from a path or URI.
 
-    Reading runs what the file says, as any pickle.
+    Reading one may run code from the file, as with any pickle.
 
     Raises:
-        ValueError: There is nothing at that place.
-        TypeError: It is neither a dict nor a path.
+        ValueError: There is no such file.
+        TypeError: `checkpoint` is neither a dict nor a path.
         StorageError: A store could not be reached.
     """
     if checkpoint is None:

@@ -1,4 +1,4 @@
-"""Small exchanges between the workers of a function, by way of the driver: for decisions, not for tensors."""
+"""Small exchanges between the workers of a function through the driver: for decisions, not for tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank_zero(data: T) -> T:
-    """Return on all workers what rank 0 passed. All of them have to call it; it waits for the last one.
+    """Return rank 0's value on all workers. All of them must call this; it waits for the last one.
 
     Raises:
         TypeError: It cannot be pickled.
@@ -23,5 +23,5 @@ def broadcast_from_rank_zero(data: T) -> T:
 
 
 def barrier() -> None:
-    """Wait until all workers have called it."""
+    """Wait until all workers have called this."""
     helper_session().ask(BROADCAST)

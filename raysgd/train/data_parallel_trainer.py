@@ -1,6 +1,6 @@
 """`DataParallelTrainer`: `fit` runs a function on several workers at once, each with its part of the data.
 
-The trainers for PyTorch, TensorFlow and Horovod choose how its workers are connected. They are imported from
+The trainers for PyTorch, TensorFlow and Horovod set how the workers are connected. Import them from
 `raysgd.train.torch`, `raysgd.train.tensorflow` and `raysgd.train.horovod`.
 """
 
@@ -30,31 +30,31 @@ __all__ = ["DataParallelTrainer", "HorovodTrainer", "TensorflowTrainer", "TorchT
 
 
 class DataParallelTrainer(BaseTrainer):
-    """Runs a function on several workers, and makes a `Result` of what it reports.
+    """Runs a function on several workers, and collects its reports in a `Result`.
 
     Every worker calls `raysgd.train.report(metrics, checkpoint=...)` the same number of times. The metrics of rank 0
     are the results. If the function fails, or a worker is lost, the run fails; with `FailureConfig(max_failures=3)` it
-    starts again from its newest checkpoint, up to three times.
+    restarts from its newest checkpoint, up to three times.
 
-    To make a trainer with another loop, derive from this class and pass the loop to `super().__init__`. To connect
+    To make a trainer with your own loop, derive from this class and pass the loop to `super().__init__`. To connect
     the workers in another way, pass your own `BackendConfig`.
 
     Args:
-        train_loop_per_worker: The function. It takes nothing, or one argument, `train_loop_config`. What it returns on
-            rank 0 is `Result.return_value`, if that is plain data.
-        train_loop_config: Its argument.
-        backend_config: How the workers are connected. Default: not at all.
-        scaling_config: How many workers, and what each needs. With `num_workers=(least, most)` the run begins with as
-            many as there is room for, continues with those that are left after a failure, and grows back after a
+        train_loop_per_worker: The function. It takes no argument, or one, `train_loop_config`. Its return value on
+            rank 0 becomes `Result.return_value`, if it is plain data.
+        train_loop_config: The argument of the function.
+        backend_config: Connection of the workers. Default: not at all.
+        scaling_config: Number and resources of the workers. With `num_workers=(least, most)` the run starts with as
+            many as there is room for, continues with the remaining ones after a failure, and grows again after a
             checkpoint.
-        dataset_config: Who gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By itself "train" is divided,
-            and every worker gets all of the others.
-        run_config: Where the run writes, what it keeps, when it stops.
-        datasets: Datasets, or functions that return one, by name; see `raysgd.train.get_dataset_shard`.
-        metadata: What each checkpoint says of itself, as a dict of what JSON can hold.
-        preprocessor: Fit on and applied to the datasets before the function starts.
-        resume_from_checkpoint: What `raysgd.train.get_checkpoint` returns at first.
-        detached: A name, under which `fit` outlives this program, as in `BaseTrainer`.
+        dataset_config: Who gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By default "train" is
+            divided, and every worker gets all of the other datasets.
+        run_config: Options of the run: where it writes, which checkpoints it keeps, and when it stops.
+        datasets: Datasets by name, or functions that return one; see `raysgd.train.get_dataset_shard`.
+        metadata: A dict that can be stored as JSON, added to each checkpoint.
+        preprocessor: Fit on the datasets and applied to them before the function starts.
+        resume_from_checkpoint: The first value of `raysgd.train.get_checkpoint`.
+        detached: A name, to let `fit` outlive this program; see `BaseTrainer`.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -122,15 +122,15 @@ class DataParallelTrainer(BaseTrainer):
         self._data_config = merged_config(dataset_config, self.datasets, self._dataset_config)
 
     def get_dataset_config(self) -> Any:
-        """Return who gets which data: the `DataConfig` you passed, or a copy of the dict of `DatasetConfig` in use."""
+        """Return which worker gets which data: your `DataConfig`, or a copy of the dict of `DatasetConfig` in use."""
         return copy(self._data_config)
 
     def preprocess_datasets(self) -> None:
-        """Make the datasets ready: calls functions, applies the preprocessor. Call super if you override it."""
+        """Prepare the datasets: call functions, apply the preprocessor. Call super if you override it."""
         self.datasets = prepared(self.datasets, self.preprocessor, self._data_config)
 
     def training_loop(self) -> None:
-        """Run the function on the workers, and hand over what it reports. Call super if you override it."""
+        """Run the function on the workers, and process its reports. Call super if you override it."""
         function = without_arguments(self._loop, self._loop_config)
         assert self._job is not None, "`fit` sets it"
         run = FitRun(
@@ -154,20 +154,20 @@ class DataParallelTrainer(BaseTrainer):
         storage_filesystem: Any = None,
         **replaced: Any,
     ) -> TrainerType:
-        """The trainer of a run that was interrupted or failed; its `fit` continues the run from its last checkpoint.
+        """Return the trainer of a run that was interrupted or failed. Its `fit` continues from the last checkpoint.
 
-        Loading it runs code that it names: restore only runs that you trust.
+        Loading a trainer runs code that the folder names, so only restore runs that you trust.
 
         Args:
-            path: The folder with the run's name, or its URI.
+            path: The folder of the run, or its URI.
             train_loop_per_worker: Another function; None for that of the run.
             train_loop_config: Another argument of the function; None for that of the run.
-            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
-            **replaced: Other arguments of the trainer that are to be other ones. Datasets are not saved with a run:
-                pass them again, under the same names.
+            storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
+            **replaced: Other arguments of the trainer to change. Datasets are not saved with a run: pass them again,
+                under the same names.
 
         Raises:
-            ValueError: There is no run, or datasets are missing or others than it had.
+            ValueError: There is no run, or the names of the datasets differ.
         """
         replaced |= {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
         return super().restore(path, storage_filesystem, **replaced)
@@ -206,17 +206,17 @@ class FurtherOptions(TypedDict, total=False):
 class TorchTrainer(DataParallelTrainer):
     """Runs a function on several workers that are connected by a process group of `torch.distributed`.
 
-    It has the name of `raysgd.TorchTrainer`, but is another class. Here you write the loop, as a function, and `fit`
-    runs it once. There you write an operator, a class with a step, and the trainer calls it as often as you say, with
-    the workers kept alive in between. `docs/train.md` compares the two.
+    This is not `raysgd.TorchTrainer`. Here you write the training loop as a function, and `fit` runs it once. There you
+    write an operator, a class with a training step, and call the trainer as often as you like while the workers stay
+    alive. `docs/train.md` compares the two.
 
     Args:
-        train_loop_per_worker: The function. It uses `prepare_model` and `prepare_data_loader` of `raysgd.train.torch`,
-            which get model and loader ready for several workers.
-        train_loop_config: Its argument.
-        torch_config: How the workers are connected. Default: NCCL where each has a GPU, else gloo.
+        train_loop_per_worker: The function. It prepares its model and loader for several workers by `prepare_model`
+            and `prepare_data_loader` of `raysgd.train.torch`.
+        train_loop_config: The argument of the function.
+        torch_config: Connection of the workers. Default: NCCL if each has a GPU, else gloo.
         torch_backend: Another name of `torch_config`, from the guide of the old library.
-        **options: As `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
+        **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -250,16 +250,16 @@ class TorchTrainer(DataParallelTrainer):
 
 
 class TensorflowTrainer(DataParallelTrainer):
-    """Runs a function on several workers that know each other by `TF_CONFIG`.
+    """Runs a function on several workers that find each other through `TF_CONFIG`.
 
-    Make a `MultiWorkerMirroredStrategy` in it.
+    Create a `MultiWorkerMirroredStrategy` in the function.
 
     Args:
         train_loop_per_worker: The function.
-        train_loop_config: Its argument.
-        tensorflow_config: How the workers are connected.
+        train_loop_config: The argument of the function.
+        tensorflow_config: Connection of the workers.
         tensorflow_backend: Another name of `tensorflow_config`, from the guide of the old library.
-        **options: As `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
+        **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -279,13 +279,13 @@ class TensorflowTrainer(DataParallelTrainer):
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """Runs a function on several workers that are connected by Horovod, which is initialized when the function begins.
+    """Runs a function on several workers that Horovod connects. It is initialized when the function starts.
 
     Args:
         train_loop_per_worker: The function.
-        train_loop_config: Its argument.
-        horovod_config: How the workers are connected.
-        **options: As `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
+        train_loop_config: The argument of the function.
+        horovod_config: Connection of the workers.
+        **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -304,10 +304,10 @@ class HorovodTrainer(DataParallelTrainer):
 
 
 def _chosen(framework: str, **configs: BackendConfig | None) -> BackendConfig:
-    """The config of a framework out of its names; a new one if none was given.
+    """Return the framework's config, which may be passed under several names, or a new one if none was passed.
 
     Raises:
-        ValueError: There are two, or it is of another framework.
+        ValueError: Two were passed, or one of another framework.
     """
     given = {name: config for name, config in configs.items() if config is not None}
     if len(given) > 1:

@@ -1,6 +1,6 @@
-"""Runs functions on a group of workers that it keeps alive: what `Trainer` stands on, and developers drive directly.
+"""Runs functions on a group of workers that stay alive. `Trainer` is built on it, and developers may use it directly.
 
-It outlives the single run, which is a `FunctionRun` over the engine's controller. Nothing is retried here.
+The executor outlives each run, which is a `FunctionRun` over the engine's controller. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ WORDS = FrontEndWords(
     after_end="saved checkpoints are kept",
     restart_point="from the newest checkpoint, or from the beginning without one",
 )
-"""What users of functions are told behind the engine's facts."""
+"""Advice for users of functions, added to the engine's messages."""
 
 
 @dataclass(frozen=True)
 class ExecutorRules:
-    """The rules of a front end that wants something otherwise than `Trainer` does.
+    """Rules of a front end that differ from those of `Trainer`.
 
     Attributes:
         failures: Decides what follows a failure.
         checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
-        on_failure: Called when the function is about to start again because of a failure.
-        words: What users are told behind the facts of the engine.
-        num_ahead: How many reports may wait for the driver while functions go on.
-        is_elastic: Whether functions go on where they are when other workers are lost.
-        num_spares: How many workers wait, ready, to step in for lost ones.
+        on_failure: Called before the function restarts after a failure.
+        words: Advice for users, added to the engine's messages.
+        num_ahead: Number of reports that may wait for the driver before a function is blocked.
+        is_elastic: True if functions continue in place when other workers are lost.
+        num_spares: Number of spare workers that wait, ready, to replace lost ones.
     """
 
     failures: FailurePolicy = field(default_factory=FailurePolicy)
@@ -100,13 +100,13 @@ class ExecutorRules:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The arguments of a run, checked by `checked` before anything of the run leaves a trace.
+    """The arguments of a run. `checked` checks them before the run leaves any trace.
 
     Attributes:
-        function: The user's function, its argument bound.
+        function: The user's function, with its config bound.
         dataset: The data to divide over the workers; None for none.
-        checkpoint: What the run starts from; read already, if it was a file.
-        checkpoint_strategy: Which checkpoints are kept.
+        checkpoint: Content of the checkpoint that the run starts from.
+        checkpoint_strategy: Rule that decides which checkpoints are kept.
     """
 
     function: Callable[[], Any]
@@ -123,12 +123,12 @@ class RunPlan:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> RunPlan:
-        """A plan of arguments as users pass them.
+        """Make a plan from the arguments that users pass.
 
         Raises:
             ValueError: The function takes more than one argument, or there is no file at the path `checkpoint`.
-            TypeError: An argument is of the wrong kind.
-            UnpicklableError: The function or its config cannot be sent to the workers; a `TypeError`.
+            TypeError: An argument has the wrong type.
+            UnpicklableError: The function or its config cannot be pickled; a `TypeError`.
         """
         function = without_arguments(train_func, config)
         check_dataset(dataset)
@@ -143,20 +143,20 @@ class BackendExecutor:
     """Keeps workers alive and runs functions on them, one at a time.
 
     Args:
-        backend_config: How the workers are connected.
-        num_workers: How many; or the smallest and the largest number.
+        backend_config: Connection of the workers.
+        num_workers: Number of workers, or its minimum and maximum.
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
         additional_resources_per_worker: Other resources for each.
-        max_retries: The failure of workers with this number is the one that is raised; -1 for none. They are counted
-            again for each start, each training and each `run`, and workers that die while they are started count too.
-        resize_interval_s: How often a run on fewer workers than it might have looks for more.
-        heartbeat_s: A worker process that gives no sign of life for so long is lost.
-        placement: What else workers need, and how they are placed.
-        rules: What a front end wants otherwise than `Trainer` does.
+        max_retries: Number of the failure of workers that is raised; -1 to raise none. Counting starts again with each
+            start, each training and each `run`. Workers that die while they start count too.
+        resize_interval_s: How often a run with fewer workers than the maximum looks for more.
+        heartbeat_s: A worker process that does not respond for this long is lost.
+        placement: Other needs of the workers, and how Ray places them.
+        rules: Rules of a front end that differ from those of `Trainer`.
 
     Raises:
-        ValueError: A number that cannot be.
+        ValueError: A number is out of range.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class BackendExecutor:
 
     @property
     def is_started(self) -> CallableFlag:
-        """True if there are workers; a property in some old versions, a method in others, and here both."""
+        """True if there are workers. It works as a property and as a method, since old versions had either."""
         return CallableFlag(self._controller is not None)
 
     def start(
@@ -226,17 +226,17 @@ class BackendExecutor:
         """Start the workers and connect them.
 
         Args:
-            initialization_hook: Run in each worker process before anything else.
-            train_cls: A class of which every worker makes an object, reached through `worker_group.workers`; also
-                those that replace lost ones.
-            train_cls_args: Arguments for that.
-            train_cls_kwargs: Keyword arguments for that.
+            initialization_hook: Called in each worker process before anything else.
+            train_cls: Class of an object that every worker creates, even one that replaces a lost worker. Use it
+                through `worker_group.workers`.
+            train_cls_args: Arguments of the class.
+            train_cls_kwargs: Keyword arguments of the class.
 
         Raises:
             RuntimeError: They have already started.
             ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
-            WorkerError: The hook or the class raised; of that class too.
-            WorkersLostError: Workers died over it, too often.
+            WorkerError: The hook or the class raised. The error is also an instance of the class that was raised.
+            WorkersLostError: Too many workers died during the start.
         """
         if self._controller is not None:
             raise RuntimeError("The workers have already started: call `shutdown` before another `start`.")
@@ -259,7 +259,7 @@ class BackendExecutor:
         self._controller = controller
 
     def _group_spec(self, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
-        """Return what the engine starts every group from."""
+        """Return the specification from which the engine starts every group."""
         num_gpus = self._spec.resources.num_gpus
         connection = self._config.connection(num_gpus)
         if isinstance(connection, PlacedConnection):
@@ -269,7 +269,7 @@ class BackendExecutor:
         return replace(self._spec, connection=connection, initialization_hook=initialization_hook, relay=LogRelay())
 
     def _make_controller(self, spec: GroupSpec) -> ElasticController:
-        leaving_nodes = WeakMethod(self._leaving_nodes)  # or the workers would never end with the executor
+        leaving_nodes = WeakMethod(self._leaving_nodes)  # a strong reference would keep the workers alive
 
         def leaving() -> frozenset[str]:
             found = leaving_nodes()
@@ -285,7 +285,7 @@ class BackendExecutor:
         )
 
     def _leaving_nodes(self) -> frozenset[str]:
-        """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
+        """Return the nodes that will go away soon, if leaving them loses nothing: between runs, after a checkpoint."""
         if self._run is not None and not self._run.is_over and not self._run.may_restart:
             return frozenset()
         nodes = draining_nodes()
@@ -294,16 +294,16 @@ class BackendExecutor:
         return nodes
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers and give the resources back. What was not started is left alone.
+        """End the workers and free their resources. Actors and reservations of others are left alone.
 
         Args:
-            patience_s: With more than 0 they may close what they have first. A checkpoint that was handed over comes
-                first in any case.
+            patience_s: Above 0, workers may close their resources first. A checkpoint in transit is received in any
+                case.
         """
         controller, self._controller = self._controller, None
         run, self._run = self._run, None
         if run is not None:
-            run.is_over = True  # for who still goes over its reports
+            run.is_over = True  # ends iterators over its reports
         if controller is not None:
             self._finalizer.detach()
             controller.stop(force=patience_s <= 0)
@@ -322,19 +322,19 @@ class BackendExecutor:
         """Start a function on all workers.
 
         Args:
-            train_func: The function; it takes nothing, or the config.
-            run_dir: Where its checkpoints go; None to write none.
-            dataset: What is divided over the workers: has `split(n, equal=True)`; or a dict of such.
-            checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved one.
-            checkpoint_strategy: Which checkpoints are kept.
-            latest_checkpoint_id: The number that those of this run follow.
-            config: What the function is given, as it is; an empty dict for None.
+            train_func: The function; it takes no argument, or the config.
+            run_dir: Folder for its checkpoints; None to write none.
+            dataset: Data to divide over the workers, with `split(n, equal=True)`; or a dict of such.
+            checkpoint: The first value of `load_checkpoint`: a dict, or the path of a saved one.
+            checkpoint_strategy: Rule that decides which checkpoints are kept.
+            latest_checkpoint_id: Number of the checkpoint before the first one of this run.
+            config: Argument of the function, passed unchanged; None for an empty dict.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
-            TrainBackendError: A function is running already.
+            TrainBackendError: A function is already running.
             ValueError: There is no file at the path `checkpoint`.
-            TypeError: An argument is of the wrong kind.
+            TypeError: An argument has the wrong type.
         """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self.start_plan(plan, run_dir, latest_checkpoint_id)
@@ -346,7 +346,7 @@ class BackendExecutor:
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
-            TrainBackendError: A function is running already.
+            TrainBackendError: A function is already running.
         """
         self.check_free()
         self.checkpoint_manager.begin_run(run_dir, plan.checkpoint, plan.checkpoint_strategy, latest_checkpoint_id)
@@ -359,13 +359,13 @@ class BackendExecutor:
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> FunctionRun:
-        """Start a function on all workers; its checkpoints go to whatever takes those of this executor.
+        """Start a function on all workers. Its checkpoints go to the checkpoint taker of this executor.
 
         Args:
-            function: The function, its argument bound.
-            data: Divides its data, whenever workers start.
+            function: The function, with its config bound.
+            data: Divides its data whenever workers start.
             make_session: See `FunctionSpec`.
-            on_wait: Called some ten times a second while a step of the function is waited for.
+            on_wait: Called about ten times a second while waiting for a step of the function.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -413,11 +413,11 @@ class BackendExecutor:
             )
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
-        """The metrics of all workers at their next report; None when all functions have ended."""
+        """Return the metrics of all workers at their next report, or None if all functions have ended."""
         return self._running().next_reports()
 
     def get_next_results(self) -> list[TrainingResult] | None:
-        """The next step of all workers, also those in which they saved; None when all functions have ended."""
+        """Return the next step of all workers, even one that only saves, or None if all functions have ended."""
         run = self._running()
         step = run.next_step()
         if step.kind is None:
@@ -430,16 +430,16 @@ class BackendExecutor:
         return [TrainingResult(step.kind, content) for content in saved]
 
     def pause_reporting(self) -> None:
-        """From here on the functions do not wait for their reports to be fetched."""
+        """Let the functions continue without waiting until their reports are fetched."""
         self._running().mute()
 
     def finish_training(self) -> list[Any]:
-        """Let the functions come to their end, without their reports; return what they returned, by rank."""
+        """Run the functions to their end without their reports, and return their results by rank."""
         run, self._run = self._running(), None
         return run.finish()
 
     def abort_training(self) -> None:
-        """End the functions wherever they are. Harmless when none runs."""
+        """End the functions wherever they are. Does nothing if none runs."""
         run, self._run = self._run, None
         if run is not None and self._controller is not None:
             run.abort()
@@ -456,7 +456,7 @@ class BackendExecutor:
         return self.get_worker_group()
 
     def get_worker_group(self) -> WorkerGroup:
-        """The workers.
+        """Return the workers.
 
         Raises:
             InactiveWorkerGroupError: There are none.
@@ -465,7 +465,7 @@ class BackendExecutor:
         return self._hooks.workers
 
     def replace_workers(self) -> WorkerGroup:
-        """End all workers and start new ones; return those.
+        """End all workers, start new ones, and return these.
 
         Raises:
             InactiveWorkerGroupError: There are none.
@@ -478,11 +478,11 @@ class BackendExecutor:
         return self.get_worker_group()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `function(*args, **kwargs)` once in every worker; what it returned, in order of the ranks.
+        """Run `function(*args, **kwargs)` once in every worker, and return the results by rank.
 
         Raises:
-            WorkerError: The function raised; of that class too.
-            TrainingWorkerError: A worker died; there are new workers. A `RuntimeError`.
+            WorkerError: The function raised. The error is also an instance of the class that was raised.
+            TrainingWorkerError: A worker died, and new workers have started; a `RuntimeError`.
             WorkersLostError: A worker died, and `max_retries` allows no loss, or the new workers died as well.
         """
         if self._run is None or self._run.is_over:
@@ -490,7 +490,7 @@ class BackendExecutor:
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
-        """The results of calls that `worker_group` started; replaces the workers if one died over it.
+        """Return the results of calls that `worker_group` started. If a worker died meanwhile, replace the workers.
 
         Raises:
             TrainingWorkerError: A worker died; new workers have started.
@@ -518,7 +518,7 @@ class BackendExecutor:
 
     @property
     def history(self) -> GroupHistory:
-        """The events of the workers so far."""
+        """Events of the workers."""
         return self._active().history
 
     @property
@@ -532,7 +532,7 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_id(self) -> int:
-        """Its number in its run, from 1."""
+        """Number of the newest checkpoint in its run; the first is 1."""
         return self.checkpoint_manager.latest_checkpoint_id
 
     @property
@@ -547,10 +547,10 @@ class BackendExecutor:
 
 
 def check_spares(num_spares: Any, is_elastic: bool) -> None:
-    """Check the number of workers that wait to step in.
+    """Check the number of spare workers.
 
     Raises:
-        ValueError: It cannot be, or there is nowhere to step in.
+        ValueError: It is out of range, or functions are not elastic, so a spare worker could not step in.
     """
     check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
     if num_spares and not is_elastic:
@@ -561,16 +561,16 @@ def check_spares(num_spares: Any, is_elastic: bool) -> None:
 
 
 def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus: float, max_retries: int) -> None:
-    """Check that functions can go on where they are.
+    """Check that functions can continue in place.
 
     Args:
         config: Connects the workers.
-        num_workers: The smallest and the largest number of workers.
+        num_workers: Minimum and maximum number of workers.
         num_gpus: GPUs for each.
-        max_retries: The number of the loss that is raised; below 0 for none.
+        max_retries: Number of the failure that is raised; below 0 to raise none.
 
     Raises:
-        ValueError: They cannot, with these arguments.
+        ValueError: They cannot continue with these arguments.
     """
     least, most = num_workers
     if least == most:
@@ -591,14 +591,14 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
 
 
 def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> PreemptionInfo | None:
-    """Return what is about to be taken away; None where no worker is on such a node.
+    """Return which nodes of the workers are about to be taken away, or None if there are none.
 
     >>> preemption_of(["a", "b", "a"], {"a": 7000, "c": 1}).preempted_node_to_ranks
     {'a': [0, 2]}
 
     Args:
         nodes: The node of each rank.
-        deadlines: When each node that is about to go does, in milliseconds; 0 if no time was said.
+        deadlines: For each node that is about to go, when it goes, in milliseconds; 0 if that is unknown.
     """
     ranks = {node: [rank for rank, place in enumerate(nodes) if place == node] for node in nodes if node in deadlines}
     times = [deadlines[node] for node in ranks if deadlines[node]]
@@ -606,7 +606,7 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
 
 def restarts_allowed(max_retries: int) -> float:
-    """The restarts that `max_retries` of the old library means: its last retry is the one that raises.
+    """Return the number of restarts that the old library's `max_retries` allows: its last retry raises.
 
     >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
     [0, 0, 2, inf]
@@ -615,10 +615,10 @@ def restarts_allowed(max_retries: int) -> float:
 
 
 class CallableFlag(int):
-    """True or false; called, it says the same."""
+    """A flag that is true or false as a value and when it is called."""
 
     def __call__(self) -> bool:
-        """The truth."""
+        """Return the flag."""
         return bool(self)
 
     def __repr__(self) -> str:

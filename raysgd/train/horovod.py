@@ -1,7 +1,7 @@
-"""Horovod in training functions: over the trainer's own workers, without `mpirun` and without ssh.
+"""Horovod in training functions, on the trainer's own workers, without `mpirun` and ssh.
 
-Horovod is initialized when the function begins; the `hvd.init()` with which functions for Horovod begin is harmless.
-After a failure all workers are new processes with a new Horovod.
+Horovod is initialized before the function starts, so an `hvd.init()` in the function does no harm. After a failure all
+workers are new processes with a new Horovod.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ lazy_names(__name__, {"HorovodTrainer": "raysgd.train.data_parallel_trainer"})
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Connects the workers with Horovod and Gloo, also a single one.
+    """Connects the workers, even a single one, with Horovod and Gloo.
 
-    What has to do with ssh and with Horovod's own launcher is kept for programs that set or read it. Nothing here logs
-    in anywhere: the workers are Ray's.
+    Options for ssh and Horovod's own launcher are kept only for programs that set or read them. Nothing here uses ssh,
+    because Ray starts the workers.
 
     Attributes:
-        nics: The network interface to use, or several, of which each node takes the first by name that it has. Default:
-            the one through which the worker of rank 0 is reached.
-        verbose: Not needed here.
-        key: Not needed here; made up if it is None.
-        ssh_port: Not needed here.
-        ssh_identity_file: Where `ssh_str` is written, readable for its owner only, if there is no such file.
+        nics: The network interface to use, or several, of which each node uses the first in alphabetical order that it
+            has. Default: the one through which the worker of rank 0 is reached.
+        verbose: Not used.
+        key: Not used; generated if it is None.
+        ssh_port: Not used.
+        ssh_identity_file: File to write `ssh_str` to, readable only by its owner, unless the file exists.
         ssh_str: A private key.
         timeout_s: How long the workers wait for each other at the start.
-        placement_group_timeout_s: Not needed here; see `TRAIN_PLACEMENT_GROUP_TIMEOUT_S`.
+        placement_group_timeout_s: Not used; see `TRAIN_PLACEMENT_GROUP_TIMEOUT_S`.
     """
 
     nics: str | Collection[str] | None = None
@@ -66,7 +66,7 @@ class HorovodConfig(BackendConfig):
 
     @property
     def start_timeout(self) -> Any:
-        """Horovod's own form of `timeout_s`; it starts to run when you get it."""
+        """Horovod's own object for `timeout_s`. Its time starts when you read this property."""
         from horovod.runner.common.util.timeout import Timeout
 
         return Timeout(self.timeout_s, message="Horovod waited for {activity} for longer than {timeout} s.")

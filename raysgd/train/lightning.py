@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` in a function that `fit` runs: its place among the workers, and a report after each epoch."""
+"""Lightning's `Trainer` in a function that `fit` runs: strategies for the run's workers, a report after each epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def _imported(module: str) -> Any:
-    """A module of Lightning as the program has imported it: its two packages have the same classes, each its own."""
+    """Return a module of the Lightning package that the program uses: the two packages have separate classes."""
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return importlib.import_module(f"pytorch_lightning.{module}")
     require("lightning", extra="lightning", purpose="`raysgd.train.lightning`")
@@ -40,7 +40,7 @@ _Callback: Any = _imported("callbacks").Callback
 
 
 class _PlaceOfWorker:
-    """The place of a strategy, from the run."""
+    """Gives a strategy the device and rank of this worker."""
 
     @property
     def root_device(self) -> Any:
@@ -52,52 +52,52 @@ class _PlaceOfWorker:
 
 
 class RayDDPStrategy(_PlaceOfWorker, _DDPStrategy):
-    """`DDPStrategy` over the workers of the run. Takes the same arguments."""
+    """`DDPStrategy` over the workers of the run, with the same arguments."""
 
 
 class RayFSDPStrategy(_PlaceOfWorker, _FSDPStrategy):
-    """`FSDPStrategy` over the workers of the run. Takes the same arguments."""
+    """`FSDPStrategy` over the workers of the run, with the same arguments."""
 
 
 class RayLightningEnvironment(_Environment):
-    """Tells Lightning that the workers are there already, and which one this is."""
+    """Tells Lightning that the workers already run, and the rank of this one."""
 
     @property
     def creates_processes_externally(self) -> bool:
         return True
 
     def world_size(self) -> int:
-        """The number of workers."""
+        """Return the number of workers."""
         return session.world_size()
 
     def global_rank(self) -> int:
-        """This worker's rank among all."""
+        """Return this worker's rank among all workers."""
         return session.world_rank()
 
     def local_rank(self) -> int:
-        """This worker's rank among those on its node."""
+        """Return this worker's rank among those on its node."""
         return session.local_rank()
 
     def node_rank(self) -> int:
-        """The rank of this worker's node."""
+        """Return the rank of this worker's node."""
         return session.get_node_rank()
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: the run has decided."""
+        """Do nothing: the run sets the number of workers."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: the run has decided."""
+        """Do nothing: the run sets the rank."""
 
     def teardown(self) -> None:
-        """Nothing: the run goes on."""
+        """Do nothing: the run continues."""
 
 
 class RayTrainReportCallback(_Callback):
-    """Reports what was logged at the end of each epoch, with a checkpoint of Lightning in `checkpoint.ckpt`.
+    """Reports the logged metrics after each epoch, with a Lightning checkpoint in `checkpoint.ckpt`.
 
     Args:
         checkpoint_upload_mode: `CheckpointUploadMode.SYNC` or `ASYNC`; None for `SYNC`. See `raysgd.train.report`.
-        validation: False: Lightning's own loop validates.
+        validation: Must be False: Lightning's own loop validates.
     """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
@@ -109,13 +109,13 @@ class RayTrainReportCallback(_Callback):
         UploadOptions(**self._options)  # checks them
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Report on all ranks, as all of them have saved."""
+        """Report on all ranks, because all of them save."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         folder = tempfile.mkdtemp(prefix="raysgd-lightning-")
         try:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME).as_posix(), weights_only=False)
-            has_files = any(Path(folder).iterdir())  # rank 0 alone, where the model is not divided
+            has_files = any(Path(folder).iterdir())  # only on rank 0, unless the model is divided
             if has_files:
                 session.report(metrics, checkpoint=Checkpoint.from_directory(folder), **self._options)
             else:
@@ -123,14 +123,14 @@ class RayTrainReportCallback(_Callback):
             barrier()
         finally:
             if self._options["checkpoint_upload_mode"] is not CheckpointUploadMode.ASYNC:
-                shutil.rmtree(folder, ignore_errors=True)  # else it is deleted when it is stored
+                shutil.rmtree(folder, ignore_errors=True)  # in ASYNC mode it is deleted after the upload
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Return Lightning's `Trainer`, if it can train on the workers of the run.
+    """Check that Lightning's `Trainer` can train on the workers of the run, and return it.
 
     Raises:
-        RuntimeError: Its strategy or its environment would start other processes.
+        RuntimeError: Its strategy or environment would start other processes.
     """
     allowed = (RayDDPStrategy, RayFSDPStrategy)
     if not isinstance(trainer.strategy, allowed):

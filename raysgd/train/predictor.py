@@ -1,4 +1,4 @@
-"""`Predictor`: a trained model, the preprocessor that its data goes through first, and batches in any form."""
+"""`Predictor`: a trained model and the preprocessor of its inputs, for batches in any format."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from raysgd.arrays.ray_batches import stacked
 __all__ = ["Predictor", "PredictorNotSerializableException"]
 
 PREDICTIONS = "predictions"
-"""The column of a single output."""
+"""Name of the column of a model with a single output."""
 
 _TENSOR = "__value__"
-"""The column of an array, where data has to have columns; the name is that of Ray Data."""
+"""Name of the column for an array without one; the name is that of Ray Data."""
 
 
 class PredictorNotSerializableException(RuntimeError):
-    """A predictor was pickled. Send its checkpoint, and make the predictor where it is used."""
+    """A predictor was pickled. Send its checkpoint instead, and create the predictor where it is used."""
 
 
 class Predictor(ABC):
     """Predicts batch by batch with the model of a checkpoint.
 
-    Override `from_checkpoint`, and one of `_predict_pandas`, which gets a data frame and returns one, and
-    `_predict_numpy`, which gets arrays and returns arrays.
+    Override `from_checkpoint`, and either `_predict_pandas`, from a data frame to a data frame, or `_predict_numpy`,
+    from arrays to arrays.
 
     Args:
-        preprocessor: A preprocessor of Ray Data that each batch goes through first; None for none.
+        preprocessor: A preprocessor of Ray Data for the batches; None for none.
     """
 
     def __init__(self, preprocessor: Any = None) -> None:
@@ -44,27 +44,27 @@ class Predictor(ABC):
 
     @classmethod
     def from_pandas_udf(cls, pandas_udf: Callable[[Any], Any]) -> Predictor:
-        """Return a predictor that calls a function of a data frame."""
+        """Return a predictor that applies a function to data frames."""
         return FunctionPredictor(pandas_udf)
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor; None without one."""
+        """Return the preprocessor, or None if there is none."""
         return self._preprocessor
 
     def set_preprocessor(self, preprocessor: Any) -> None:
-        """Use another preprocessor; None for none."""
+        """Set the preprocessor; None for none."""
         self._preprocessor = preprocessor
 
     def predict(self, data: Any, **kwargs: Any) -> Any:
-        """Return the predictions for a batch, in the form that it has itself.
+        """Return the predictions for a batch, in the same format as the batch.
 
         Args:
-            data: An array, a dict of arrays, a data frame of pandas or a table of PyArrow.
+            data: A NumPy array, a dict of arrays, a pandas data frame, or a PyArrow table.
             **kwargs: Passed on to `_predict_pandas` or `_predict_numpy`.
 
         Raises:
-            TypeError: The data is something else.
-            NotImplementedError: The class overrides neither.
+            TypeError: The data has another format.
+            NotImplementedError: The class overrides neither of these methods.
         """
         columns = columns_of(data)
         if self._preprocessor is not None:
@@ -76,11 +76,11 @@ class Predictor(ABC):
         return _in_form_of(data, columns_of(found, PREDICTIONS))
 
     def _predict_pandas(self, data: Any, **kwargs: Any) -> Any:
-        """Return the predictions for a data frame, as one."""
+        """Return the predictions for a data frame, as a data frame."""
         raise NotImplementedError(f"`{type(self).__name__}` has to override `_predict_pandas` or `_predict_numpy`.")
 
     def _predict_numpy(self, data: Any, **kwargs: Any) -> Any:
-        """Return the predictions for an array, or for a dict of several, as either."""
+        """Return the predictions for an array or a dict of arrays, as an array or a dict."""
         raise NotImplementedError(f"`{type(self).__name__}` has to override `_predict_pandas` or `_predict_numpy`.")
 
     def __repr__(self) -> str:
@@ -94,33 +94,33 @@ class Predictor(ABC):
 
 
 class TensorPredictor(Predictor):
-    """Calls a model with tensors: what the predictors of the frameworks share.
+    """Calls a model with tensors. Base class of the predictors of PyTorch and TensorFlow.
 
-    A batch of one column reaches the model as a tensor, one of several as a dict of tensors. Override `call_model` if
-    calling the model is not all.
+    A batch with one column is passed to the model as a tensor, a batch with several as a dict of tensors. Override
+    `call_model` if just calling the model is not enough.
     """
 
-    def predict(self, data: Any, dtype: Any = None) -> Any:  # type: ignore[override]  # it knows what it takes
-        """Return the predictions for a batch, in the form that it has itself; a single output is `predictions`.
+    def predict(self, data: Any, dtype: Any = None) -> Any:  # type: ignore[override]  # it names its only option
+        """Return the predictions for a batch, in its own format. A single output is named `predictions`.
 
         Args:
-            data: An array, a dict of arrays, a data frame of pandas or a table of PyArrow.
-            dtype: The type of tensors, for all columns or for each in a dict. None for that of the data; float64
-                becomes what models have.
+            data: A NumPy array, a dict of arrays, a pandas data frame, or a PyArrow table.
+            dtype: The dtype of the tensors, or a dict of dtypes by column. None for the dtypes of the data, with the
+                framework's default float type instead of float64.
         """
         return super().predict(data, dtype=dtype)
 
     @abstractmethod
     def call_model(self, inputs: Any) -> Any:
-        """Return what the model says: a tensor, several by name, or a data frame of your own. Safe to override."""
+        """Return the model's output: a tensor, a dict of tensors, or a data frame of your own. Safe to override."""
 
     @abstractmethod
     def _tensor(self, values: Any, dtype: Any) -> Any:
-        """Return an array as a tensor where the model is."""
+        """Convert an array to a tensor on the device of the model."""
 
     @abstractmethod
     def _array(self, tensor: Any) -> Any:
-        """Return a tensor as an array."""
+        """Convert a tensor to an array."""
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:
         if isinstance(data, Mapping):
@@ -142,11 +142,11 @@ class TensorPredictor(Predictor):
 
 
 class FunctionPredictor(Predictor):
-    """Calls a function of a data frame.
+    """Predicts by applying a function to data frames.
 
     Args:
         function: The function; it returns a data frame.
-        preprocessor: What its data goes through first.
+        preprocessor: The preprocessor of the batches.
     """
 
     def __init__(self, function: Callable[[Any], Any], preprocessor: Any = None) -> None:
@@ -155,7 +155,7 @@ class FunctionPredictor(Predictor):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint | None, **kwargs: Any) -> FunctionPredictor:
-        """Return a predictor for a function, with the preprocessor of a checkpoint if there is one."""
+        """Return a predictor that applies a function, with the preprocessor of a checkpoint if there is one."""
         return cls(kwargs["function"], checkpoint.get_preprocessor() if checkpoint is not None else None)
 
     def _predict_pandas(self, data: Any, **kwargs: Any) -> Any:
@@ -163,11 +163,11 @@ class FunctionPredictor(Predictor):
 
 
 def columns_of(data: Any, name: str = _TENSOR) -> dict[str, Any]:
-    """Return a batch as arrays by name.
+    """Return a batch as a dict of arrays.
 
     Args:
         data: The batch.
-        name: What an array without a name is called.
+        name: Name for an array without one.
 
     Raises:
         TypeError: It is no batch.

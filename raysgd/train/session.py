@@ -1,6 +1,6 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_context`, `world_rank` and so on.
 
-Those that Ray 2.0 had in `ray.air.session` are in `raysgd.air.session`.
+Functions that Ray 2.0 had in `ray.air.session` are defined in `raysgd.air.session`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.air import session as of_air
 from raysgd.air._running import current_session, place, session_or_warning
 from raysgd.air.reports import PreemptionInfo
-from raysgd.air.session import *  # noqa: F403 - all of it is found here too
+from raysgd.air.session import *  # noqa: F403 - this module offers all of its names too
 from raysgd.air.session import TrainContext, get_context
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._worker.function_session import Session
@@ -35,10 +35,10 @@ __all__ += of_air.__all__
 
 
 def save_checkpoint(**kwargs: Any) -> None:
-    """Save the keywords as a checkpoint. Every worker must call it; the checkpoint of rank 0 is kept.
+    """Save the keyword arguments as a checkpoint. All workers must call this; the checkpoint of rank 0 is kept.
 
-    The state is copied once before this returns. It is sent and written while the function continues. For functions
-    that `Trainer.run` runs; with `fit`, pass a `Checkpoint` to `report`.
+    The state is copied before this returns; it is sent and written while the function continues. This is for functions
+    of `Trainer.run`; with `fit`, pass a `Checkpoint` to `report`.
     """
     session = session_or_warning("save_checkpoint")
     if session is not None:
@@ -46,34 +46,34 @@ def save_checkpoint(**kwargs: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """The newest checkpoint of this run, or the one that the run started from; None if there is none.
+    """Return the newest checkpoint of this run, or the one that the run started from; None if there is none.
 
-    For functions that `Trainer.run` runs; with `fit`, use `get_checkpoint`.
+    This is for functions of `Trainer.run`; with `fit`, use `get_checkpoint`.
     """
     session = session_or_warning("load_checkpoint")
     return session.load_checkpoint() if session is not None else None
 
 
 def get_preemption_info() -> PreemptionInfo | None:
-    """The nodes with workers that Ray says will be taken away soon; None while there are none.
+    """Return the nodes of workers that, according to Ray, will be taken away soon; None if there are none.
 
-    All workers have to call it, and get the same answer. Report a checkpoint when there are some: behind it the driver
-    leaves these nodes by itself, and the function goes on elsewhere.
+    All workers must call this, and get the same answer. If there are such nodes, report a checkpoint: the driver then
+    moves the workers off these nodes, and the function continues elsewhere.
     """
     session = session_or_warning(PREEMPTION)
     return session.ask(PREEMPTION) if session is not None else None
 
 
 def world_rank() -> int:
-    """This worker's rank among all; 0 outside a run."""
+    """Return this worker's rank among all workers; 0 outside a run."""
     return place().rank
 
 
 def local_rank() -> int:
-    """This worker's rank among those on its node; 0 outside a run."""
+    """Return this worker's rank among those on its node; 0 outside a run."""
     return place().local_rank
 
 
 def world_size() -> int:
-    """The number of workers; 1 outside a run."""
+    """Return the number of workers; 1 outside a run."""
     return place().size

@@ -1,6 +1,6 @@
-"""TensorFlow in training functions: `TF_CONFIG` for its strategies, shards of Ray Data for them, and its predictor.
+"""TensorFlow in training functions: `TF_CONFIG` for its strategies, shards of Ray Data, and a predictor.
 
-After a failure all workers are new processes with a new `TF_CONFIG`, as `MultiWorkerMirroredStrategy` needs it.
+After a failure all workers are new processes with a new `TF_CONFIG`, because `MultiWorkerMirroredStrategy` needs that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ lazy_names(__name__, {"TensorflowTrainer": "raysgd.train.data_parallel_trainer"}
 
 @dataclass
 class TensorflowConfig(BackendConfig):
-    """Connects the workers by way of `TF_CONFIG`: make a `MultiWorkerMirroredStrategy` in the function."""
+    """Connects the workers through `TF_CONFIG`. Create a `MultiWorkerMirroredStrategy` in the function."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -47,9 +47,9 @@ class TensorflowConfig(BackendConfig):
 
 
 class TensorflowBackend(Backend):
-    """Sets `TF_CONFIG` in every worker, also in a single one; strategies of TensorFlow read it.
+    """Sets `TF_CONFIG`, which TensorFlow's strategies read, in every worker, even a single one.
 
-    Workers use the Keras that the driver has chosen with `TF_USE_LEGACY_KERAS` or `KERAS_BACKEND`.
+    Workers use the Keras version that the driver selected by `TF_USE_LEGACY_KERAS` or `KERAS_BACKEND`.
     """
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
@@ -79,17 +79,17 @@ def set_variables(variables: dict[str, str]) -> None:
 
 
 class TensorflowPredictor(TensorPredictor):
-    """Predicts with a Keras model. Override `call_model` if calling the model is not all.
+    """Predicts with a Keras model. Override `call_model` if just calling the model is not enough.
 
     Args:
-        model_definition: A function or a class that makes the model; or the model itself.
-        preprocessor: A preprocessor of Ray Data that batches go through first; None for none.
-        model_weights: What `get_weights` of such a model returned; None to leave the model as it was made.
-        use_gpu: Whether the model is made on the first GPU.
-        model: The model itself, as later versions of Ray name it.
+        model_definition: A function or class that creates the model; or the model itself.
+        preprocessor: A preprocessor of Ray Data for the batches; None for none.
+        model_weights: The result of the model's `get_weights`; None to keep the model's weights.
+        use_gpu: True to create the model on the first GPU.
+        model: Another name of `model_definition`, from later versions of Ray.
 
     Raises:
-        RuntimeError: `use_gpu=True`, and TensorFlow sees no GPU.
+        RuntimeError: `use_gpu=True`, but TensorFlow sees no GPU.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class TensorflowPredictor(TensorPredictor):
                 self._model.set_weights(model_weights)
 
     @classmethod
-    def from_checkpoint(  # type: ignore[override]  # a subclass takes what it needs
+    def from_checkpoint(  # type: ignore[override]  # each subclass takes its own arguments
         cls, checkpoint: Checkpoint, model_definition: Callable[[], Any] | Any, use_gpu: bool = False
     ) -> TensorflowPredictor:
         """Return a predictor with the weights of a checkpoint.
 
         Args:
             checkpoint: A checkpoint with the key `model`, as `TensorflowCheckpoint` makes it.
-            model_definition: A function or a class that makes the model; or a model.
+            model_definition: A function or class that creates the model; or a model.
             use_gpu: See the class.
 
         Raises:
@@ -132,7 +132,7 @@ class TensorflowPredictor(TensorPredictor):
         return cls(model_definition, saved.get_preprocessor(), saved.get_model_weights(), use_gpu)
 
     def call_model(self, inputs: Any) -> Any:
-        """Return what the model says: a tensor, several by name, or a data frame of your own. Safe to override."""
+        """Return the model's output: a tensor, a dict of tensors, or a data frame of your own. Safe to override."""
         return self._model(inputs, training=False)
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """PyTorch in training functions: the process group, and helpers for models, loaders, optimizers and mixed precision.
 
-The helpers work inside a function that a trainer runs. They get what the function already has ready for several
-workers, and leave it as it is for one.
+Call the helpers inside a function that a trainer runs. They prepare your objects for several workers, and leave them
+unchanged for one.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ lazy_names(__name__, {"TorchTrainer": "raysgd.train.data_parallel_trainer"})
 
 
 class TorchWorkerProfiler:
-    """Collects the traces of `torch.profiler` in a worker, for `TorchTensorboardProfilerCallback` in the driver.
+    """Collects traces of `torch.profiler` in a worker, for `TorchTensorboardProfilerCallback` in the driver.
 
     Args:
-        trace_dir: Where traces are written in the worker. Default: a folder for temporary files.
+        trace_dir: Folder for traces on the worker's machine. Default: a temporary folder.
     """
 
     def __init__(self, trace_dir: str | None = None) -> None:
@@ -75,12 +75,12 @@ class TorchWorkerProfiler:
         self._names: list[str] = []
 
     def trace_handler(self, p: torch.profiler.profile) -> None:
-        """Pass it to `torch.profiler.profile` as `on_trace_ready`."""
+        """Write a trace. Pass this method to `torch.profiler.profile` as `on_trace_ready`."""
         name = f"worker_{self._rank}_epoch_{p.step_num}.pt.trace.json"
         p.export_chrome_trace(str(self.trace_dir / name))
         self._names.append(name)
 
     def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
-        """The traces since the last time, to be passed on: `report(**profiler.get_and_clear_profile_traces())`."""
+        """Return the new traces. Report them: `report(**profiler.get_and_clear_profile_traces())`."""
         names, self._names = self._names, []
         return {PYTORCH_PROFILER_KEY: [(name, (self.trace_dir / name).read_text()) for name in names]}

@@ -1,6 +1,6 @@
-"""The functions of `raysgd.train.session`, where Ray 2.0 had those that take keywords."""
+"""The functions of `raysgd.train.session`, under the former path of those that take keywords in Ray 2.0."""
 
 from __future__ import annotations
 
-from raysgd.train.session import *  # noqa: F403 - all of it, under its former path
+from raysgd.train.session import *  # noqa: F403 - this module only offers it under its former path
 from raysgd.train.session import __all__ as __all__

@@ -1,8 +1,8 @@
-"""`Trainer`: runs a training function on N workers, and passes on what it reports.
+"""`Trainer`: runs a training function on N workers, and returns its reports and results.
 
-A front end: the executor below it runs the workers, and the engine replaces those that are lost. What it returns is
-here too: `TrainingIterator`, which goes over reports, and `TrainWorkerGroup`, workers with objects. The callbacks of a
-run are called in their order, and each of them at the end, whatever the end is.
+It is a front end: its executor runs the workers, and the engine replaces those that are lost. This module also has
+`TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers with objects. The callbacks of a run
+are called in order, and all of them get the end of the run, whatever ends it.
 """
 
 from __future__ import annotations
@@ -57,38 +57,38 @@ _OBSTACLE = (
 
 @hide_library_frames
 class Trainer:
-    """Runs training functions on workers that it keeps alive from `start` to `shutdown`.
+    """Runs training functions on workers that stay alive from `start` to `shutdown`.
 
     Args:
-        backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config.
-        num_workers: How many; or a pair, the smallest and the largest number. The trainer then begins with as many as
-            there is room for, continues with those that are left after a failure, and grows back after a checkpoint.
-        use_gpu: Whether each worker gets a GPU.
-        resources_per_worker: Other amounts for each worker than one "CPU" and that "GPU"; other names are custom
-            resources.
-        logdir: Where runs put their folders: a path, of which a relative one is under `~/ray_results`, or a URI such as
-            `s3://bucket/results`. Default: a new folder in `~/ray_results`.
-        max_retries: The number of the failure that ends a run. 3 raises the third one, so it allows two restarts; -1
-            allows any number.
-        resize_interval_s: How often a run on fewer workers than it might have looks for room; it grows after a
+        backend: Connection of the workers: "torch", "tensorflow", "horovod", or a config.
+        num_workers: Number of workers; or a pair, the minimum and maximum number. The trainer then starts with as many
+            as there is room for, continues with the remaining ones after a failure, and grows again after a
             checkpoint.
-        heartbeat_s: A worker process that gives no sign of life for this long, because it is stopped or frozen, counts
-            as lost. While it is starting, it gets at least 120 s.
-        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
-        placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
-            them, unless the environment variable TRAIN_ENABLE_WORKER_SPREAD says otherwise.
-        runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
-            reach this process.
-        elastic: Whether the workers that are left after a failure continue in the middle of the function, instead of
-            starting again from its checkpoint. For functions of PyTorch with gloo that prepare their models,
-            optimizers and loaders, the latter with `exact=True`. Needs a pair as `num_workers`.
-        spare_workers: How many more workers are ready to replace lost ones in the middle of the function. They hold
-            resources. Needs `elastic=True`, and a function that counts its epochs by `loader.epoch`.
-        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
-            handle with the same methods. See `docs/detached.md`.
+        use_gpu: True to give each worker a GPU.
+        resources_per_worker: Resources of each worker, to override one "CPU" and the "GPU"; other names are custom
+            resources.
+        logdir: Parent of the folders of runs: a path, relative to `~/ray_results` if it is not absolute, or a URI such
+            as `s3://bucket/results`. Default: a new folder in `~/ray_results`.
+        max_retries: Number of the failure that ends a run: 3 raises the third failure, so it allows two restarts. -1
+            allows any number.
+        resize_interval_s: How often a run with fewer workers than the maximum looks for room. It grows after a
+            checkpoint.
+        heartbeat_s: A worker process that does not respond for this long, because it is stopped or frozen, counts as
+            lost. While it is starting, it gets at least 120 s.
+        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
+        placement_strategy: "PACK" puts workers on as few nodes as possible, "SPREAD" on as many. None packs them,
+            unless the environment variable TRAIN_ENABLE_WORKER_SPREAD is set.
+        runtime_env: Ray's runtime environment of the worker processes, but not of this one; None for that of the job.
+        elastic: True to let the workers that are left after a failure continue in the middle of the function, instead
+            of restarting it from its checkpoint. For PyTorch functions with gloo that prepare their models, optimizers
+            and loaders, the loaders with `exact=True`. Needs a pair as `num_workers`.
+        spare_workers: Number of extra workers that are ready to replace lost ones in the middle of the function. They
+            occupy resources. Needs `elastic=True`, and a function that counts its epochs by `loader.epoch`.
+        detached: A name, or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with
+            the same methods. See `docs/detached.md`.
 
     Attributes:
-        logdir: The folder of this trainer, in which each run has its own: a path, or a `Folder` in a store.
+        logdir: The folder of this trainer, which contains one for each run: a path, or a `Folder` in a store.
         latest_run_dir: The folder of the latest run; None before the first one.
 
     Raises:
@@ -168,21 +168,21 @@ class Trainer:
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
-        @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
+        @wraps(__init__, assigned=())  # keeps the signature of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
+            """Return a trainer or, with `detached`, the handle of one that outlives this program."""
             return super().__new__(cls) if detached is None else start_detached(cls, detached, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Start the workers and connect them.
 
         Args:
-            initialization_hook: Run in each worker process before anything else, also in those that replace lost ones.
+            initialization_hook: Called in each worker process before anything else, also in those that replace others.
 
         Raises:
             RuntimeError: They have already started.
             ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
-            WorkerError: The hook raised; of that class too.
+            WorkerError: The hook raised. The error is also an instance of the class that was raised.
         """
         check_hook(initialization_hook)
         self._executor.start(initialization_hook)
@@ -190,7 +190,7 @@ class Trainer:
             logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)
 
     def shutdown(self) -> None:
-        """End the workers. The trainer can be started again."""
+        """End the workers. You can start the trainer again."""
         self._executor.shutdown()
 
     @property
@@ -216,26 +216,28 @@ class Trainer:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> list[T]:
-        """Run a function on all workers until it ends everywhere.
+        """Run a function on all workers until it has ended on each.
 
         Args:
-            train_func: Takes nothing, or one argument, the config.
-            config: That argument, as it is; an empty dict for None. It need not be a dict, but has to pickle.
+            train_func: The function. It takes no argument, or one, the config.
+            config: The argument, passed unchanged; None for an empty dict. It need not be a dict, but must pickle.
             callbacks: Called at the start, at each report, and at the end: first those of `raysgd.train`, in this
                 order, then those of `raysgd.callbacks`.
-            dataset: Divided over the workers, see `get_dataset_shard`: has `split(n, equal=True)`; or a dict of such.
-            checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved one.
-            checkpoint_strategy: Which checkpoints stay on disk, also as a `CheckpointConfig`. Default: all.
+            dataset: Data to divide over the workers, with `split(n, equal=True)`; or a dict of such. See
+                `get_dataset_shard`.
+            checkpoint: The first value of `load_checkpoint`: a dict, or the path of a saved one.
+            checkpoint_strategy: Rule for the checkpoints that stay on disk; may be a `CheckpointConfig`. Default: all.
 
         Returns:
-            What the function returned, by rank.
+            The return values of the function, by rank.
 
         Raises:
-            RuntimeError: The trainer was not started, or a run is going on.
-            ValueError: The function takes more than one argument; there is no such checkpoint.
-            TypeError: An argument is of the wrong kind. Like with a `ValueError` nothing was started, no folder made.
-            WorkerError: The function raised; of that class too. Never retried.
-            StepMismatchError: The functions were out of step; a `RuntimeError`.
+            RuntimeError: The trainer was not started, or another run is active.
+            ValueError: The function takes more than one argument, or there is no such checkpoint. Nothing was started,
+                and no folder created.
+            TypeError: An argument has the wrong type. Nothing was started, and no folder created.
+            WorkerError: The function raised. The error is also an instance of the class that was raised. Not retried.
+            StepMismatchError: The workers made different calls; a `RuntimeError`.
             WorkersLostError: Workers were lost too often; a `RuntimeError`.
         """
         told = TrainerCallbacks(callbacks)
@@ -259,18 +261,18 @@ class Trainer:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> TrainingIterator:
-        """Start a function on all workers and return an iterator over what it reports; arguments as in `run`."""
+        """Start a function on all workers, and return an iterator over its reports. Arguments as for `run`."""
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         return TrainingIterator(self._executor.start_plan(plan, self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Start the workers, each with an object of the user's class, and connect them.
+        """Start the workers, each with an object of your class, and connect them.
 
         Args:
             train_cls: The class.
-            args: Arguments for it.
-            kwargs: Keyword arguments for it.
+            args: Arguments of the class.
+            kwargs: Keyword arguments of the class.
 
         Raises:
             RuntimeError: The trainer has already started.
@@ -281,15 +283,15 @@ class Trainer:
         return TrainWorkerGroup(self._executor)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
-        """A class for `ray.tune`: each trial makes a trainer like this one and runs the function with its own config.
+        """Return a class for `ray.tune`. Each trial creates such a trainer and runs the function with its own config.
 
-        A trial tells Tune what rank 0 reports, and with each report, and at the end, gives it the newest checkpoint if
-        that is a new one: of several that were saved between two reports Tune gets the last. `max_retries` and `logdir`
-        are not taken over: a trial has the default retries and the folder of the trial.
+        A trial passes each report of rank 0 to Tune. With each report, and at the end, Tune gets the newest checkpoint
+        if there is a new one; of several saved between two reports it gets only the last. A trial uses the default
+        `max_retries`, and its own folder as `logdir`.
 
         Args:
             train_func: The function.
-            dataset: Divided over the workers of each trial.
+            dataset: Data to divide over the workers of each trial.
 
         Raises:
             RuntimeError: The trainer has already started.
@@ -304,11 +306,11 @@ class Trainer:
         return make_trainable(self._make_alike, train_func, dataset, self._bundles, self._strategy)
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
-        """Make the folder for the runs and return it; without a name, a new one with the time."""
+        """Create the folder for the runs and return it. Without a name, a new name contains the time."""
         return make_logdir(log_dir)
 
     def create_run_dir(self) -> Path | Folder:
-        """Make the folder of the next run and return it: the next number that no other trainer has taken."""
+        """Create the folder of the next run and return it, with the next number that no other trainer has taken."""
         self._num_runs, run_dir = make_run_dir(self.logdir, self._num_runs + 1)
         self.latest_run_dir = run_dir
         return run_dir
@@ -320,32 +322,32 @@ class Trainer:
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
-        """The object that takes the checkpoints."""
+        """The object that takes and keeps the checkpoints."""
         return self._executor.checkpoint_manager
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of any run, also one that was not kept on disk; None when none was saved."""
+        """The newest checkpoint of any run, even one that was not kept on disk; None if none was saved."""
         return self.checkpoint_manager.latest_checkpoint
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest file of the latest run, as a path or a URI; None when there is none."""
+        """The newest file of the latest run, as a path or a URI; None if there is none."""
         return self.checkpoint_manager.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
-        """The best file of the latest run, by its `CheckpointStrategy`, as a path or a URI; None when there is none."""
+        """The best file of the latest run, by its `CheckpointStrategy`, as a path or a URI; None if there is none."""
         return self.checkpoint_manager.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """The content of that file."""
+        """Content of the best checkpoint file."""
         return load_checkpoint(self.best_checkpoint_path)
 
     @staticmethod
     def load_checkpoint_from_path(checkpoint_file_path: str | Path) -> dict[str, Any]:
-        """The content of a checkpoint file.
+        """Return the content of a checkpoint file.
 
         Raises:
             ValueError: There is no such file.
@@ -358,18 +360,18 @@ class Trainer:
 
 @hide_library_frames
 class TrainingIterator:
-    """Goes over what a running function reports. The function waits for it, one report ahead at most."""
+    """Iterates over the reports of a running function, which is at most one report ahead of the iterator."""
 
     def __init__(self, run: FunctionRun) -> None:
         self._run = run
         self._is_finished = False
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        """Itself."""
+        """Return the iterator."""
         return self
 
     def __next__(self) -> list[dict[str, Any]]:
-        """The metrics of all workers at their next report, by rank."""
+        """Return the metrics of all workers at their next report, by rank."""
         results = None if self._is_finished else self._finished_unless_fine(self._run.next_reports)
         if results is None:
             self._is_finished = True
@@ -377,15 +379,15 @@ class TrainingIterator:
         return results
 
     def is_finished(self) -> bool:
-        """Return whether the function has ended everywhere, or the run was given up."""
+        """Return True if the function has ended on all workers, or the run was aborted."""
         return self._is_finished
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
-        """Return what the function returned, by rank; None when the run was given up.
+        """Return the function's return values by rank, or None if the run was aborted.
 
         Args:
-            force: Whether to let a function that still runs come to its end, without its reports. Otherwise the result
-                is None.
+            force: True to let a function that is still running finish without its reports. With False, the result is
+                None then.
         """
         if not self._is_finished and not force:
             logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
@@ -408,10 +410,10 @@ class TrainingIterator:
 
 @hide_library_frames
 class TrainWorkerGroup:
-    """Connected workers, each with an object of the user's class. `group[0].method.remote(...)` calls it.
+    """Connected workers, each with an object of your class. `group[0].method.remote(...)` calls a method.
 
-    When a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to others may wait for it
-    forever. `restart` then brings new workers; what the objects knew is lost, unless the class keeps it elsewhere.
+    If a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to other workers may wait for it
+    forever. `restart` starts new workers; the state of the objects is lost, unless the class saves it elsewhere.
     """
 
     def __init__(self, executor: BackendExecutor) -> None:
@@ -428,19 +430,19 @@ class TrainWorkerGroup:
         return self._executor.get_worker_group()
 
     def restart(self) -> None:
-        """Replace all workers: new processes, connected again, with new objects made from the same arguments.
+        """Replace all workers by new processes, connected again, with new objects from the same arguments.
 
-        Handles taken before are of no use any more: take them again, `group[0]`.
+        Earlier handles no longer work: get new ones by `group[0]`.
 
         Raises:
             InactiveWorkerGroupError: The group was shut down.
-            WorkerError: The class or the initialization hook raised; of that class too.
-            WorkersLostError: New workers died too, again and again.
+            WorkerError: The class or the initialization hook raised. The error is also an instance of that class.
+            WorkersLostError: The new workers died too, more often than allowed.
         """
         self._executor.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers; with `patience_s` above 0 they may close what they have first."""
+        """End the workers. With `patience_s` above 0 they may close their resources first."""
         self._executor.shutdown(patience_s)
 
 
@@ -448,7 +450,7 @@ class TrainerCallbacks:
     """The callbacks of a run.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: One of them is no callback.
     """
 
     def __init__(self, callbacks: Any) -> None:
@@ -466,14 +468,14 @@ class TrainerCallbacks:
 
     @property
     def are_told_of_checkpoints(self) -> bool:
-        """True if any callback hears of checkpoints: to know the newest one is to wait until it is written."""
+        """True if any callback gets checkpoints. If not, no one has to wait until the newest one is written."""
         return bool(self._own)
 
     @contextmanager
     def around(self, run_dir: Path | Folder, config: Any) -> Iterator[None]:
         """Call `start_training` before the run, and `finish_training` after it.
 
-        Where the folder of the run is in a store, callbacks get a folder of this machine, which goes there at the end.
+        If the folder of the run is in a store, callbacks get a local folder, which is sent there at the end.
         """
         if not self._of_trainer.callbacks and not self._own:
             yield
@@ -485,7 +487,7 @@ class TrainerCallbacks:
                 self._of_trainer.on("start_training", logdir=str(local), config={} if config is None else config)
                 self._calls.begin_run()
                 yield
-            except BaseException as error:  # Ctrl-C too: callbacks are told what ended the run
+            except BaseException as error:  # even Ctrl-C: callbacks get what ended the run
                 failure = error
                 raise
             finally:
@@ -496,12 +498,12 @@ class TrainerCallbacks:
     def process(
         self, results: list[dict[str, Any]], events: Sequence[GroupEvent] = (), checkpoint: str | None = None
     ) -> None:
-        """Give all callbacks what there is at one report.
+        """Pass a report on to all callbacks.
 
         Args:
             results: The metrics of all workers.
-            events: What happened to the workers so far.
-            checkpoint: Where the newest checkpoint is, if there is one.
+            events: All events of the workers.
+            checkpoint: Place of the newest checkpoint, if there is one.
         """
         self._of_trainer.on("process_results", results)
         if self._calls is not None and self._own:
@@ -518,7 +520,7 @@ class TrainerCallbacks:
 
 
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the function reported, without what the library adds for its own callbacks."""
+    """Return the metrics that the function reported, without those that the library adds."""
     return {name: value for name, value in metrics.items() if name not in _RESERVED}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def construct_path(path: str | Path, parent: str | Path) -> Path:
-    """Return where `path` is: absolute ones and those in the home folder stay, others are under `parent`.
+    """Return `path` as an absolute path: a relative one is under `parent`, and `~` is the home folder.
 
     >>> construct_path("a", "/b").as_posix()
     '/b/a'
@@ -22,14 +22,14 @@ def construct_path(path: str | Path, parent: str | Path) -> Path:
 
 
 def in_thread(function: Callable[[], None], name: str) -> Future[None]:
-    """Start a function in a thread that ends with the process; return what to wait for."""
+    """Start a function in a thread that ends with the process, and return a future to wait for it."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             function()
             future.set_result(None)
-        except BaseException as error:  # whatever it is, who waits gets it
+        except BaseException as error:  # passed on to whoever waits
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -37,7 +37,7 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function that are not set by name already, by a default or a `functools.partial`."""
+    """Return the parameters of a function, except keywords with a default, also one from `functools.partial`."""
     return [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -48,16 +48,16 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def without_arguments(
     function: Callable[..., Any], config: Any, name: str = "train_func", config_name: str = "config"
 ) -> Callable[[], Any]:
-    """The function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
+    """Return the function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
 
     Args:
         function: The function.
-        config: Its argument; an empty dict for None.
-        name: What users call the function, for errors.
-        config_name: What they call its argument.
+        config: Its argument; None for an empty dict.
+        name: The option with the function, for errors.
+        config_name: The option with its argument, for errors.
 
     Raises:
-        TypeError: It cannot be called, or takes its parameter by name only.
+        TypeError: It is not callable, or takes its parameter only by name.
         ValueError: It takes more than one parameter.
     """
     if not callable(function):

@@ -1,6 +1,6 @@
-"""The workers as developers and plug-ins see them: functions run on all of them or on one, objects have handles.
+"""Workers as developers and plug-ins see them: run functions on all of them or on one, use objects through handles.
 
-A thin face over the engine's groups. Nothing is retried here.
+A thin layer over the engine's groups. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RELEASE_S = 30.0
 
 @dataclass(frozen=True)
 class WorkerMetadata:
-    """The place of a worker."""
+    """Node, host and GPUs of a worker."""
 
     node_id: str
     node_ip: str
@@ -43,7 +43,7 @@ class WorkerMetadata:
 
 
 class LostDuringCallError(TrainingWorkerError):
-    """A worker died over a function that was run on it."""
+    """A worker died while it ran a function."""
 
     def __init__(self, report: GroupReport) -> None:
         super().__init__(report)
@@ -56,11 +56,11 @@ class LostDuringCallError(TrainingWorkerError):
 
 @dataclass(frozen=True)
 class WorkerHandle:
-    """Stands for the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result.
+    """Represents the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result.
 
     Attributes:
-        ray_actor: Ray's own handle on the worker's process, for `ray.kill` and whatever else takes one. Its methods are
-            the worker's, not those of the object.
+        ray_actor: Ray's own handle of the worker's process, such as for `ray.kill`. Its methods are those of the
+            worker, not those of the object.
     """
 
     group: EngineGroup
@@ -84,7 +84,7 @@ class RemoteMethod:
         """End the worker's process at once, whatever it is doing, as `ray.kill` does: `handle.kill()`.
 
         Raises:
-            TypeError: It is another method.
+            TypeError: The method is not `kill`.
         """
         if self.name != "kill":
             raise TypeError(f"`{self.name}` is in another process: call `handle.{self.name}.remote(...)`.")
@@ -93,24 +93,24 @@ class RemoteMethod:
         ray.kill(self.handle.ray_actor)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method and return a Ray reference to its result; `ray.get` of it is an error if the worker dies.
+        """Start the method and return a Ray reference to its result. If the worker dies, `ray.get` of it raises.
 
         Raises:
-            InactiveWorkerGroupError: The workers were ended or replaced since the handle was made.
+            InactiveWorkerGroupError: The workers were ended or replaced after the handle was created.
         """
         group, rank = self.handle.group, self.handle.rank
         if group.is_ended:
             raise InactiveWorkerGroupError(
                 f"The worker of rank {rank} that this handle belongs to has stopped: get a new handle, `group[{rank}]`."
             )
-        if self.name.endswith("__execute"):  # as classes that the old library mixed in called it
+        if self.name.endswith("__execute"):  # the name that the old library's mixed-in classes use
             return group.submit(rank, "execute", *args, **kwargs)
         return group.submit(rank, "host", FunctionReplica.call_object, self.name, *args, **kwargs)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker: its handle, and where it lives."""
+    """One worker: its handle, and the node that it runs on."""
 
     actor: WorkerHandle
     metadata: WorkerMetadata
@@ -120,18 +120,19 @@ class WorkerGroup:
     """Workers that run functions.
 
     Args:
-        num_workers: How many to start.
+        num_workers: Number of workers to start.
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
         additional_resources_per_worker: Other resources for each.
-        actor_cls: A class of which every worker makes an object, reached through its handle.
-        actor_cls_args: Arguments for that.
-        actor_cls_kwargs: Keyword arguments for that.
-        placement_group: Where their resources come from: your own placement group with room for all; "default", the
-            one that this process itself is in, else a new one; None, a new one in any case.
+        actor_cls: Class of an object that every worker creates, and that you use through its handle.
+        actor_cls_args: Arguments of the class.
+        actor_cls_kwargs: Keyword arguments of the class.
+        placement_group: Source of their resources: your own placement group, with room for all; "default" for the one
+            that this process is in, else a new one; None for a new one in any case.
 
     Raises:
-        ValueError: No workers, less than nothing for each, or arguments for no class.
+        ValueError: The number of workers is not positive, a resource is negative, or there are arguments without a
+            class.
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
     """
 
@@ -168,7 +169,7 @@ class WorkerGroup:
 
     @classmethod
     def over(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
-        """A face for a group that an executor started and will stop."""
+        """Return an object for a group that an executor started and will stop."""
         face = cls.__new__(cls)
         face.num_workers = len(group)
         face.num_cpus_per_worker = resources.num_cpus
@@ -183,17 +184,17 @@ class WorkerGroup:
         """Start `num_workers` workers.
 
         Raises:
-            RuntimeError: There are workers already.
+            RuntimeError: Workers have already started.
         """
         if self.workers:
             raise RuntimeError("The workers have already started; call `shutdown` first, or `add_workers` for more.")
         self.add_workers(self.num_workers)
 
     def add_workers(self, num_workers: int) -> None:
-        """Start more workers, behind those that there are.
+        """Start more workers, with indexes after the present ones.
 
         Raises:
-            ValueError: The placement group that was given has too few bundles that hold a worker.
+            ValueError: Your placement group does not have enough bundles that fit a worker.
         """
         resources = Resources(
             self.num_cpus_per_worker, self.num_gpus_per_worker, dict(self.additional_resources_per_worker or {})
@@ -215,7 +216,7 @@ class WorkerGroup:
         self.workers += workers
 
     def _check_room(self, need: Resources, num_workers: int) -> None:
-        """Ray would let workers wait for ever that a placement group can never hold."""
+        """Raise an error if a placement group has no room for all workers. Ray would let them wait forever."""
         bundles = getattr(self._placement_group, "bundle_specs", None)
         if bundles is None:
             return
@@ -227,24 +228,24 @@ class WorkerGroup:
             )
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End the workers at these indexes; those behind them move up."""
+        """End the workers at these indexes. Later workers move up."""
         leaving = [self.workers[index] for index in worker_indexes]
         for worker in leaving:
             worker.actor.group.remove_workers([worker.actor.rank])
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Have those workers, by rank, from now on: the group consists of them. None stands for one that died."""
+        """Let the group consist of these workers, by rank. None stands for one that died."""
         self.workers = [
             replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
         ]
         self.num_workers = len(workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers; with `patience_s` above 0 they may close what they have first.
+        """End the workers. With `patience_s` above 0 they may close their resources first.
 
         Raises:
-            TrainBackendError: They are those of an executor or a trainer, whose own `shutdown` ends them.
+            TrainBackendError: The workers belong to an executor or a trainer, whose `shutdown` ends them.
         """
         if self._is_borrowed:
             raise TrainBackendError(
@@ -258,7 +259,7 @@ class WorkerGroup:
                 group.kill(_RELEASE_S)
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Start `func` on all workers; return Ray's references, in order.
+        """Start `func` on all workers, and return Ray's references in order of the workers.
 
         Raises:
             RuntimeError: There are no workers.
@@ -268,16 +269,16 @@ class WorkerGroup:
         return [self._submit(worker, func, *args, **kwargs) for worker in self.workers]
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `func` on all workers and return the results in order.
+        """Run `func` on all workers, and return the results in order of the workers.
 
         Raises:
-            WorkerError: `func` raised; of that class too.
+            WorkerError: `func` raised. The error is also an instance of the class that was raised.
             TrainingWorkerError: A worker died.
         """
         return gather(self.execute_async(func, *args, **kwargs))
 
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start `func` on one worker; return Ray's reference.
+        """Start `func` on one worker, and return Ray's reference.
 
         Raises:
             ValueError: There is no such worker.
@@ -298,7 +299,7 @@ class WorkerGroup:
 
 
 def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Worker]:
-    """The workers of a group, or those of some ranks, with where they live; raises as `gather`."""
+    """Return the workers of a group, or those of some ranks, with their nodes. Raises what `gather` raises."""
     asked = range(len(group)) if ranks is None else ranks
     processes = gather([group.submit(rank, "execute", describe_process) for rank in asked])
     infos = [group.infos[rank] for rank in asked]
@@ -312,11 +313,11 @@ def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Wor
 
 
 def gather(references: Sequence[Any]) -> list[Any]:
-    """The results of calls that were started, in order.
+    """Wait for calls that were started, and return their results in order.
 
     Raises:
         LostDuringCallError: A worker died.
-        WorkerError: The function raised; of that class too.
+        WorkerError: The function raised. The error is also an instance of the class that was raised.
     """
     outcomes = Listener(dict(enumerate(references))).listen()
     report = GroupReport(tuple(outcomes[index] for index in range(len(references))))
@@ -329,7 +330,7 @@ def gather(references: Sequence[Any]) -> list[Any]:
 
 
 def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> None:
-    """Make an object of the user's class in each of these workers; raise as `gather`."""
+    """Create an object of the user's class in each of these workers. Raises what `gather` raises."""
     gather(
         [each.actor.group.submit(each.actor.rank, "host", FunctionReplica.make_object, make_object) for each in workers]
     )

@@ -1,8 +1,9 @@
 """Ray Tune: trainers as trials, and populations of trainers that stay alive.
 
-What it guarantees: a trial starts its workers in what Tune reserved for it, reports what rank 0 reports, and
-gives its checkpoints to Tune.
-What it leaves to others: the search is Tune's. No other package of raysgd imports it.
+It guarantees that a trial starts its workers in the resources that Tune reserved for it, reports what rank 0 reports,
+and gives its checkpoints to Tune.
+
+Tune does the search. No other package of raysgd imports this one.
 """
 
 from __future__ import annotations
@@ -35,5 +36,5 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def function(func: Function) -> Function:
-    """Return the function: the oldest programs marked those that are values in a config and no search space."""
+    """Return the function: very old programs mark functions that are values in a config, not search spaces."""
     return func

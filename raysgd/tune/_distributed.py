@@ -1,4 +1,4 @@
-"""A function that several workers run together as a trial of Ray Tune, whatever framework connects them."""
+"""A function that several workers run together as a trial of Ray Tune, with any framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.trainer import Trainer
 
 _FILES = "files"
-_running: list[Callable[..., Any]] = []  # in a worker: the function, while it runs
+_running: list[Callable[..., Any]] = []  # in a worker: the function while it runs
 
 
 def make_distributed(
@@ -29,7 +29,7 @@ def make_distributed(
     num_per_host: int | None,
     timeout_s: float,
 ) -> type[Any]:
-    """The class for `ray.tune`; arguments as in `DistributedTrainableCreator`.
+    """Return the class for `ray.tune`; arguments as for `DistributedTrainableCreator`.
 
     Raises:
         ValueError: `func` cannot be called with a config and `checkpoint_dir`, or a number is out of range.
@@ -56,7 +56,7 @@ def make_distributed(
     amounts = {"CPU": num_cpus, "GPU": num_gpus}
     make_trainer = partial(Trainer, backend, num_workers, use_gpu=num_gpus > 0, resources_per_worker=amounts)
     per_bundle = num_per_host or 1
-    # Nothing for the trial, which only waits; then one bundle for each worker, or for all of a node.
+    # The trial only waits, so its bundle is empty. Then follows one bundle for each worker, or for all of a node.
     bundles: list[dict[str, float]] = [
         {},
         *[{name: each * per_bundle for name, each in amounts.items()}] * (num_workers // per_bundle),
@@ -66,7 +66,7 @@ def make_distributed(
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """Unpack, in a worker, what was saved last, and run the function."""
+    """In a worker, unpack the last checkpoint and run the function."""
     _running.append(func)
     try:
         saved = train.load_checkpoint()
@@ -83,17 +83,17 @@ def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
 
 
 def is_distributed_trainable() -> bool:
-    """Return whether this process is a worker that runs the function of a trial."""
+    """Return True if this process is a worker that runs the function of a trial."""
     return bool(_running)
 
 
 @contextlib.contextmanager
 def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str]:
-    """A folder to save into, on every worker. What rank 0 leaves there is the checkpoint; the rest is deleted.
+    """Yield a folder to save into, on every worker. The files of rank 0 become the checkpoint; others are deleted.
 
     Args:
-        step: What the checkpoint is of.
-        disable: Whether to keep nothing at all.
+        step: The step of the checkpoint.
+        disable: True to keep no checkpoint.
     """
     with tempfile.TemporaryDirectory() as folder:
         yield folder

@@ -1,9 +1,9 @@
 """Population-based training with trainers that stay alive: no trial is saved, ended or started to copy a better one.
 
-What it guarantees: the trainers of all members train at the same time and keep their worker processes; a member that
-falls behind gets the state of a better one out of memory, and new operators with a config near that one's.
+The trainers of all members train at the same time and keep their worker processes. A member that falls behind gets the
+state of a better one from memory, and new operators with a similar config.
 
-Why this is beside Ray Tune and not in it: ADR 72.
+ADR 72 says why this does not use Ray Tune.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate
 logger = logging.getLogger(__name__)
 
 Space = Mapping[str, Any]
-"""For each entry of a config: a list of choices, a function without parameters that draws, something with a method
-`sample` (such as `tune.loguniform`), a space for a nested dict, or any other value, which stays as it is."""
-_INTERRUPT_EVERY_S = 0.1  # a step may begin another call
+"""For each entry of a config: a list of choices, a function without parameters that draws a value, an object with a
+method `sample` (such as `tune.loguniform`), a space for a nested dict, or any other value, which is fixed."""
+_INTERRUPT_EVERY_S = 0.1  # repeated, since a step may begin another call
 _NEEDED = ("train", "validate", "reset_config", "take_state_of", "shutdown")
 
 
@@ -38,11 +38,11 @@ class Member:
     """One trial of a population.
 
     Attributes:
-        index: Its number, which stays.
-        config: The config that it has now.
+        index: Its number, which never changes.
+        config: Its current config.
         trainer: Its trainer.
-        result: What it reported last.
-        history: All that it reported, with the config of the time under `config`.
+        result: Its last result.
+        history: All its results, each with the config of that time under `config`.
     """
 
     index: int
@@ -57,9 +57,9 @@ class Exploit:
     """A member that copied a better one.
 
     Attributes:
-        index: The number of the member.
-        source: The number of the better one.
-        config: The config with which the member goes on.
+        index: Number of the member.
+        source: Number of the better one.
+        config: The config with which the member continues.
     """
 
     index: int
@@ -68,7 +68,7 @@ class Exploit:
 
 
 def train_and_validate(trainer: Any) -> dict[str, Any]:
-    """One interval: an epoch and a validation."""
+    """Run one interval: train an epoch and validate."""
     return {**trainer.train(), **trainer.validate()}
 
 
@@ -76,17 +76,16 @@ class Population:
     """Trains several trainers, and lets the worse ones copy the better ones.
 
     Args:
-        trainer_factory: `config` -> a new `TorchTrainer` or `TFTrainer`; called once for each member.
-        space: What configs are drawn from and changed within: for each name a list of choices, a function without
-            parameters that draws, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a dict of these, or a fixed
-            value.
-        size: How many members. All their workers have to fit into the cluster at the same time.
-        metric: The name of the result that members are compared by.
-        mode: "min" or "max"; "auto" goes by the name of the metric, as in `EarlyStopping`.
-        step: `trainer` -> the result of an interval. Default: `train`, then `validate`.
-        quantile: Which share of the members copies, and which share is copied from, at most a half.
-        exploration: How much a config is changed.
-        seed: For what is drawn here.
+        trainer_factory: Returns a new `TorchTrainer` or `TFTrainer`, given a config; called once for each member.
+        space: Source of configs: for each name a list of choices, a function without parameters that draws a
+            value, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a dict of these, or a fixed value.
+        size: Number of members. All their workers must fit into the cluster at the same time.
+        metric: Name of the result by which members are compared.
+        mode: "min" or "max"; "auto" decides by the name of the metric, as in `EarlyStopping`.
+        step: Returns the result of an interval, given a trainer. Default: `train`, then `validate`.
+        quantile: Fraction of the members that copy, and of those that are copied; at most a half.
+        exploration: Rules for changing a config.
+        seed: Seed of all random choices here.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
@@ -137,7 +136,7 @@ class Population:
         return [Member(index, *pair) for index, pair in enumerate(zip(configs, trainers, strict=True))]
 
     def run(self, num_intervals: int) -> Member:
-        """Train all members, and after each interval but the last let the worse ones copy. Return the best one."""
+        """Train all members. Between two intervals, let the worse ones copy. Return the best member."""
         for interval in range(checks.check_count("num_intervals", num_intervals, hint="Each is one `step`.")):
             if interval:
                 self.evolve()
@@ -145,12 +144,12 @@ class Population:
         return self.best
 
     def train(self) -> list[dict[str, Any]]:
-        """Train all members for one interval, at the same time; return their results. Ctrl-C ends their calls.
+        """Train all members for one interval, at the same time, and return their results. Ctrl-C ends their calls.
 
         Raises:
             ValueError: A result lacks the metric.
-            Exception: What `step` raised for a member. The others come to the end of the interval first and keep their
-                results; that member has none, so it ranks last.
+            Exception: `step` raised it for a member. The others first finish the interval and keep their results. That
+                member has no result, so it ranks last.
         """
         results, errors = _at_the_same_time(self._train_member, self.members, self._interrupt)
         if errors:
@@ -163,7 +162,7 @@ class Population:
             result = dict(self._step(member.trainer))
             if self._metric not in result:
                 raise ValueError(f"`metric={self._metric!r}` is not in the result, which has {sorted(result)}.")
-        except Exception as error:  # whatever `step` raised: it says which member that was
+        except Exception as error:  # a note says which member raised it
             logger.error("member %s failed: %r", member.index, error)
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(
@@ -179,7 +178,7 @@ class Population:
             member.trainer._interrupt()
 
     def evolve(self) -> list[Exploit]:
-        """Let each of the worst members copy one of the best, and go on with a config near that one's."""
+        """Let each of the worst members copy one of the best, and continue with a similar config."""
         num_copies = min(math.ceil(len(self.members) * self._quantile), len(self.members) // 2)
         ranked = self.ranked
         worse = ranked[len(ranked) - num_copies :]
@@ -197,7 +196,7 @@ class Population:
         Args:
             member: Gets the state.
             source: Has the state.
-            config: Another config for the member; None keeps the one that it has.
+            config: A new config for the member; None to keep its own.
         """
         if config is not None:
             self.restart(member, config)
@@ -205,18 +204,18 @@ class Population:
         member.result = dict(source.result)
 
     def restart(self, member: Member, config: Mapping[str, Any]) -> None:
-        """Begin a member again with another config, on the workers that it has."""
+        """Restart a member with another config, on the same workers."""
         member.trainer.reset_config(config)
         member.config, member.result = dict(config), {}
 
     @property
     def ranked(self) -> list[Member]:
-        """The members, the best one first; those without a result come last."""
+        """The members, the best one first, those without a result last."""
         return sorted(self.members, key=self._score, reverse=True)
 
     @property
     def best(self) -> Member:
-        """The member with the best result so far."""
+        """The member with the best last result."""
         return self.ranked[0]
 
     def _score(self, member: Member) -> float:
@@ -258,7 +257,7 @@ def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, An
 def _at_the_same_time(
     function: Callable[[Any], Any], values: Sequence[Any], interrupt: Callable[[], None] = lambda: None
 ) -> tuple[list[Any], list[BaseException]]:
-    """Return what a function returns for each value, None where it raised; and what it raised.
+    """Call a function for each value at the same time. Return the results, None for each error, and the errors.
 
     After Ctrl-C, `interrupt` is called until all have ended.
     """
@@ -286,11 +285,11 @@ def _shutdown_all(trainers: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class Exploration:
-    """The extent to which a config is changed.
+    """Rules for changing a config.
 
     Attributes:
-        resample_probability: How often an entry is drawn again from its space instead.
-        factors: What numbers are multiplied by, one of these. Choices move to the one before or behind.
+        resample_probability: Probability that an entry is drawn again from its space instead.
+        factors: A number is multiplied by one of these. A choice moves to the previous or next one.
 
     Raises:
         ValueError: A value is out of range.
@@ -306,7 +305,7 @@ class Exploration:
             raise ValueError(f"`factors={self.factors!r}`: need at least one number, each more than 0.")
 
     def changed(self, config: Mapping[str, Any], space: Space, random: Random) -> dict[str, Any]:
-        """A config near another one: what the space does not name, or holds fixed, stays as it is."""
+        """Return a similar config. Entries that the space does not name, or that are fixed, stay unchanged."""
         changed = dict(config)
         for name, source in space.items():
             if isinstance(source, Mapping):
@@ -326,11 +325,11 @@ class Exploration:
 
 
 def check_space(space: Any) -> None:
-    """Refuse what configs cannot be drawn from.
+    """Check that configs can be drawn from a space.
 
     Raises:
         TypeError: It is no dict.
-        ValueError: An entry is a list without choices.
+        ValueError: An entry is an empty list.
     """
     if not isinstance(space, Mapping):
         raise TypeError(f"`space={space!r}`: need a dict, with a list or a function for each name.")
@@ -342,7 +341,7 @@ def check_space(space: Any) -> None:
 
 
 def draw(space: Space, random: Random) -> dict[str, Any]:
-    """A config from a space."""
+    """Draw a config from a space."""
     return {
         name: draw(source, random) if isinstance(source, Mapping) else draw_one(source, random)
         for name, source in space.items()
@@ -350,7 +349,7 @@ def draw(space: Space, random: Random) -> dict[str, Any]:
 
 
 def draw_one(source: Any, random: Random) -> Any:
-    """One entry of a config."""
+    """Draw one entry of a config."""
     if isinstance(source, list | tuple):
         return random.choice(source)
     if hasattr(source, "sample"):
@@ -359,7 +358,7 @@ def draw_one(source: Any, random: Random) -> Any:
 
 
 def is_drawn(source: Any) -> bool:
-    """Return whether an entry is drawn, and not simply a value."""
+    """Return True if an entry is drawn, False if it is a fixed value."""
     return isinstance(source, list | tuple) or hasattr(source, "sample") or callable(source)
 
 
@@ -375,7 +374,7 @@ def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) 
 
 
 def _within(source: Any, value: Any) -> Any:
-    """A number inside of the bounds that its source names, if it names some."""
+    """Return a number limited to the bounds of its source, if there are any."""
     lower, upper = getattr(source, "lower", None), getattr(source, "upper", None)
     value = value if lower is None else max(lower, value)
     return value if upper is None else min(upper, value)

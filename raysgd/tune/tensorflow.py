@@ -21,24 +21,23 @@ def DistributedTrainableCreator(
     num_workers_per_host: int | None = None,
     timeout_s: float = 15 * 60,
 ) -> type[Any]:
-    """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
+    """Return a class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
 
-    `TF_CONFIG` is set in each of them before `func` runs, so it may make a `MultiWorkerMirroredStrategy`. It reports
-    with `raysgd.train.report`; what rank 0 reports counts. It saves with `distributed_checkpoint_dir`, and finds what
-    was saved last in the folder `checkpoint_dir`, also after a worker was lost and the function restarted.
+    `TF_CONFIG` is set in each of them before `func` runs, so it may create a `MultiWorkerMirroredStrategy`. It reports
+    with `raysgd.train.report`; only reports of rank 0 count. It saves with `distributed_checkpoint_dir`. The last
+    checkpoint is in the folder `checkpoint_dir`, also when the function restarts after a worker was lost.
 
     Args:
         func: The function.
-        num_workers: How many workers a trial has.
+        num_workers: Number of workers of a trial.
         num_gpus_per_worker: GPUs for each.
         num_cpus_per_worker: CPUs for each.
-        num_workers_per_host: How many of them share a node, exactly; it divides `num_workers`. Default: Ray chooses
+        num_workers_per_host: Exact number of workers on each node; it must divide `num_workers`. Default: Ray chooses
             the nodes.
-        timeout_s: Accepted, as in the old library, where it bounded the wait for a reservation by host. How long a
-            trial waits for its resources is Tune's affair.
+        timeout_s: Accepted, but not used. In the old library it limited the wait for resources, which is up to Tune.
 
     Raises:
-        ValueError: `func` cannot be called like that, or a number is out of range.
+        ValueError: `func` has other parameters, or a number is out of range.
         ImportError: Ray Tune or TensorFlow is not installed.
     """
     return make_distributed(
@@ -47,6 +46,6 @@ def DistributedTrainableCreator(
 
 
 def get_num_workers() -> int:
-    """Return how many workers there are, as `TF_CONFIG` says; 1 where it is not set."""
+    """Return the number of workers in `TF_CONFIG`; 1 if it is not set."""
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))
     return len(config.get("cluster", {}).get("worker", [None]))

@@ -22,26 +22,26 @@ def DistributedTrainableCreator(
     timeout_s: float = NCCL_TIMEOUT_S,
     use_gpu: bool | None = None,
 ) -> type[Any]:
-    """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
+    """Return a class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
 
-    The process group of `torch.distributed` exists before `func` runs. It reports with `raysgd.train.report`; what
-    rank 0 reports counts. It saves with `distributed_checkpoint_dir`, and finds what was saved last in the folder
-    `checkpoint_dir`, also after a worker was lost and the function restarted.
+    The process group of `torch.distributed` exists before `func` runs. It reports with `raysgd.train.report`; only
+    reports of rank 0 count. It saves with `distributed_checkpoint_dir`. The last checkpoint is in the folder
+    `checkpoint_dir`, also when the function restarts after a worker was lost.
 
     Args:
         func: The function.
-        num_workers: How many workers a trial has.
+        num_workers: Number of workers of a trial.
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
-        num_workers_per_host: How many of them share a node, exactly; it divides `num_workers`. Default: Ray chooses
+        num_workers_per_host: Exact number of workers on each node; it must divide `num_workers`. Default: Ray chooses
             the nodes.
         backend: "gloo" or "nccl".
-        timeout_s: Seconds that a collective may take. How long a trial waits for its resources is Tune's affair.
+        timeout_s: Seconds that a collective operation may take. How long a trial waits for resources is up to Tune.
         use_gpu: Retired: use `num_gpus_per_worker`.
 
     Raises:
         DeprecationWarning: `use_gpu` was passed.
-        ValueError: `func` cannot be called like that, or an argument is out of range.
+        ValueError: `func` has other parameters, or an argument is out of range.
         ImportError: Ray Tune is not installed.
 
     Examples:

@@ -1,6 +1,6 @@
-"""`Tuner`: many runs of a `fit()` trainer, each with a config that Ray Tune chose; a thin layer over Ray's `Tuner`.
+"""`Tuner`: many runs of a `fit()` trainer with configs that Ray Tune chooses; a thin layer over Ray's `Tuner`.
 
-Each trial gets its own copy of raysgd's callbacks and is a run for them; Ray Tune's own go to it unchanged.
+Each trial gets its own copy of raysgd's callbacks, which see it as a run. Ray Tune's own callbacks are passed on to it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Tuner:
     """Runs a trainer with many configs.
 
     Args:
-        trainable: A trainer of `fit()`, such as `raysgd.train.torch.TorchTrainer(...)`. It is not changed. What Ray's
-            own `Tuner` takes, a class or a function, is passed on to it.
-        param_space: Arguments of the trainer, with search spaces inside: `{"train_loop_config": {"lr":
-            tune.grid_search([0.1, 1])}}`. They are merged over the trainer's own. Also `scaling_config`, an object or a
-            dict, and `datasets`.
+        trainable: A trainer of `fit()`, such as `raysgd.train.torch.TorchTrainer(...)`. It is not changed. A class or
+            function for Ray's own `Tuner` is passed on to it.
+        param_space: Arguments of the trainer that contain search spaces: `{"train_loop_config": {"lr":
+            tune.grid_search([0.1, 1])}}`. They are merged into the trainer's own. May include `scaling_config`, an
+            object or a dict, and `datasets`.
         tune_config: A `TuneConfig`: metric, number of trials, search algorithm, scheduler.
-        run_config: Instead of the trainer's own.
+        run_config: Replaces that of the trainer.
 
     Raises:
-        ValueError: `param_space` has a `run_config`. What else cannot be is said by `fit`, before the first trial.
-        TypeError: An argument is of another kind.
+        ValueError: `param_space` has a `run_config`. Other wrong values are reported by `fit`, before the first trial.
+        TypeError: An argument has the wrong type.
         MissingTuneError: Ray Tune is not installed.
 
     Examples:
@@ -88,7 +88,7 @@ class Tuner:
         )
 
     def fit(self) -> ResultGrid:
-        """Run all trials, and return their results, also those of trials that failed."""
+        """Run all trials, and return their results, including those of failed trials."""
         trainer, run_config = self._trainable, self._run_config
         if isinstance(trainer, BaseTrainer) and run_config is not None:
             experiment = storage_of(run_config) / str(run_config.name)
@@ -96,7 +96,7 @@ class Tuner:
         return ResultGrid(self._tuner.fit())
 
     def get_results(self) -> ResultGrid:
-        """The results of a sweep that was restored, or that has run."""
+        """Return the results of a sweep that was restored, or that has run."""
         return ResultGrid(self._tuner.get_results())
 
     @classmethod
@@ -110,20 +110,20 @@ class Tuner:
         param_space: Mapping[str, Any] | None = None,
         storage_filesystem: Any = None,
     ) -> Tuner:
-        """The tuner of a sweep that was interrupted; its `fit` runs what is left.
+        """Return the tuner of a sweep that was interrupted. Its `fit` runs the remaining trials.
 
         Args:
-            path: The folder with the sweep's name, or its URI.
+            path: The folder of the sweep, or its URI.
             trainable: The same trainer again; None for the one that was saved with the sweep, without datasets.
-            resume_unfinished: Whether trials that had not ended continue from their last checkpoints.
-            resume_errored: Whether trials that failed continue from their last checkpoints.
-            restart_errored: Whether trials that failed begin again.
-            param_space: The same space again; needed if it holds datasets or other objects.
-            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+            resume_unfinished: True to continue unfinished trials from their last checkpoints.
+            resume_errored: True to continue failed trials from their last checkpoints.
+            restart_errored: True to start failed trials again.
+            param_space: The same space again; needed if it contains datasets or other objects.
+            storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:
-            ValueError: There is no sweep that can be restored; `param_space` has a `run_config`; the trainer was not
-                saved, because it cannot be pickled, or had datasets.
+            ValueError: There is no sweep to restore; `param_space` has a `run_config`; or the trainer was not saved,
+                because it cannot be pickled or had datasets.
         """
         tune = tune_trial.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
@@ -135,7 +135,7 @@ class Tuner:
             raise ValueError(
                 f"`path={masked(str(path))!r}`: there is no sweep. Pass the folder that has the name of the sweep."
             )
-        tuner._trainable, tuner._run_config = trainable, None  # what is saved with the sweep stays
+        tuner._trainable, tuner._run_config = trainable, None  # the sweep keeps what was saved with it
         is_trainer = isinstance(trainable, BaseTrainer)
         run_config = at_place(trainable.run_config, place, storage_filesystem) if is_trainer else None
         tuner._tuner = tune.Tuner.restore(
@@ -151,7 +151,7 @@ class Tuner:
 
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
-        """Return whether there is a sweep in this folder that `restore` can continue."""
+        """Return True if this folder contains a sweep that `restore` can continue."""
         return bool(tune_trial.require_tune(_NEEDED_BY).Tuner.can_restore(_as_place(path), storage_filesystem))
 
 
@@ -159,7 +159,7 @@ class ResultGrid:
     """The results of a sweep, one for each trial.
 
     Args:
-        grid: What Ray's own `Tuner` returned.
+        grid: The result of Ray's own `Tuner`.
 
     Examples:
         >>> for result in tuner.fit():  # doctest: +SKIP
@@ -185,13 +185,13 @@ class ResultGrid:
         scope: str = "last",
         filter_nan_and_inf: bool = True,
     ) -> Result:
-        """The result of the best trial.
+        """Return the result of the best trial.
 
         Args:
             metric: The metric; by default that of the `TuneConfig`.
             mode: "min" or "max"; by default that of the `TuneConfig`.
-            scope: Which report of a trial counts: "last", "all" for its best one, "avg" for the mean of all.
-            filter_nan_and_inf: Whether what is no number counts for nothing.
+            scope: Report of a trial that counts: "last", "all" for its best one, "avg" for the mean of all.
+            filter_nan_and_inf: True to ignore values that are NaN or infinite.
 
         Raises:
             ValueError: There is more than one trial, and no metric or mode.
@@ -200,7 +200,7 @@ class ResultGrid:
         return as_result(self._grid.get_best_result(metric, mode, scope, filter_nan_and_inf))
 
     def get_dataframe(self, filter_metric: str | None = None, filter_mode: str | None = None) -> pandas.DataFrame:
-        """The last reports of all trials as a `pandas.DataFrame`; with a filter, the best ones."""
+        """Return the last reports of all trials as a `pandas.DataFrame`; with a filter, the best reports."""
         return self._grid.get_dataframe(filter_metric, filter_mode)
 
     @property
@@ -210,7 +210,7 @@ class ResultGrid:
 
     @property
     def filesystem(self) -> Any:
-        """The `pyarrow.fs.FileSystem` of that folder."""
+        """The `pyarrow.fs.FileSystem` of the sweep's folder."""
         return self._grid.filesystem
 
     @property
@@ -220,21 +220,21 @@ class ResultGrid:
 
     @property
     def num_errors(self) -> int:
-        """The number of trials that failed."""
+        """Number of trials that failed."""
         return int(self._grid.num_errors)
 
     @property
     def num_terminated(self) -> int:
-        """The number of trials that ended well."""
+        """Number of trials that succeeded."""
         return int(self._grid.num_terminated)
 
     def __repr__(self) -> str:
-        """All results."""
+        """Return the text of all results."""
         return f"ResultGrid({list(self)!r})"
 
 
 def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
-    """Return what Ray's `Tuner` takes. Trials of a trainer use the storage of `run_config`, and keep what that says."""
+    """Return the trainable for Ray's `Tuner`. Trials of a trainer use the storage and rules of `run_config`."""
     if isinstance(trainable, BaseTrainer):
         trainable = copy(trainable)
         trainable.run_config = run_config or trainable.run_config
@@ -253,7 +253,7 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
 
 
 def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
-    """The run config that counts: that of the tuner, else that of the trainer."""
+    """Return the run config to use: that of the tuner, else that of the trainer."""
     own = trainable.run_config if isinstance(trainable, BaseTrainer) else None
     if run_config is not None and own is not None and own != RunConfig():
         logger.info("`Tuner(run_config=...)` counts, and the trainer's `run_config` does not")
@@ -261,7 +261,7 @@ def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
 
 
 def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
-    """A space as Ray Tune searches it for what it has to choose: in dicts."""
+    """Return a space in which Ray Tune finds all search spaces, because configs are dicts."""
     if not isinstance(trainable, BaseTrainer):
         return dict(param_space)
     refuse_run_config(param_space)
@@ -271,7 +271,7 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_ray_config(config: RunConfig) -> Any:
-    """A run config as Ray Tune has it. Where no checkpoint is kept, none is given to Tune, so it has no rule for it."""
+    """Convert a run config for Ray Tune. If no checkpoints are kept, Tune gets none, so it needs no rule for that."""
     tune = tune_trial.require_tune(_NEEDED_BY)
     kept = config.checkpoint_config
     optional: dict[str, Callable[[Any], Any] | Any] = {
@@ -298,13 +298,13 @@ def as_ray_config(config: RunConfig) -> Any:
 
 
 def _as_place(path: str | Path) -> str:
-    """A path as Ray takes it: absolute, or a URI."""
+    """Return a path in the form that Ray expects: absolute, or a URI."""
     text = str(path)
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 def as_result(result: Any) -> Result:
-    """A trial's result as `fit()` returns it."""
+    """Convert a trial's result to the form that `fit()` returns."""
     folder = open_folder(result.path, result.filesystem)
     kept = [(as_checkpoint(checkpoint), metrics) for checkpoint, metrics in result.best_checkpoints or ()]
     made = Result(
@@ -318,15 +318,15 @@ def as_result(result: Any) -> Result:
 
 
 def as_checkpoint(checkpoint: Any) -> Checkpoint:
-    """A checkpoint of Ray Tune as one of raysgd: the same folder."""
+    """Convert a checkpoint of Ray Tune to one of raysgd with the same folder."""
     return Checkpoint(checkpoint.path, checkpoint.filesystem)
 
 
 class CallsInTrials:
-    """Calls copies of callbacks with what happens to each trial; Ray Tune calls its hooks.
+    """Calls copies of callbacks for each trial; Ray Tune calls the hooks of this object.
 
     Args:
-        callbacks: What is copied for each trial, in this order.
+        callbacks: Copied for each trial, and called in this order.
 
     Raises:
         ValueError: Two of them write to the same place.
@@ -336,10 +336,10 @@ class CallsInTrials:
         self._callbacks = list(callbacks)
         self._of_trial: dict[str, FunctionCalls] = {}
         self._saved: dict[str, Any] = {}
-        self._make("trial", {}, ".")  # refuses before the first trial what cannot be called
+        self._make("trial", {}, ".")  # raises before the first trial if a callback cannot be used
 
     def on_trial_start(self, trial: Any, **info: Any) -> None:
-        """A trial starts, maybe again."""
+        """Begin a trial, possibly again."""
         if trial.trial_id not in self._of_trial:
             calls = self._make(str(trial), trial.config, trial.local_path)
             calls.load_states(self._saved.get(trial.trial_id, ()))
@@ -347,27 +347,27 @@ class CallsInTrials:
         self._of_trial[trial.trial_id].begin_run()
 
     def on_trial_result(self, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
-        """A trial has reported."""
+        """Pass on the report of a trial."""
         self._of_trial[trial.trial_id].report(result)
 
     def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
-        """A trial has a checkpoint."""
+        """Pass on the checkpoint of a trial."""
         self._of_trial[trial.trial_id].tell("on_checkpoint", str(checkpoint.path))
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
-        """A trial has ended well."""
+        """End a trial that succeeded."""
         self._end(trial, None)
 
     def on_trial_error(self, trial: Any, **info: Any) -> None:
-        """A trial has failed; it may never have started."""
+        """End a trial that failed, even if it never started."""
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:
-        """Return what the callbacks of each running trial need to go on in a sweep that is restored."""
+        """Return the states of the callbacks of each running trial, for a sweep that is restored."""
         return {trial: calls.states() for trial, calls in self._of_trial.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Keep it for the trials that start from now on."""
+        """Store such states for the trials that start from now on."""
         self._saved = dict(state)
 
     def _end(self, trial: Any, error: BaseException | None) -> None:
@@ -380,10 +380,10 @@ class CallsInTrials:
 
 
 def for_tune(callbacks: Sequence[Any]) -> list[Any]:
-    """The callbacks of a sweep as Ray Tune takes them.
+    """Convert the callbacks of a sweep for Ray Tune.
 
     Raises:
-        TypeError: A callback of raysgd runs in the workers, or something is no callback.
+        TypeError: A callback of raysgd runs in the workers, or an object is no callback.
     """
     own, given = own_among(callbacks), of_tune_among(callbacks)
     return [*given, _tune_class()(own)] if own else given
@@ -391,9 +391,9 @@ def for_tune(callbacks: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _tune_class() -> type[CallsInTrials]:
-    """`CallsInTrials` as a callback of Ray Tune, which calls every hook that it has."""
+    """Return `CallsInTrials` as a callback of Ray Tune, which calls all its hooks."""
 
     class SweepCallbacks(CallsInTrials, tune_trial.require_tune(_NEEDED_BY).Callback):  # type: ignore[misc]
-        """The same."""
+        """Callbacks of a sweep, as a callback of Ray Tune."""
 
     return SweepCallbacks

@@ -1,9 +1,9 @@
-"""Iterators over data in shards, and data frames in such: what `ray.util.iter` and `ray.util.data` were.
+"""Iterators over sharded data, and sharded data frames: the former `ray.util.iter` and `ray.util.data`.
 
-What it guarantees: everything is lazy and happens where a shard is iterated over. An iterator is a plain description
-that can be pickled, and needs no Ray.
+Everything is lazy and runs where a shard is iterated. An iterator is a plain description that can be pickled, and does
+not need Ray.
 
-What it leaves to others: processes, and the order in which several of them read their shards.
+Users start the processes, and decide in which order several of them read their shards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Data frames in shards: `MLDataset`, and how it is made of a parallel iterator. What `ray.util.data` was.
+"""Sharded data frames: `MLDataset`, and how to make one from a parallel iterator. The former `ray.util.data`.
 
-pandas is imported where the first frame is made.
+pandas is imported when the first frame is made.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["MLDataset", "from_parallel_iter"]
 def from_parallel_iter(
     para_it: ParallelIterator, need_convert: bool = True, batch_size: int = 32, repeated: bool = False
 ) -> MLDataset:
-    """A dataset of data frames.
+    """Make a dataset of data frames.
 
     Args:
-        para_it: Its elements are records: lists or other iterables, dicts, or dataclasses. Or data frames already.
-        need_convert: Whether they are records. False: data frames.
-        batch_size: How many records make a frame.
-        repeated: Whether the shards repeat without end.
+        para_it: Its elements are records (lists or other iterables, dicts, or dataclasses) or data frames.
+        need_convert: True if the elements are records, False for data frames.
+        batch_size: Number of records in a frame.
+        repeated: True if the shards repeat without end.
 
     Raises:
         ImportError: pandas is not installed.
@@ -42,13 +42,13 @@ def from_parallel_iter(
 
 
 class MLDataset(ParallelIterator):
-    """Data frames in shards.
+    """Sharded data frames.
 
     Args:
         shards: The shards.
         name: For `repr`.
-        batch_size: How many rows a frame has, at most; 0 if it is not known.
-        repeated: Whether the shards repeat without end.
+        batch_size: Maximum number of rows in a frame; 0 if unknown.
+        repeated: True if the shards repeat without end.
     """
 
     def __init__(self, shards: Sequence[ItemShard], name: str, batch_size: int = 0, repeated: bool = False) -> None:
@@ -63,7 +63,7 @@ class MLDataset(ParallelIterator):
         return MLDataset(shards, name, self.batch_size, self.repeated)
 
     def batch(self, batch_size: int) -> MLDataset:
-        """Frames of so many rows; the last one of a shard may have fewer."""
+        """Return frames with this number of rows; the last one of a shard may have fewer."""
         cut = self.transform(partial(_cut, batch_size))
         return MLDataset(cut._shards, f"{self.name}.batch({batch_size})", batch_size, self.repeated)
 
@@ -76,15 +76,15 @@ class MLDataset(ParallelIterator):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> LocalIterator:
-        """One shard; `iter()` starts it again each time.
+        """Return one shard; `iter()` starts it again each time.
 
         Args:
-            shard_index: Which one.
-            batch_ms: Accepted for compatibility: nothing travels.
-            num_async: The same.
-            shuffle: Whether to shuffle the order of the frames, and the rows in each.
-            shuffle_buffer_size: Among how many frames.
-            seed: What the order comes from; None for another order each time.
+            shard_index: Index of the shard.
+            batch_ms: Accepted for compatibility: nothing is sent.
+            num_async: Accepted for compatibility.
+            shuffle: True to shuffle the frames, and the rows in each.
+            shuffle_buffer_size: Number of frames in the shuffle buffer.
+            seed: Seed of the order; None for another order each time.
 
         Raises:
             ValueError: There is no such shard.
@@ -103,7 +103,7 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TorchMLDataset:
-        """The same as datasets of PyTorch, one for each shard; arguments as in `TorchMLDataset`."""
+        """Return the frames as PyTorch datasets, one for each shard; arguments as for `TorchMLDataset`."""
         from raysgd.torch.torch_dataset import TorchMLDataset
 
         return TorchMLDataset(
@@ -119,14 +119,14 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TFMLDataset:
-        """The same as `tf.data`, one dataset for each shard; arguments as in `TFMLDataset`."""
+        """Return the frames as `tf.data`, one dataset for each shard; arguments as for `TFMLDataset`."""
         from raysgd.tf.tf_dataset import TFMLDataset
 
         return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)
 
 
 def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Yield each frame with its rows in another order."""
+    """Yield each frame with its rows shuffled."""
     import numpy as np
 
     draw = np.random.RandomState(seed)
@@ -135,7 +135,7 @@ def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Ite
 
 
 def _cut(num_rows: int, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Yield frames of another number of rows, in the same order."""
+    """Yield frames with another number of rows, in the same order."""
     import pandas as pd
 
     rest: list[pd.DataFrame] = []

@@ -1,8 +1,8 @@
-"""Parallel iterators: elements in shards, each of which one worker reads. What `ray.util.iter` was, on plain iterators.
+"""Parallel iterators over sharded elements; each shard is read by one worker. The former `ray.util.iter`.
 
-Nothing runs until somebody iterates over a shard, and it runs there: in the process and thread that iterate. To
-iterate once more starts again. A shard is a description that can be pickled: where its elements come from, and the
-stages that they go through.
+Nothing runs until a shard is iterated, and then it runs in the process and thread of that iteration. Each iteration
+starts again. A shard is a description that can be pickled: the source of its elements, and the stages that they pass
+through.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", 
 
 StagesT = TypeVar("StagesT", bound="_Stages")
 Stage = Callable[[Iterator[Any]], Iterable[Any]]
-"""One stage that the elements of a shard go through: a function from those before it to those that follow."""
+"""One stage of a shard: a function from an iterator over elements to an iterable of new ones."""
 
-_MOST_CALLS = 64  # at a time, where their number is left open
+_MOST_CALLS = 64  # concurrent calls, if their number is not limited
 
 
 def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
-    """Items, dealt to the shards one after the other.
+    """Distribute items over shards, one after another.
 
     >>> list(from_items([1, 2, 3], num_shards=2).get_shard(0))
     [1, 3]
 
     Args:
         items: The items.
-        num_shards: How many shards.
-        repeat: Whether each shard begins again at its end.
+        num_shards: Number of shards.
+        repeat: True if each shard repeats.
     """
     known = list(items)
     num_shards = _check_shards(num_shards)
@@ -45,7 +45,7 @@ def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) 
 
 
 def from_range(n: int, num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
-    """The numbers below `n`, in shards of numbers that follow each other; the last one has what is left over.
+    """Return the numbers below `n`, in shards of consecutive numbers; the last shard may have more.
 
     >>> [list(shard) for shard in from_range(5, num_shards=2).shards()]
     [[0, 1], [2, 3, 4]]
@@ -58,12 +58,12 @@ def from_range(n: int, num_shards: int = 2, repeat: bool = False) -> ParallelIte
 
 
 def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | None = None) -> ParallelIterator:
-    """A shard for each iterable, or for each function without arguments that returns one.
+    """Make a shard of each iterable, or of each function without arguments that returns one.
 
     Args:
         generators: The iterables or functions.
-        repeat: Whether each shard begins again at its end. What can be iterated over only once raises `ValueError`
-            there.
+        repeat: True if each shard repeats. An iterable that can be iterated only once then raises `ValueError` at its
+            end.
         name: For `repr`.
     """
     shards = [ItemShard(partial(_items_of, each, repeat)) for each in generators]
@@ -72,11 +72,11 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
 
 @dataclass(frozen=True)
 class ItemShard:
-    """The source of elements, and the stages that they go through.
+    """The source of elements, and the stages that they pass through.
 
     Attributes:
-        source: Makes an iterator over what the stages begin with.
-        stages: In order, each with how many elements it makes one of; None where that varies.
+        source: Returns an iterator over the elements before the first stage.
+        stages: The stages in order, each with the number of elements that it combines into one; None if that varies.
     """
 
     source: Callable[[], Iterator[Any]]
@@ -89,13 +89,13 @@ class ItemShard:
         return iter(elements)
 
     def then(self, stage: Stage, size: int | None = None) -> ItemShard:
-        """The same with one more stage, which makes one element of each `size`; None where that varies."""
+        """Return the shard with one more stage, which combines `size` elements into one; None if that varies."""
         return ItemShard(self.source, (*self.stages, (stage, size)))
 
     def every(self, step: int, start: int) -> ItemShard:
-        """Each `step`-th element from the one at `start` on.
+        """Return the shard with only each `step`-th element, from the one at `start` on.
 
-        Elements are left out as early as it makes no difference, so that no one works on what is not used.
+        Elements are dropped at the earliest stage possible, so that no work is done on them.
         """
         place, size = len(self.stages), 1
         while place and (of_one := self.stages[place - 1][1]) is not None:
@@ -105,7 +105,7 @@ class ItemShard:
 
 
 def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
-    """Yield the items of an iterable, or of what a function without arguments returns; again and again on request."""
+    """Yield the items of an iterable, or of the result of a function; repeatedly if `repeat`."""
     yield from items() if callable(items) else items
     while repeat:
         if not callable(items) and iter(items) is items:
@@ -122,7 +122,7 @@ def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
 
 
 def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
-    """Yield one element of each shard after the other, until all have ended."""
+    """Yield elements of all shards in turn, until all have ended."""
     live = deque(iter(shard) for shard in shards)
     while live:
         elements = live.popleft()
@@ -135,7 +135,7 @@ def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
 
 
 def _in_threads(function: Callable[[Any], Any], num_threads: int, elements: Iterator[Any]) -> Iterator[Any]:
-    """Yield what a function makes of each element, called in so many threads; the order stays."""
+    """Call a function with each element in this many threads, and yield the results in order."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="raysgd-map")
     try:
         waiting: deque[Future[Any]] = deque()
@@ -155,7 +155,7 @@ def _batches(size: int, elements: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Iterator[Any]:
-    """Yield elements in another order: each is drawn from a buffer of so many."""
+    """Yield elements in another order: each is drawn from a buffer of this size."""
     draw, buffer = random.Random(seed), list(islice(elements, buffer_size))
     for element in elements:
         place = draw.randrange(len(buffer))
@@ -166,23 +166,23 @@ def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Ite
 
 
 def _every_nth_group(step: int, start: int, size: int, elements: Iterator[Any]) -> Iterator[Any]:
-    """Yield, of groups of `size` elements, each `step`-th, from the one at `start` on."""
+    """Divide elements into groups of `size`, and yield each `step`-th group, from the one at `start` on."""
     return (element for index, element in enumerate(elements) if index // size % step == start)
 
 
 class _Stages:
-    """Stages for elements, of one shard or of many."""
+    """Methods that add stages, for one shard or many."""
 
     def _then(self: StagesT, stage: Stage, name: str, size: int | None = None) -> StagesT:
         raise NotImplementedError
 
     def for_each(self: StagesT, fn: Callable[[Any], Any], max_concurrency: int = 1, resources: Any = None) -> StagesT:
-        """A function of each element.
+        """Apply a function to each element.
 
         Args:
             fn: The function.
-            max_concurrency: How many calls may run at a time in one shard, in threads; 0 leaves the number open.
-            resources: Accepted for compatibility: the calls run in the process that iterates.
+            max_concurrency: Maximum number of concurrent calls in one shard, in threads; 0 for no limit.
+            resources: Accepted for compatibility: the calls run in the iterating process.
 
         Raises:
             AssertionError: `max_concurrency` is negative.
@@ -194,24 +194,24 @@ class _Stages:
         return self._then(stage, ".for_each()", size=1)
 
     def filter(self: StagesT, filter_fn: Callable[[Any], bool]) -> StagesT:
-        """The elements of which a function is true."""
+        """Keep the elements for which a function returns True."""
         return self._then(partial(filter, filter_fn), ".filter()")
 
     def batch(self: StagesT, n: int) -> StagesT:
-        """Lists of `n` elements; the last one of a shard may be shorter."""
+        """Combine `n` elements into a list; the last list of a shard may be shorter."""
         size = check_count("n", n, "It is the size of a batch.")
         return self._then(partial(_batches, size), f".batch({n})", size)
 
     def flatten(self: StagesT) -> StagesT:
-        """The elements of the elements."""
+        """Replace each element, which is iterable, by its own elements."""
         return self._then(chain.from_iterable, ".flatten()")
 
     def combine(self: StagesT, fn: Callable[[Any], Iterable[Any]]) -> StagesT:
-        """The elements of what a function makes of each element."""
+        """Apply a function to each element, and flatten the results."""
         return self.for_each(fn).flatten()
 
     def transform(self: StagesT, fn: Callable[[Iterable[Any]], Iterable[Any]]) -> StagesT:
-        """Return what a function makes of a whole shard: it takes an iterator, and returns one."""
+        """Apply a function to a whole shard: it takes an iterator, and returns one."""
         return self._then(fn, ".transform()")
 
     def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
@@ -220,7 +220,7 @@ class _Stages:
 
 
 class ParallelIterator(_Stages):
-    """Elements in shards. Methods return new ones; nothing runs before a shard is iterated over.
+    """Sharded elements. Methods return new iterators; nothing runs before a shard is iterated.
 
     Args:
         shards: The shards.
@@ -250,19 +250,19 @@ class ParallelIterator(_Stages):
         return type(self)(shards, name)
 
     def local_shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> ParallelIterator:
-        """Each shard in another order: elements are drawn from a buffer of so many."""
+        """Shuffle each shard: elements are drawn from a buffer of this size."""
         return self._shuffled(shuffle_buffer_size, seed)
 
     def repartition(self, num_partitions: int, batch_ms: int = 0) -> ParallelIterator:
-        """Another number of shards: the elements are dealt to them one after the other.
+        """Change the number of shards: elements are distributed over them one after another.
 
-        Each new shard reads all former ones, and leaves out what is not its own as early as it can. What ran before on
-        each element still runs once for each: only what comes before a `filter` or a `transform`, say, runs in every
-        shard.
+        Each new shard reads all former ones, and drops the elements of other shards as early as possible. Stages such
+        as `for_each` still run once for each element. Only what comes before a stage such as `filter` or `transform`
+        runs again in every shard.
 
         Args:
-            num_partitions: How many.
-            batch_ms: Accepted for compatibility: nothing travels.
+            num_partitions: Number of shards.
+            batch_ms: Accepted for compatibility: nothing is sent.
         """
         number = _check_shards(num_partitions)
         parts = [
@@ -274,11 +274,11 @@ class ParallelIterator(_Stages):
         return self._with(parts, f"{self.name}.repartition[num_partitions={number}]")
 
     def union(self, other: ParallelIterator) -> ParallelIterator:
-        """The shards of both."""
+        """Return an iterator with the shards of both."""
         return self._with([*self._shards, *other._shards], f"ParallelUnion[{self}, {other}]")
 
     def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator:
-        """Some of the shards, by their numbers.
+        """Keep some of the shards, by index.
 
         Raises:
             ValueError: There is no such shard, or none is selected.
@@ -289,20 +289,20 @@ class ParallelIterator(_Stages):
         return self._with(kept, f"{self.name}.select_shards({len(kept)} total)")
 
     def num_shards(self) -> int:
-        """Return how many shards there are."""
+        """Return the number of shards."""
         return len(self._shards)
 
     def shards(self) -> list[LocalIterator]:
-        """All shards."""
+        """Return all shards."""
         return [self.get_shard(index) for index in range(len(self._shards))]
 
     def get_shard(self, shard_index: int, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """One shard, to iterate over wherever it is.
+        """Return one shard, which can be iterated in any process.
 
         Args:
-            shard_index: Which one.
-            batch_ms: Accepted for compatibility: nothing travels.
-            num_async: The same.
+            shard_index: Index of the shard.
+            batch_ms: Accepted for compatibility: nothing is sent.
+            num_async: Accepted for compatibility.
 
         Raises:
             ValueError: There is no such shard.
@@ -310,15 +310,15 @@ class ParallelIterator(_Stages):
         return LocalIterator(self._shard(shard_index), f"{self.name}.shard[{shard_index}]")
 
     def gather_sync(self) -> LocalIterator:
-        """All elements: one of each shard after the other."""
+        """Return all elements, taking one of each shard in turn."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """All elements, in an order that no one may rely on."""
+        """Return all elements, in no particular order."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
-        """Up to `n` elements."""
+        """Return up to `n` elements."""
         return self.gather_sync().take(n)
 
     def show(self, n: int = 20) -> None:
@@ -332,7 +332,7 @@ class ParallelIterator(_Stages):
 
 
 class LocalIterator(_Stages):
-    """The elements of one shard. `iter()` starts again each time; `next()` goes on.
+    """The elements of one shard. `iter()` starts again each time; `next()` continues.
 
     Args:
         shard: The shard.
@@ -362,16 +362,16 @@ class LocalIterator(_Stages):
         return LocalIterator(self._shard.then(stage, size), self.name + name)
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
-        """Shuffle: elements are drawn from a buffer of so many."""
+        """Shuffle: elements are drawn from a buffer of this size."""
         return self._shuffled(shuffle_buffer_size, seed)
 
     def union(self, other: LocalIterator) -> LocalIterator:
-        """The elements of both, one after the other in turn."""
+        """Return the elements of both in turn."""
         both = ItemShard(partial(_interleaved, [self._shard, other._shard]))
         return LocalIterator(both, f"LocalUnion[{self}, {other}]")
 
     def take(self, n: int) -> list[Any]:
-        """Up to `n` elements, from the first one on."""
+        """Return up to `n` elements, from the first one on."""
         return list(islice(iter(self), n))
 
     def show(self, n: int = 20) -> None:

@@ -1,7 +1,7 @@
-"""`ray.util.sgd.v2` as it was: `raysgd.train` with its first names and its first order of arguments.
+"""The former `ray.util.sgd.v2`: `raysgd.train` with its first names and its first order of arguments.
 
-Its functions are strict: outside of a run they raise. The configs of the frameworks are here too, but not in `__all__`:
-`import *` has to work without the frameworks.
+Its functions are strict: they raise outside of a run. The configs of the frameworks are here too, but not in `__all__`,
+since `import *` must work without the frameworks.
 """
 
 from collections.abc import Callable
@@ -45,10 +45,10 @@ _find = lazy_names(
 
 
 def __getattr__(name: str) -> Any:
-    """The config of a framework, imported when it is first asked for.
+    """Import the config of a framework when it is first used.
 
     Raises:
-        MissingFrameworkError: That is not installed.
+        MissingFrameworkError: The framework is not installed.
     """
     try:
         return _find(name)

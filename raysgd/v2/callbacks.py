@@ -1,4 +1,4 @@
-"""`ray.util.sgd.v2.callbacks` as it was: `raysgd.train.callbacks`, and `SGDCallback`."""
+"""The former `ray.util.sgd.v2.callbacks`: `raysgd.train.callbacks`, and `SGDCallback`."""
 
 from raysgd.train import callbacks
 from raysgd.train.callbacks import *  # noqa: F403 - all of it, under its former path

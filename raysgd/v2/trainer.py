@@ -1,4 +1,4 @@
-"""`Trainer` with the arguments of `run` in their first order: `dataset` came later, before `checkpoint`."""
+"""`Trainer` with the first order of arguments of `run`: later versions have `dataset` before `checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SGDIterator", "SGDWorkerGroup", "Trainer"]
 
 
 class Trainer(train.Trainer):
-    """`raysgd.train.Trainer` as `ray.util.sgd.v2` had it. Its `dataset`, which that had not, goes by name."""
+    """`raysgd.train.Trainer` as in `ray.util.sgd.v2`. Pass `dataset`, which was added later, by name."""
 
     def run(  # type: ignore[override]
         self,
@@ -27,7 +27,7 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> list[Any]:
-        """Run a function on all workers until it ends everywhere, see `raysgd.train.Trainer.run`."""
+        """Run a function on all workers until it has ended on each; see `raysgd.train.Trainer.run`."""
         return super().run(train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy)
 
     def run_iterator(  # type: ignore[override]
@@ -39,5 +39,5 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> TrainingIterator:
-        """Start a function on all workers and return an iterator over what it reports; arguments as in `run`."""
+        """Start a function on all workers, and return an iterator over its reports; arguments as for `run`."""
         return super().run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)

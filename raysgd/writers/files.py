@@ -1,4 +1,4 @@
-"""Metrics in files: as JSON, a line for each report or a list of all, as a table in CSV, and for TensorBoard."""
+"""Metrics in files: JSON lines, a JSON list, a CSV table, and event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLUSH_S = 2.0
 
 
 class SafeFallbackEncoder(json.JSONEncoder):
-    """Writes arrays as lists, scalars of numpy as numbers, and everything else that JSON does not know as text."""
+    """Writes arrays as lists, NumPy scalars as numbers, and all other values that JSON does not know as text."""
 
     def default(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -38,11 +38,11 @@ class SafeFallbackEncoder(json.JSONEncoder):
 
 
 class JsonLines(FileSink):
-    """Writes one JSON object a line. One that was cut off, by a full disk or a killed driver, stays alone in its line.
+    """Writes one JSON object per line. After a line that was cut off, by a full disk or a kill, it starts a new one.
 
     Args:
         name: The file.
-        last: What stands at the end of each line.
+        last: Entries at the end of each line.
         strict: As for `as_json`.
     """
 
@@ -64,7 +64,7 @@ class JsonLines(FileSink):
 
 
 def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
-    """Leave only the reports until a step in a file of lines. What is no report goes too."""
+    """Keep only the reports of a file of lines up to a step. Lines that are not reports go, too."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
     with replacing(str(path)) as file:
@@ -72,12 +72,12 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
 
 
 def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
-    """Return whether a report is of one of the first epochs; or of the first reports, which functions have.
+    """Return True if a report is of an epoch up to `step`, or, for a function, of a report up to it.
 
     Args:
-        step: The last of these.
+        step: The last epoch or report that counts.
         report: The report.
-        last_step: Of reports inside the next epoch: the last one that counts.
+        last_step: The last step inside the next epoch that counts; None if none does.
     """
     try:
         number = int(report.get("training_iteration") or report["epoch"])
@@ -88,7 +88,7 @@ def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None)
 
 
 def report_in(line: str) -> dict[str, Any] | None:
-    """Return the report in a line; None where it is not whole, as after a kill."""
+    """Return the report in a line; None if it is incomplete, as after a kill."""
     try:
         report = json.loads(line)
     except (ValueError, RecursionError):
@@ -97,13 +97,13 @@ def report_in(line: str) -> dict[str, Any] | None:
 
 
 class JsonList(FileSink):
-    """Writes a file that is one list, whole after each row. A file that is there is replaced by an empty list."""
+    """Writes a file that is one list, complete after each row. An existing file is replaced by an empty list."""
 
     def _begin(self, first_step: int | None) -> None:
         self._num_bytes = self.path.write_text("[]") - 1
 
     def write(self, row: Any, step: int) -> None:
-        """Put a row before the closing bracket, also of a file where one before could not be written."""
+        """Write a row before the closing bracket, even if an earlier row could not be written."""
         text = f"{', ' if self._num_bytes > 1 else ''}{as_json(row)}".encode()
         with open(self.path, "r+b") as file:
             file.truncate(self._num_bytes)
@@ -113,14 +113,14 @@ class JsonList(FileSink):
 
 
 def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> str:
-    """The value as JSON. What JSON does not know is written as text, also as a key.
+    """Return the value as JSON. Values and keys that JSON does not know become text.
 
-    NaN and infinity are null; with `strict=False` they are what Python writes and reads.
+    NaN and infinity become null. With `strict=False` they are written as Python does.
     """
     dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
     try:
         return dump(value)
-    except (TypeError, ValueError):  # keys that are not text, a dict inside of itself, or NaN
+    except (TypeError, ValueError):  # keys that are not text, a dict inside itself, or NaN
         return dump(_plain(value, strict, depth=0))
 
 
@@ -137,9 +137,9 @@ def _plain(value: Any, strict: bool, depth: int) -> Any:
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Open a file of lines to write on. A last line without an end gets one.
+    """Open a file of lines to append to. Complete a last line that has no end.
 
-    Open it for one report and close it: a handle that has failed would refuse all that follow.
+    Close it after one report, because a handle on which a write failed would refuse all later ones.
     """
     file = open(path, "ab+")  # noqa: SIM115
     if file.tell():
@@ -150,7 +150,7 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 
 class CsvTable(FileSink):
-    """Writes a table. Nested metrics have columns such as `val/loss`; a new metric adds a column to the whole table."""
+    """Writes a table. Nested metrics get columns such as `val/loss`. A new metric adds a column to the whole table."""
 
     def _begin(self, first_step: int | None) -> None:
         self._columns = _columns_in(self.path)
@@ -167,7 +167,7 @@ class CsvTable(FileSink):
             file.write(_encoded(self._columns, [flat]))
 
     def _rewrite(self, is_kept: Callable[[Mapping[str, Any]], bool], added: Sequence[str] = ()) -> list[str]:
-        """Write the rows that are kept with more columns, and return the columns."""
+        """Rewrite the rows to keep, with additional columns. Return the columns."""
         columns = [*self._columns, *added]
         with _reading(self.path) as lines:
             rows = [row for row in csv.DictReader(lines) if is_kept(row)]
@@ -186,7 +186,7 @@ def _columns_in(path: Path) -> list[str]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Iterator[str]]:
-    """The lines of a table, also of one that is damaged: without zero bytes, which `csv` of Python 3.10 refuses."""
+    """Yield the lines of a table, even of a damaged one: `csv` in Python 3.10 refuses zero bytes, so drop these."""
     with open(path, encoding="utf-8", errors="replace", newline="") as file:
         yield (line.replace("\0", "") for line in file)
 
@@ -201,16 +201,16 @@ logger = logging.getLogger(__name__)
 
 
 class EventFile(Sink):
-    """Writes metrics to an event file. A thread puts them on the disk, within two seconds.
+    """Writes metrics to an event file for TensorBoard. A thread flushes it within two seconds.
 
-    tensorboardX imports PyTorch, which takes a second where the driver has not done so. So another thread opens the
-    file, from the first row on: neither the start of a run nor a row waits for it, unless rows are flushed.
+    tensorboardX imports PyTorch, which takes a second if the driver has not imported it. So another thread opens the
+    file after the first row. Neither the start of a run nor a row waits for it, unless rows are flushed.
 
     Args:
-        folder: Where the file is: an absolute path, or a folder in that of the run; "" for that itself.
-        prefix: What the names of all metrics begin with, without a slash at the end; "" for nothing.
-        flushes: Whether each row is on the disk when `write` returns.
-        purpose: Who needs the package, for the error that it is missing.
+        folder: The folder of the file: an absolute path, or relative to that of the run; "" for that itself.
+        prefix: Prefix of the names of all metrics, without a slash at the end; "" for none.
+        flushes: True if each row is on the disk when `write` returns.
+        purpose: What needs the package, for the error if it is missing.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -233,7 +233,7 @@ class EventFile(Sink):
         self._opener, self._waiting = None, []
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Write one row as soon as the file is open. What cannot be shown is left out, with a warning for each name."""
+        """Write one row as soon as the file is open. Skip values that cannot be shown, with a warning for each name."""
         self._waiting.append((dict(row), step))
         if self._opener is None:
             self._opener = ThreadPoolExecutor(1, thread_name_prefix="raysgd-tensorboard")
@@ -242,7 +242,7 @@ class EventFile(Sink):
             self._write_waiting()
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write what waits and end the file and its threads."""
+        """Write the waiting rows, and end the file and its threads."""
         opener, self._opener = self._opener, None
         if opener is None:
             return
@@ -254,7 +254,7 @@ class EventFile(Sink):
 
     def _write_waiting(self) -> None:
         writer = self._opening.result()
-        while self._waiting:  # those behind one that fails wait for the next time
+        while self._waiting:  # if one fails, the rows after it wait for the next time
             self._write_row(writer, *self._waiting.pop(0))
         if self._flushes:
             writer.flush()
@@ -275,7 +275,7 @@ class EventFile(Sink):
         elif isinstance(value, list | np.ndarray) and len(value) > 0:
             try:
                 writer.add_histogram(name, value, global_step=step)
-            except (TypeError, ValueError):  # a list of something else than numbers
+            except (TypeError, ValueError):  # a list of other things than numbers
                 self._warn(name, value)
         elif not isinstance(value, Mapping):
             self._warn(name, value)
@@ -291,7 +291,7 @@ def _writer_in(folder: Path) -> Any:
 
 
 def _write_scalars(writer: Any, scalars: Mapping[str, Any], step: int) -> None:
-    """Write all of them at once, because each event wakes the thread that writes."""
+    """Write all of them in one event, because each event wakes the thread that writes."""
     summary = require("tensorboardX.summary", extra="tensorboard", purpose="a file for TensorBoard")
     if scalars:
         first, *others = (summary.scalar(name, value) for name, value in scalars.items())

@@ -18,16 +18,17 @@ from raysgd.writers.sink import Sink
 
 
 class ServiceRun(Sink):
-    """Writes to a run of a service: the active one of this process, which it leaves open, or one that it starts.
+    """Writes to a run of a service: the active one of this process, which stays open at the end, or a new one.
 
     Args:
         package: The package of the service.
         extra: The extra of this distribution that installs it.
-        purpose: Who needs it, for the error that it is missing.
-        name: What a new run is called; None for the name of the run of this library.
+        purpose: What needs it, for the error if it is missing.
+        name: Name of a new run; None for the name of the raysgd run.
 
     Attributes:
-        run_id: The run. One that is set before `open` is continued, unless the run of this library is a new one.
+        run_id: ID of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
+            new.
 
     Raises:
         ModuleNotFoundError: The package is not installed.
@@ -42,7 +43,7 @@ class ServiceRun(Sink):
 
     @property
     def _service(self) -> Any:
-        """The package, which is not kept: a module cannot be copied."""
+        """The package. It is not stored, because a module cannot be copied."""
         return require(self._package, self._extra)
 
     def open(self, run: Any, first_step: int | None = None) -> None:
@@ -58,11 +59,11 @@ class ServiceRun(Sink):
 
     @abstractmethod
     def _active(self) -> Any:
-        """Return the run that is active in this process; None if there is none."""
+        """Return the active run of this process; None if there is none."""
 
     @abstractmethod
     def _start(self, run: Any) -> Any:
-        """Start a run; or go on with `run_id`, if there is one."""
+        """Start a run, or continue the run `run_id` if there is one."""
 
     @abstractmethod
     def _end(self, started: Any, has_failed: bool) -> None:
@@ -70,7 +71,7 @@ class ServiceRun(Sink):
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are numbers, also inside of dicts."""
+    """Return the metrics that are numbers, including those in nested dicts."""
     found = {}
     for name, value in flattened(metrics).items():
         try:
@@ -82,23 +83,23 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 logger = logging.getLogger(__name__)
 
-_default_stores: set[str] = set()  # that this module has chosen: MLflow cannot tell them from those of users
+_default_stores: set[str] = set()  # chosen by this module; MLflow cannot tell them from a user's choice
 
 
 class MLflowRun(ServiceRun):
     """Writes to a run of MLflow.
 
     Args:
-        tracking_uri: Where runs are kept. Default: what `mlflow.set_tracking_uri` or the environment variable
-            MLFLOW_TRACKING_URI says, else the folder `mlruns` in that of the run.
-        registry_uri: Where models are kept. Default: with the runs, unless MLFLOW_REGISTRY_URI says something else.
-        experiment_id: An experiment that exists. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Else the name of one, which is made if need be. Default: MLFLOW_EXPERIMENT_NAME, else the name
-            of the run of this library.
+        tracking_uri: Where runs are stored. Default: the value of `mlflow.set_tracking_uri` or of the environment
+            variable MLFLOW_TRACKING_URI, otherwise the folder `mlruns` in the folder of the raysgd run.
+        registry_uri: Where models are stored. Default: with the runs, or MLFLOW_REGISTRY_URI if it is set.
+        experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Without an ID, the name of an experiment, which is created if necessary. Default:
+            MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run.
         tags: Tags of the run.
-        joins: Whether to write to the run that is active, if there is one.
-        name: What a new run is called.
-        purpose: Who needs MLflow, for the error that it is missing.
+        joins: True to write to the active run, if there is one.
+        name: Name of a new run.
+        purpose: What needs MLflow, for the error if it is missing.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class MLflowRun(ServiceRun):
         self._service.end_run(status="FAILED" if has_failed else "FINISHED")
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log them, or those that MLflow takes: a run that is active may have another value of one."""
+        """Log the parameters, or those that MLflow accepts: an active run may have another value for one of them."""
         try:
             self._service.log_params(parameters)
         except self._service.exceptions.MlflowException as error:
@@ -146,11 +147,11 @@ class MLflowRun(ServiceRun):
                     self._service.log_param(name, value)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Log what of a row is a number."""
+        """Log the numbers of a row."""
         self._service.log_metrics(_by_allowed_names(numbers_in(row)), step=step)
 
     def add_folder(self, folder: Path) -> None:
-        """Upload a folder, under its own name."""
+        """Upload a folder under its own name."""
         self._service.log_artifacts(str(folder), artifact_path=folder.name)
 
     def _choose_store(self, default: Path) -> None:
@@ -160,7 +161,7 @@ class MLflowRun(ServiceRun):
             mlflow.set_tracking_uri(self._tracking_uri or str(default))
         if not self._tracking_uri and not is_chosen:
             _default_stores.add(str(default))
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 wants a folder to be asked for twice
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by MLflow 3 for a store in a folder
         if self._registry_uri:
             mlflow.set_registry_uri(self._registry_uri)
 
@@ -181,14 +182,14 @@ class MLflowRun(ServiceRun):
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    """The config of a function by its names, where it has such."""
+    """Return the config of a function as names and values, if it has names."""
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
 
 
 def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values; what MLflow allows in no name becomes an underscore.
+    """Return the values with names that MLflow allows. Other characters become underscores.
 
     >>> from raysgd.utils import BATCH_SIZE
     >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})
@@ -201,8 +202,8 @@ class WandbRun(ServiceRun):
     """Writes to a run of Weights & Biases.
 
     Args:
-        name: What a new run is called.
-        purpose: Who needs the package, for the error that it is missing.
+        name: Name of a new run.
+        purpose: What needs the package, for the error if it is missing.
         options: Arguments of `wandb.init`, such as `project` and `mode`.
     """
 
@@ -223,7 +224,7 @@ class WandbRun(ServiceRun):
         return self._service.init(config=dict(masked(run.config)), **options)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Log what of a row is a number."""
+        """Log the numbers of a row."""
         self._run.log(numbers_in(row), step=step)
 
     def _end(self, started: Any, has_failed: bool) -> None:
@@ -234,9 +235,9 @@ class CometRun(ServiceRun):
     """Writes to an experiment of Comet.
 
     Args:
-        online: Whether to send it. Else it becomes an archive in the folder of the run, which `comet upload` sends.
-        name: What a new experiment is called.
-        purpose: Who needs the package, for the error that it is missing.
+        online: True to send it. Otherwise it becomes an archive in the folder of the run, for `comet upload`.
+        name: Name of a new experiment.
+        purpose: What needs the package, for the error if it is missing.
         options: Arguments of the experiment, such as `project_name` and `workspace`.
     """
 
@@ -253,7 +254,7 @@ class CometRun(ServiceRun):
 
     def _active(self) -> Any:
         active = self._service.get_running_experiment()
-        return active if active is not None and active.alive else None  # one that has ended is still named
+        return active if active is not None and active.alive else None  # Comet still returns one that has ended
 
     def _start(self, run: Any) -> Any:
         options = dict(self._options)
@@ -269,7 +270,7 @@ class CometRun(ServiceRun):
         return started
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Log what of a row is a number."""
+        """Log the numbers of a row."""
         self._run.log_metrics(numbers_in(row), step=step)
 
     def _end(self, started: Any, has_failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""`Sink`, the interface of what writes metrics, and `SafeSink`, which lets none of its failures end a training."""
+"""`Sink`, the interface of everything that writes metrics, and `SafeSink`, whose failures never end a training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInFolder:
-    """A run of which there is little to tell."""
+    """A minimal run, for sinks that only need a folder."""
 
     folder: Path
     config: Any = None
@@ -27,20 +27,20 @@ class RunInFolder:
 
 
 class Sink(ABC):
-    """Writes the rows of a run to one place in one format. Every method raises what goes wrong.
+    """Writes the rows of a run to one place in one format. Every method raises its errors.
 
-    Until it is opened it is plain data: it can be copied, and pickled.
+    Before it is opened, it is plain data that can be copied and pickled.
     """
 
     @abstractmethod
     def open(self, run: Any, first_step: int | None = None) -> None:
-        """Begin with a run.
+        """Start writing for a run.
 
         Args:
-            run: The run, with its `folder`, `config` and `name`. A sink that writes elsewhere does not ask for the
-                folder, because asking may make it.
-            first_step: The step that the run goes on from: what was written of later ones is not of this run. 0 for a
-                run that begins; None if all stays that is there.
+            run: The run, with its `folder`, `config` and `name`. A sink that writes elsewhere does not read `folder`,
+                because that may create it.
+            first_step: The step from which the run continues; rows of later steps belong to another run and are
+                removed. 0 for a new run. None to keep everything.
         """
 
     @abstractmethod
@@ -48,22 +48,22 @@ class Sink(ABC):
         """Write one row of metrics."""
 
     def close(self, *, has_failed: bool = False) -> None:  # noqa: B027
-        """End it; also one that could be opened by half only. A sink may be opened again for the next run.
+        """Close the sink, even one that is only half open. It may be opened again for the next run.
 
         Args:
-            has_failed: Whether the run has failed.
+            has_failed: True if the run has failed.
         """
 
 
 class FileSink(Sink):
-    """Writes one file, in which a row is whole when `write` returns.
+    """Writes one file. A row is complete when `write` returns.
 
     Args:
         name: The file: an absolute path, or a name in the folder of the run.
 
     Attributes:
-        path: The file; before there is a run, what it was given as.
-        last_step: Of rows that have a step: up to which one they stay, too, where a run goes on inside an epoch.
+        path: Path of the file; before `open`, the name.
+        last_step: For rows with a step: the last step inside an epoch that was left whose row stays; None if none does.
     """
 
     last_step: int | None = None
@@ -78,20 +78,20 @@ class FileSink(Sink):
 
     @abstractmethod
     def _begin(self, first_step: int | None) -> None:
-        """Make the file, or leave in it what stays."""
+        """Create the file, or remove from it what the run does not continue."""
 
 
 def place_in(run: Any, name: Path) -> Path:
-    """Return a place in the folder of a run, or an absolute one as it is."""
+    """Return a place in the folder of a run. An absolute path stays unchanged."""
     return name if name.is_absolute() else run.folder / name
 
 
 class SafeSink:
-    """A sink whose failures are warnings, one for each kind of error: it goes on with what can be written.
+    """A sink that warns of failures, once for each kind of error, and continues to write what it can.
 
     Args:
-        sink: What writes.
-        owner: What the user calls it, for the warnings.
+        sink: The sink that writes.
+        owner: The user's name for it, for the warnings.
         hidden: Metrics that are not written.
     """
 
@@ -103,7 +103,7 @@ class SafeSink:
         self._is_open = False
 
     def warns(self) -> AbstractContextManager[None]:
-        """Warn instead of raising what the block raises, as where a row cannot be written."""
+        """Return a context manager that turns an exception of its block into a warning."""
         return failures_warned(self._owner, self._warned)
 
     def open(self, run: Any, first_step: int | None = None) -> None:
@@ -116,7 +116,7 @@ class SafeSink:
         self._open_once()
 
     def begin(self, run: Any, first_step: int | None = None) -> None:
-        """Leave it to the first row to open the sink."""
+        """Set the run. The first row opens the sink."""
         self._run, self.first_step, self._is_open = run, first_step, False
 
     def write(self, row: Any, step: int) -> None:
@@ -127,7 +127,7 @@ class SafeSink:
             self._sink.write(shown, step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close what was opened, or warn."""
+        """Close the sink if it is open, or warn."""
         with self.warns():
             if self._is_open:
                 self._is_open, self._run = False, None
@@ -139,7 +139,7 @@ class SafeSink:
         assert self._run is not None, "a sink is opened before it is written to"
 
         def end() -> None:
-            with suppress(Exception):  # of what may be open by half
+            with suppress(Exception):  # the sink may be half open
                 self._sink.close(has_failed=True)
 
         with OnFailure(end):
@@ -149,15 +149,15 @@ class SafeSink:
 
 @contextmanager
 def failures_warned(owner: str, warned: Once) -> Iterator[None]:
-    """Warn instead of raising what the block raises, once for each kind of error; leave out the rest of the block.
+    """Turn an exception of the block into a warning, once for each kind of error.
 
     Args:
         owner: What fails, as the user calls it.
-        warned: The kinds of errors that it was warned of.
+        warned: Remembers the kinds of errors of which it has warned.
     """
     try:
         yield
-    except Exception as error:  # of a disk, of a service, or a mistake: days of training do not end for it
+    except Exception as error:  # of a disk or a service, or a bug: it must not end days of training
         kind = type(error).__name__
         if warned.is_first(kind):
             logger.warning(

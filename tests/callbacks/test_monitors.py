@@ -237,7 +237,7 @@ class TestSteps:
         operator = SimpleNamespace(_raysgd=SimpleNamespace(new_meters=AverageMeterCollection))
         measured.on_begin(operator)
         for step, value in ((7, 1.0), (8, 2.0), (9, 3.0), (8, 90.0), (9, 90.0), (10, 5.0), (12, 6.0), (13, 7.0)):
-            measured.on_step_end(operator, step, {"a": value, "num_samples": 2, "text": "x"})
+            measured.on_step_end(operator, step, {"a": value, "num_samples": 2, "text": "x", "b": 1.0})
         assert {step: row["a"] for step, row in measured.summaries(0).items()} == {8: 1.5, 10: 4.0, 12: 6.0}
         assert [*measured.summaries(10)] == [12]
 

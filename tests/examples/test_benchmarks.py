@@ -36,6 +36,7 @@ FIGURES = {
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "determinism": {"steps_per_s", "paired_ratio", "num_digests"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
+    "frozen_base": {"state_mib", "file_mib", "save_ms", "step_in_s", "load_s", "digest_s"},
     "goodput": {"goodput", "kills", "samples_lost", "samples_twice", "again"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "handover": {"handover_s"},

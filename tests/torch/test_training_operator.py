@@ -118,6 +118,42 @@ def test_each_validation_batch_is_told_less() -> None:
     assert operator.infos[3:] == [{"batch_idx": i, "mine": 1} for i in range(3)]
 
 
+class Measured(LinearOperator):
+    """Measures how far predictions are off, and counts how often the model is called."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.num_calls = 0
+        self.model.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.num_calls += 1
+
+    def measure_batch(self, output: Any, target: Any) -> dict[str, Any]:
+        return {"error": (output.detach() - target).abs().mean()}
+
+
+class MeasuredByItself(Measured):
+    """Does the same in its own `validate_batch`."""
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        output, target, metrics = self.evaluate_batch(batch)
+        return {**metrics, **self.measure_batch(output, target)}
+
+
+@pytest.mark.parametrize("operator_cls", [Measured, MeasuredByItself])
+def test_further_metrics_of_a_validation_need_no_second_forward_pass(operator_cls: type[Measured]) -> None:
+    operator = make(operator_cls)
+    batches = [*dataset_batches()]
+    result = operator.validate(batches)
+    assert operator.num_calls == len(batches)
+    with torch.no_grad():
+        errors = [(operator.model(features) - target).abs().mean() for features, *_, target in batches]
+        weights = torch.tensor([float(len(target)) for *_, target in batches])
+    assert result["error"] == pytest.approx(float((torch.stack(errors) * weights).sum() / weights.sum()))
+    assert result["val_loss"] == pytest.approx(make(LinearOperator).validate(dataset_batches())["val_loss"])
+
+
 def test_training_and_validation_set_the_mode_of_the_model() -> None:
     operator = make(LinearOperator)
     operator.validate(dataset_batches())

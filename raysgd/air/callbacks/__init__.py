@@ -1,1 +1,1 @@
-"""The modules of `raysgd.air.integrations`, where Ray 2.0 had them."""
+"""The modules of `raysgd.air.integrations`, under their names in Ray 2.0."""

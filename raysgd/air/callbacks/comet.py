@@ -1,4 +1,4 @@
-"""Comet in runs of `fit()`: what `raysgd.air.integrations.comet` has, where Ray 2.0 had it."""
+"""Comet in runs of `fit()`: `raysgd.air.integrations.comet` under its name in Ray 2.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks for Keras in runs of `fit()`: what `raysgd.air.integrations.keras` has, where Ray 2.0 had it."""
+"""Callbacks for Keras in runs of `fit()`: `raysgd.air.integrations.keras` under its name in Ray 2.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow in runs of `fit()`: what `raysgd.air.integrations.mlflow` has, where Ray 2.0 had it."""
+"""MLflow in runs of `fit()`: `raysgd.air.integrations.mlflow` under its name in Ray 2.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases in runs of `fit()`: what `raysgd.air.integrations.wandb` has, where Ray 2.0 had it."""
+"""Weights & Biases in runs of `fit()`: `raysgd.air.integrations.wandb` under its name in Ray 2.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks for `model.fit` of Keras that report to the run: `ReportCheckpointCallback`, and the older `Callback`.
+"""Callbacks for Keras's `model.fit` that report to the run: `ReportCheckpointCallback`, and the older `Callback`.
 
 Each rank reports, and rank 0 adds the weights of the model as a `TensorflowCheckpoint`.
 """
@@ -30,7 +30,7 @@ _tensorflow = require("tensorflow", extra="tf", purpose="`raysgd.air.integration
 class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-defined]
     """Reports at some events, and saves at some of them.
 
-    It has methods for these events only: Keras computes the logs of batches when a callback has a method for them.
+    It has methods only for these events, because Keras computes batch logs if a callback has a method for them.
     """
 
     def __init__(self, on: Sequence[str], metrics: Metrics) -> None:
@@ -52,20 +52,20 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
 
     @abc.abstractmethod
     def _saves(self, event: str) -> bool:
-        """Return whether the weights are saved at an event, which has happened once more."""
+        """Return True if the weights are saved at this event. Called once for each event."""
 
 
 class ReportCheckpointCallback(_Reporting):
     """Reports metrics and checkpoints while Keras trains. Pass it to `model.fit(callbacks=[...])`.
 
     Args:
-        checkpoint_on: The events at which the weights are saved, such as "epoch_end" or "train_end"; one or several.
-            Metrics are reported with them.
-        report_metrics_on: The events at which metrics are reported.
-        metrics: What is reported: names of Keras, or a dict of your names and those of Keras. None for all.
+        checkpoint_on: One or several events at which the weights are saved, such as "epoch_end" or "train_end". Metrics
+            are reported with them.
+        report_metrics_on: One or several events at which metrics are reported.
+        metrics: The metrics to report: names of Keras, or a dict from your names to those of Keras. None for all.
 
     Raises:
-        ValueError: An event that Keras does not have.
+        ValueError: Keras does not have such an event.
 
     Examples:
         >>> def train_loop(config):
@@ -87,15 +87,15 @@ class ReportCheckpointCallback(_Reporting):
 
 
 class Callback(_Reporting):
-    """Reports metrics and checkpoints while Keras trains, as `ray.air.callbacks.keras.Callback` did.
+    """Reports metrics and checkpoints while Keras trains, like `ray.air.callbacks.keras.Callback`.
 
     Args:
-        metrics: What is reported: names of Keras, or a dict of your names and those of Keras. None for all.
-        on: The events at which it reports, such as "epoch_end"; one or several.
-        frequency: The weights are saved with every n-th report; 0 for never. One number, or one for each event.
+        metrics: The metrics to report: names of Keras, or a dict from your names to those of Keras. None for all.
+        on: One or several events at which it reports, such as "epoch_end".
+        frequency: Save the weights with every n-th report; 0 for never. One number, or one for each event.
 
     Raises:
-        ValueError: An event that Keras does not have, or another number of frequencies than of events.
+        ValueError: Keras does not have such an event, or the numbers of frequencies and events differ.
     """
 
     def __init__(

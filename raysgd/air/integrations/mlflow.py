@@ -18,7 +18,7 @@ __all__ = ["MLflowLoggerCallback", "setup_mlflow"]
 
 
 class NoLogging:
-    """The stand-in for MLflow on ranks that do not log: everything in it can be called and does nothing."""
+    """Replaces MLflow on ranks that do not log: everything in it can be called and does nothing."""
 
     def __getattr__(self, name: str) -> NoLogging:
         return self
@@ -34,16 +34,16 @@ class NoLogging:
 
 
 def setup_mlflow(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
-    """Start an MLflow run in a training function and return the module `mlflow`.
+    """Start an MLflow run in a training function, and return the module `mlflow`.
 
     Args:
         config: Logged as parameters of the run.
-        rank_zero_only: Whether only rank 0 logs. The other ranks get an object on which every call does nothing.
-        **options: The other arguments of `ray.air.integrations.mlflow.setup_mlflow`: `tracking_uri`, `experiment_name`,
+        rank_zero_only: True if only rank 0 logs. The other ranks get an object on which every call does nothing.
+        **options: Other arguments of `ray.air.integrations.mlflow.setup_mlflow`: `tracking_uri`, `experiment_name`,
             `create_experiment_if_not_exists`, `tags` and so on. Default of `experiment_name`: the name of the trial.
 
     Raises:
-        ValueError: There is no such experiment, and it is not to be made.
+        ValueError: There is no such experiment, and it may not be created.
     """
     if current_session() is None:
         return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)

@@ -18,12 +18,12 @@ __all__ = ["WandbLoggerCallback", "setup_wandb"]
 
 
 def setup_wandb(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
-    """Start a run of Weights & Biases in a training function and return it.
+    """Start a run of Weights & Biases in a training function, and return it.
 
     Args:
         config: Logged as the config of the run.
-        rank_zero_only: Whether only rank 0 logs. The other ranks get a run that does nothing.
-        **options: `api_key`, `api_key_file`, and the arguments of `wandb.init`. By default the run has the names of the
+        rank_zero_only: True if only rank 0 logs. The other ranks get a run that does nothing.
+        **options: `api_key`, `api_key_file`, and the arguments of `wandb.init`. By default the run is named after the
             trial and the experiment.
     """
     if current_session() is not None:

@@ -1,6 +1,6 @@
-"""`raysgd migrate`: rewrites programs for the old library, and names what a person has to decide.
+"""`raysgd migrate`: rewrites programs for the old library, and reports what a person must decide.
 
-`source.py` rewrites one file's text, `names.py` its imports and what they bind, `calls.py` calls that pass what is no
-longer taken, and `files.py` goes through files and folders. `layout.py` keeps arguments with their comments, and
-`datasets.py` knows what is a dataset of Ray. Nothing here runs the programs.
+`source.py` rewrites the text of one file, `names.py` its imports and the names they bind, `calls.py` calls with
+arguments that are no longer accepted, and `files.py` walks files and folders. `layout.py` keeps comments with their
+arguments, and `datasets.py` tracks datasets of Ray. Nothing here runs the programs.
 """

@@ -1,6 +1,6 @@
-"""Calls that pass what is no longer taken: rewritten, or named with the line to write.
+"""Calls with arguments that are no longer accepted: rewritten, or reported with the line to write.
 
-They are those of `TorchTrainer`, of `ray.tune.report`, and of Keras, where Keras 3 refuses what Keras 2 took.
+These are calls of `TorchTrainer`, of Ray's own functions, and of Keras where Keras 3 refuses what Keras 2 accepted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RENAMED = {
     _RUN: {"local_dir": "storage_path"},
     _EXPERIMENT: {"local_dir": "storage_path"},
 }
-"""Arguments that have another name in today's Ray."""
+"""Arguments that have another name in current Ray."""
 _TRIALS_OF = "leave it out, and take `.trials` of what `ray.tune.run` returns"
 _CALLBACKS = "pass `callbacks=[...]`"
 _STORAGE = 'pass `storage_path="s3://..."`'
@@ -75,7 +75,7 @@ _TO_LEAVE_OUT = {
         "sync_on_checkpoint sync_to_driver trial_executor with_server"
     ),
 }
-"""Arguments that today's Ray does not take any more."""
+"""Arguments that current Ray no longer accepts."""
 _TO_REPLACE = {
     _RUN: {
         "chdir_to_trial_dir": 'set `RAY_CHDIR_TO_TRIAL_DIR` to `"0"` or `"1"` in the environment',
@@ -88,7 +88,7 @@ _TO_REPLACE = {
     "ray.train.xgboost.XGBoostTrainer": _OF_TREES,
     "ray.train.lightgbm.LightGBMTrainer": _OF_TREES,
 }
-"""Those for which there is something else."""
+"""Arguments that have a replacement."""
 RETIRED = {
     function: {
         **dict.fromkeys(_TO_LEAVE_OUT.get(function, "").split(), "leave it out"),
@@ -96,7 +96,7 @@ RETIRED = {
     }
     for function in (*_TO_LEAVE_OUT, *_TO_REPLACE)
 }
-"""All of them, each with what to do."""
+"""All these arguments, each with what to do instead."""
 _ABSOLUTE = {
     "os.getcwd",
     "os.path.abspath",
@@ -106,7 +106,7 @@ _ABSOLUTE = {
     "pathlib.Path.home",
     "tempfile.mkdtemp",
 }
-"""Functions that return an absolute path, or one that is as good as that."""
+"""Functions that return an absolute path."""
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -151,7 +151,7 @@ _METHODS = {
     "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
     "random_shuffle_each_window": "Ray Data has no windows: pass the dataset itself, and call `random_shuffle` of it",
 }
-"""Calls of objects that no import brings, by names that nothing else has."""
+"""Methods of objects without an import to identify them, whose names are unique to Ray Data."""
 _METHODS_OF_DATASETS = {
     "cache": "datasets of today's Ray Data have `materialize()`",
     "lazy": "datasets of today's Ray Data are lazy: leave it out",
@@ -159,7 +159,7 @@ _METHODS_OF_DATASETS = {
     "to_torch": _TO_TORCH,
     "window": "Ray Data has no windows: pass the dataset itself, which is read while it is used",
 }
-"""Those by names that others have, too."""
+"""Methods of datasets with names that other objects have, too."""
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
 )
@@ -168,7 +168,7 @@ _KEYS = {
     "mean_train_loss": "`train_loss`, or the name that your `train_batch` gives to its loss",
     "mean_validation_loss": "`val_loss`, or the name that your `validate_batch` gives to its loss",
 }
-"""What the first versions called what `train` and `validate` return."""
+"""Names of results of `train` and `validate` in the first versions, with their names today."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
 _GET_WEIGHTS = (
     "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
@@ -184,7 +184,7 @@ _ENDINGS = (".keras", ".h5")
 def methods_to_change(
     node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """Return the constructor of an operator that cannot be called as the library does, and old methods of a trial."""
+    """Yield operator constructors that raysgd could not call, and old methods of a trial, each with advice."""
     bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
         if not isinstance(method, cst.FunctionDef):
@@ -205,12 +205,12 @@ class Calls:
 
     Args:
         source: The program.
-        names_of: What an expression may be called today.
-        tell: Takes a call, what a person has to know about it, and whether it cannot work.
-        datasets: The datasets of the program, as far as they are known.
+        names_of: Returns the current names that an expression may refer to.
+        tell: Reports a call, with advice for a person, and a flag that is True if the call cannot work.
+        datasets: The known datasets of the program.
 
     Attributes:
-        needs: Modules to import. Written out, because programs have constants of their own called `BATCH_SIZE`.
+        needs: Modules to import. Their names are used in full, since programs may define their own `BATCH_SIZE`.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Calls:
         self.needs: set[str] = set()
 
     def rewritten(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Return what stands in the place of a call, of which the names are rewritten already."""
+        """Return the replacement for a call whose names have already been rewritten."""
         names = self._names_of(old.func)
         if names & _TRAINERS:
             return self._of_trainer(old, new)
@@ -249,7 +249,7 @@ class Calls:
         return new
 
     def _of_ray(self, function: str, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Arguments of Ray's own functions get their names of today; those that are gone are named."""
+        """Rename arguments of Ray's own functions, and report those that no longer exist."""
         passed = {name_of(arg) for arg in old.args}
         for name, advice in RETIRED.get(function, {}).items():
             if name in passed:
@@ -265,7 +265,7 @@ class Calls:
         return changed
 
     def _with_absolute(self, arg: cst.Arg) -> cst.Arg:
-        """The folder of a sweep as an absolute path, as today's Ray wants it."""
+        """Make the folder of a sweep an absolute path, as current Ray requires."""
         if name_of(arg) != "storage_path":
             return arg
         value, function = arg.value, "os.path.abspath({})"
@@ -275,7 +275,7 @@ class Calls:
             function = "os.path.expanduser({})" if text.startswith("~") else function
         elif (isinstance(value, cst.Call) and self._names_of(value.func) & _ABSOLUTE) or _is_none(value):
             return arg
-        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # it may be None
+        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # its value may be None
             function = "{} and os.path.abspath(os.path.expanduser({}))"
         else:
             function = "os.path.abspath(os.path.expanduser({}))"
@@ -299,7 +299,7 @@ class Calls:
         return after.in_call(new) if after != before else new
 
     def _with_operator(self, arguments: Arguments) -> Arguments:
-        """Creator functions become an operator class, with the methods of the own one if there is one."""
+        """Replace creator functions by an operator class, based on the user's own operator class if there is one."""
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):
             return arguments
@@ -314,11 +314,11 @@ class Calls:
         comments = [text for each in own for text in each.comments]
         operator = first.with_value("training_operator_cls", call).below(comments, arguments.indent)
         if len(taken) > 1 and first.after is not None:
-            operator = operator.at_end_of(cst.TrailingWhitespace())  # its comment went with the argument
+            operator = operator.at_end_of(cst.TrailingWhitespace())  # its comment has moved with the argument
         return arguments.replaced(first, operator).without([*taken[1:], *own])
 
     def _with_batch_size(self, arguments: Arguments) -> Arguments:
-        """The batch size moves into the config."""
+        """Move the batch size into the config."""
         size = arguments.named("batch_size")
         if size is None:
             return arguments
@@ -332,7 +332,7 @@ class Calls:
         return arguments.replaced(config, moved).without([size])
 
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
-        """Trainers in actors of their own: what they are made with stands in a call of `remote` of something else."""
+        """Find trainers in actors, whose arguments are in a call of some `remote`."""
         makes_actor = isinstance(call.func, cst.Call) and _REMOTE in self._names_of(call.func.func)
         if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
             self._has_remote_trainer = True
@@ -341,7 +341,7 @@ class Calls:
             self._tell(call, _REMOTE_TRAINER, is_error=True)
 
     def look_at_key(self, node: cst.CSTNode, key: cst.BaseExpression) -> None:
-        """Name a result of `train` or `validate` that has another name now."""
+        """Report a result of `train` or `validate` that has another name now."""
         name = key.evaluated_value if isinstance(key, cst.SimpleString) else None
         if isinstance(name, str) and name in self._keys:
             self._tell(node, f"results have no `{name}`: it is {self._keys[name]}", is_error=True)
@@ -357,7 +357,7 @@ class Calls:
             self._tell(call, _METHODS_OF_DATASETS[name], is_error=not works)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Metrics become a dict; a call that passes one is today's."""
+        """Put the metrics of a report into a dict, unless the call is already in the current form."""
         if self._is_distributed:
             self._tell(old, _DISTRIBUTED, is_error=True)
             return new
@@ -380,7 +380,7 @@ class Calls:
 
 
 def _with_dict(call: cst.Call) -> cst.Call:
-    """The call with its arguments as one dict; each stays on its line."""
+    """Return the call with its arguments in one dict, each still on its line."""
     elements: list[cst.BaseDictElement] = [
         cst.StarredDictElement(arg.value, comma=arg.comma)
         if arg.keyword is None
@@ -396,7 +396,7 @@ def _with_dict(call: cst.Call) -> cst.Call:
 
 
 def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cst.Dict:
-    """The config with one more entry."""
+    """Return the config with one more entry."""
     if config is None or _is_none(config):
         return cst.Dict([entry])
     if isinstance(config, cst.Dict):
@@ -415,7 +415,7 @@ def _with_parameters(source: str) -> set[str]:
 
 
 def _keys_of_results(source: str) -> dict[str, str]:
-    """Return the names of results that the library has changed: those that the program does not give to its own."""
+    """Return renamed results, except those whose old names the program uses for values of its own."""
     return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
@@ -435,7 +435,7 @@ def _is_none(value: cst.BaseExpression) -> bool:
 
 
 def _is_without_ending(args: Sequence[cst.Arg]) -> bool:
-    """Tell whether a path is written out and ends in nothing that Keras knows."""
+    """Return True if a path is a literal with a suffix that Keras does not know."""
     path = args[0].value if args else None
     value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
     return isinstance(value, str) and not value.endswith(_ENDINGS)

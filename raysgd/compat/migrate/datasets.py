@@ -1,4 +1,4 @@
-"""Variables and expressions of a program that are datasets of Ray Data, as far as its text says so."""
+"""Variables and expressions of a program that are datasets of Ray Data, as far as its source shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libcst import helpers
 from libcst.metadata import Scope
 
 Kind = Literal["dataset", "shard"]
-"""A dataset of the driver, or the part of one that a worker gets."""
+"""A dataset of the driver, or a worker's part of one."""
 
 _MADE_BY = ("ray.data.range", "ray.data.read_", "ray.data.from_")
 _SHARD = ".get_dataset_shard"
@@ -19,17 +19,17 @@ _SAME = (
     "random_sample random_shuffle random_shuffle_each_window randomize_block_order rename_columns repartition repeat "
     "rewindow select_columns sort union window zip"
 )
-"""Methods whose result is a dataset again."""
+"""Methods that return a dataset."""
 _PARTS = {"split", "split_at_indices", "split_proportionately", "train_test_split"}
-"""Methods whose result is several datasets."""
+"""Methods that return several datasets."""
 
 
 class Datasets:
-    """The datasets of a program, learned from its assignments on the way through.
+    """The datasets of a program, collected from its assignments while it is visited.
 
     Args:
-        names_of: What an expression may be called today.
-        scope_of: The scope that an expression stands in.
+        names_of: Returns the current names that an expression may refer to.
+        scope_of: Returns the scope of an expression.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Datasets:
         self._known: dict[tuple[Scope | None, str], Kind] = {}
 
     def note(self, targets: Iterable[cst.BaseExpression], value: cst.BaseExpression) -> None:
-        """Learn from an assignment."""
+        """Record the kinds of the variables in an assignment."""
         kind = self.kind_of(value)
         parts = self._kind_of_parts(value)
         for target in targets:
@@ -57,7 +57,7 @@ class Datasets:
                 self._known[key] = kind
 
     def kind_of(self, value: cst.BaseExpression) -> Kind | None:
-        """Return what an expression is; None if its text does not say that it is a dataset."""
+        """Return the kind of an expression, or None if the source does not show that it is a dataset."""
         if not isinstance(value, cst.Call):
             return next((self._known[key] for key in self._keys_of(value) if key in self._known), None)
         names = self._names_of(value.func)
@@ -75,7 +75,7 @@ class Datasets:
         return None
 
     def _keys_of(self, value: cst.BaseExpression) -> Iterator[tuple[Scope | None, str]]:
-        """A variable in the scopes that may have it; an attribute, such as `self.data`, anywhere."""
+        """Yield the key of a variable in each of its scopes, or of an attribute such as `self.data` in any scope."""
         if isinstance(value, cst.Name):
             scope = self._scope_of(value)
             for assignment in scope[value.value] if scope is not None else ():

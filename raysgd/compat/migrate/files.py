@@ -1,4 +1,4 @@
-"""Goes through files and folders, and rewrites what is in them, in memory."""
+"""Walks files and folders, and rewrites their programs in memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NOTEBOOK = (
 
 
 def files_of(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files to look at: those that are named, and those in folders that are named, in order.
+    """Yield the files that are named, and those in folders that are named, in order.
 
     Raises:
-        FileNotFoundError: There is no such path, or a folder has no Python in it.
+        FileNotFoundError: There is no such path, or a folder contains no Python file.
     """
     for path in paths:
         if path.is_file():
@@ -38,11 +38,11 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
-    """Rewrite one file, in memory. What is no file of its folder is left alone.
+    """Rewrite one file in memory. Links and special files are left alone.
 
     Args:
         path: The file.
-        ray_train: Whether `ray.train` and `ray.air` mean the old library.
+        ray_train: True if `ray.train` and `ray.air` mean the old library.
     """
     reason = _obstacle(path)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Arguments of a call, each with its line and its comments, so that both go with an argument that moves."""
+"""The arguments of a call with their lines and comments, which stay with an argument that moves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Comments(cst.CSTVisitor):
 
 
 def comments_in(*nodes: cst.CSTNode) -> list[str]:
-    """Return the comments in parts of a program."""
+    """Return the comments in some nodes of a program."""
     found = _Comments()
     for node in nodes:
         node.visit(found)
@@ -32,13 +32,13 @@ def comments_in(*nodes: cst.CSTNode) -> list[str]:
 
 
 def lost_comments(before: Sequence[cst.CSTNode], after: Sequence[cst.CSTNode]) -> list[str]:
-    """Return the comments of some parts that are not in what takes their place."""
+    """Return the comments in some nodes that are missing in their replacements."""
     return list((Counter(comments_in(*before)) - Counter(comments_in(*after))).elements())
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a call, with what belongs to it.
+    """An argument of a call with the whitespace and comments that belong to it.
 
     Attributes:
         arg: The argument, without comma.
@@ -52,7 +52,7 @@ class Argument:
 
     @property
     def comments(self) -> list[str]:
-        """The comments above it and behind it."""
+        """The comments above it and after it."""
         return comments_in(self.before, *([self.after] if self.after is not None else []))
 
     @property
@@ -85,7 +85,7 @@ class Arguments:
 
     Attributes:
         each: The arguments.
-        has_last_comma: Whether a comma follows the last one.
+        has_last_comma: True if a comma follows the last one.
         start: The end of the line of the opening parenthesis; None if an argument follows on the line.
         end: The whitespace before the closing parenthesis.
     """
@@ -97,7 +97,7 @@ class Arguments:
 
     @classmethod
     def of(cls, call: cst.Call) -> Arguments:
-        """Take the arguments of a call apart."""
+        """Parse the arguments of a call."""
         gaps = [call.whitespace_before_args, *(_gap_after(arg) for arg in call.args)]
         each = [
             Argument(_bare(arg, is_last=arg is call.args[-1]), _above(before), _line_end(after))
@@ -116,7 +116,7 @@ class Arguments:
         return next((each for each in self.each if name_of(each.arg) == name), None)
 
     def without(self, taken: Sequence[Argument]) -> Arguments:
-        """Return the arguments that are left; one behind a taken one on its line begins that line."""
+        """Return the remaining arguments. One that follows a removed argument on its line now begins that line."""
         left: list[Argument] = []
         line: cst.BaseParenthesizableWhitespace | None = None
         for each in self.each:
@@ -128,7 +128,7 @@ class Arguments:
         return replace(self, each=left)
 
     def replaced(self, old: Argument, new: Argument) -> Arguments:
-        """Return the arguments with another one in the place of one."""
+        """Return the arguments with one of them replaced."""
         return replace(self, each=[new if each is old else each for each in self.each])
 
     def in_call(self, call: cst.Call) -> cst.Call:
@@ -160,11 +160,11 @@ class Arguments:
 
 
 def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent: str) -> cst.Call:
-    """Return a call with arguments of another one: on one line, or each on its own if there are comments.
+    """Return a call with arguments of another one: on one line, or each on its own line if there are comments.
 
     Args:
-        function: What is called.
-        arguments: The arguments. The lines above the first one are not taken.
+        function: The function to call.
+        arguments: The arguments. The lines above the first one are left out.
         indent: The indentation of the call.
     """
     first, *others = arguments
@@ -181,7 +181,7 @@ def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent:
 
 
 def name_of(arg: cst.Arg) -> str | None:
-    """Return the name under which an argument is passed."""
+    """Return the keyword of an argument, or None."""
     return arg.keyword.value if arg.keyword is not None else None
 
 

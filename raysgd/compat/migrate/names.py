@@ -34,9 +34,9 @@ class Finding:
     """Something that a person has to look at.
 
     Attributes:
-        line: Of the program as it was, from 1.
-        text: What it is, and what to do.
-        is_error: Whether the program does not run because of it.
+        line: Line in the original program; the first is 1.
+        text: Description of it, and advice.
+        is_error: True if the program cannot run because of it.
     """
 
     line: int
@@ -45,19 +45,19 @@ class Finding:
 
 
 class OldNames(cst.CSTTransformer):
-    """The walk through a program.
+    """Rewrites the names of a program while visiting it.
 
     Args:
         program: The program.
         source: Its text.
-        paths: Where names are now.
-        findings: What a person has to know goes there.
+        paths: The table of old and new names.
+        findings: The set to which findings for a person are added.
 
     Attributes:
-        needs: Modules that have to be imported for what was rewritten.
-        dropped_ray: Whether an import that bound `ray` binds `raysgd` instead.
-        trainers_of_ray: Names of trainers that Ray has and raysgd has not, each with the line.
-        has_trainers: Whether the program has a trainer of raysgd.
+        needs: Modules to import for the rewritten names.
+        dropped_ray: True if an import that bound `ray` binds `raysgd` instead.
+        trainers_of_ray: Names of trainers that Ray has and raysgd does not, each with its line.
+        has_trainers: True if the program has a trainer of raysgd.
     """
 
     METADATA_DEPENDENCIES = (ScopeProvider,)
@@ -79,7 +79,7 @@ class OldNames(cst.CSTTransformer):
         self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Note in which statement what follows stands."""
+        """Note the statement in which the following nodes are."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
             self._lost.append([])
@@ -88,7 +88,7 @@ class OldNames(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Put above a statement what only a person can rewrite in it, and comments of what it has no longer."""
+        """Put comments above a statement: what only a person can rewrite, and comments that were lost in it."""
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
             return left
@@ -111,7 +111,7 @@ class OldNames(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
-        """An import that brings names from several modules becomes several lines; comments stay where they are."""
+        """Split an import of names that are now in several modules into lines. Comments stay where they are."""
         body: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
             body += self._rewritten(statement, original_node)
@@ -126,7 +126,7 @@ class OldNames(cst.CSTTransformer):
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.SimpleStatementSuite:
-        """Rewrite an import behind a colon, as in `try: import ray`."""
+        """Rewrite an import after a colon, as in `try: import ray`."""
         body = [each for statement in updated_node.body for each in self._rewritten(statement, original_node)]
         self._lost[-1] += lost_comments(updated_node.body, body)
         if len(body) > len(updated_node.body):
@@ -144,7 +144,7 @@ class OldNames(cst.CSTTransformer):
         return [statement]
 
     def _look_for(self, module: str, line: cst.CSTNode, names: Sequence[str] = ()) -> None:
-        """Tell a person of a module, or a name in it, that today's Ray has no longer; Ray is not imported for that."""
+        """Report a module, or a name in it, that current Ray no longer has. This does not import Ray."""
         unknown = [name for name in names if self._paths.find(f"{module}.{name}") is None]
         if not self._is_of_ray(module) or (names and not unknown):
             return
@@ -159,7 +159,7 @@ class OldNames(cst.CSTTransformer):
                         self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
 
     def _look_for_attribute(self, node: cst.Attribute) -> None:
-        """Tell a person of a name behind a module of Ray, such as `ray.data.range_table`, that is there no longer."""
+        """Report a name in a module of Ray, such as `ray.data.range_table`, that no longer exists."""
         for found in self._meanings(node):
             if found.source is QualifiedNameSource.IMPORT and self._is_of_ray(found.name):
                 module, name = _behind_module_of_ray(found.name)
@@ -249,10 +249,10 @@ class OldNames(cst.CSTTransformer):
         return call
 
     def _moved(self, node: cst.Attribute) -> NewPlace | None:
-        """The place of a dotted name of the old library, if the import that brings it does not lead there, rewritten.
+        """Return the new place of a dotted name of the old library, unless rewriting its import is enough.
 
-        It is written out from `ray` on, a name of a module that stays Ray's, such as `tune.Tuner`, or behind a module
-        whose own modules are elsewhere, such as `v2.backends.torch`.
+        It is not enough if the name is written in full from `ray` on, if it is in a module that stays Ray's, such as
+        `tune.Tuner`, or in a module whose submodules have moved elsewhere, such as `v2.backends.torch`.
         """
         num_attributes = (helpers.get_full_name_for_node(node) or "").count(".")
         for found in sorted(self._meanings(node), key=lambda found: found.name):
@@ -266,7 +266,7 @@ class OldNames(cst.CSTTransformer):
         return None
 
     def _meanings(self, node: cst.BaseExpression) -> set[QualifiedName]:
-        """Return what a name with attributes may mean; nothing for others, such as an attribute of a call."""
+        """Return what a dotted name may refer to; nothing for other expressions, such as an attribute of a call."""
         scope = self.get_metadata(ScopeProvider, node, None) if _is_dotted(node) else None
         return set(scope.get_qualified_names_for(node)) if scope is not None else set()
 
@@ -274,7 +274,7 @@ class OldNames(cst.CSTTransformer):
         return {self._paths.today(found.name) for found in self._meanings(node)}
 
     def _new_name(self, place: NewPlace | None, node: cst.CSTNode) -> str | None:
-        """Return where a name is now; of one that is gone, a person is told."""
+        """Return the current place of a name, and report a name that no longer exists."""
         if place is None:
             return None
         if place.new is None:
@@ -301,7 +301,7 @@ def _folders_of_ray() -> Sequence[str]:
 
 
 def _behind_module_of_ray(name: str) -> tuple[str, str]:
-    """Return the longest module that Ray has in a dotted name, and the part behind it; empty if there is none."""
+    """Return the longest module of Ray in a dotted name, and the next part of the name, which may be empty."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         for root in _folders_of_ray():
@@ -324,7 +324,7 @@ def _dotted(name: str) -> cst.Name | cst.Attribute:
 
 
 def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
-    """An import statement for some of the names of another one."""
+    """Return an import statement for some of the names of another one."""
     names = [name.with_changes(comma=cst.MaybeSentinel.DEFAULT) for name in names]
     if module:
         return cst.ImportFrom(module=_dotted(module), names=names)
@@ -332,7 +332,7 @@ def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallSt
 
 
 def _unique(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """Each module once; `import raysgd, raysgd` says nothing more."""
+    """Remove duplicates, as in `import raysgd, raysgd`."""
     seen: dict[str, cst.ImportAlias] = {}
     for alias in aliases:
         seen.setdefault(cst.Module([]).code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)), alias)

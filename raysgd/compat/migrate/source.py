@@ -18,10 +18,10 @@ from raysgd.compat.migrate.names import Finding, OldNames
 from raysgd.compat.paths import Paths
 
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
-"""In every program in which there is something to do."""
+"""Found in every program that may need changes."""
 _WRITABLE = 0o222
 _OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|ray\.experimental\.sgd|raysgd")
-"""In programs for which `ray.util.iter` is the old one."""
+"""Found in programs for which `ray.util.iter` is the old one."""
 _LEFT_TO_RAY = (
     "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
     "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"
@@ -35,9 +35,9 @@ class MigratedProgram:
 
     Attributes:
         before: The old text.
-        text: The new text; the old one where nothing is to be done, or where it could not be read.
-        findings: What a person has to look at.
-        path: The file that it is in.
+        text: The new text; the old one if nothing was changed or it could not be read.
+        findings: Places that a person has to look at.
+        path: The file of the program.
     """
 
     before: bytes
@@ -47,7 +47,7 @@ class MigratedProgram:
 
     @property
     def has_failed(self) -> bool:
-        """True if something is left that only a person can rewrite."""
+        """True if only a person can rewrite some of the program."""
         return any(finding.is_error for finding in self.findings)
 
     @property
@@ -56,15 +56,15 @@ class MigratedProgram:
         return self.before != self.text
 
     def diff(self) -> str:
-        """The change, as `git apply` takes it."""
+        """Return the change in the format of `git apply`."""
         texts, name = (_lines(self.before), _lines(self.text)), str(self.path).lstrip("/")
         return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
     def replace_file(self) -> None:
-        """Replace the file; its permissions stay.
+        """Replace the file, keeping its permissions.
 
         Raises:
-            OSError: It could not be written; it is as it was.
+            OSError: It could not be written, and is unchanged.
         """
         if not self.path.stat().st_mode & _WRITABLE:
             raise PermissionError(f"`{self.path}` is read-only")
@@ -80,11 +80,11 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
     """Rewrite a program. A line that only a person can rewrite gets a comment.
 
     Args:
-        text: The file, as it is on the disk.
-        ray_train: Whether `ray.train` and `ray.air` mean the old library, and not today's Ray.
+        text: The content of the file.
+        ray_train: True if `ray.train` and `ray.air` mean the old library, and not current Ray.
     """
     try:
-        tree = ast.parse(text)  # first, because the other parser ends the process where code is nested very deeply
+        tree = ast.parse(text)  # first, because libcst crashes on very deeply nested code
         if not _ANY_OF.search(text):
             return MigratedProgram(text, text, [])
         module = cst.parse_module(text)
@@ -111,14 +111,14 @@ def _unchanged(text: bytes, line: int, reason: str) -> MigratedProgram:
 
 
 def _left_to_ray(names: OldNames) -> Iterator[Finding]:
-    """Say why nothing of `ray.train` is rewritten in a program: Ray's trainers refuse configs that are not Ray's."""
+    """Explain why `ray.train` is not rewritten in a program: Ray's trainers accept only Ray's configs."""
     ours = _TRAINERS_BESIDE if names.has_trainers else ""
     for name, line in names.trainers_of_ray.items():
         yield Finding(line, f"`{name}` is Ray's own: {_LEFT_TO_RAY}{ours}")
 
 
 def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Finding]) -> tuple[OldNames, cst.Module]:
-    program = MetadataWrapper(module, unsafe_skip_copy=True)  # it comes from the parser: no node is in it twice
+    program = MetadataWrapper(module, unsafe_skip_copy=True)  # safe, as the parser uses no node twice
     names = OldNames(program, source, paths, findings)
     changed = program.visit(names)
     uses_ray = names.dropped_ray and any(
@@ -128,7 +128,7 @@ def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Find
 
 
 def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
-    """The program with more modules imported, below its first imports."""
+    """Return the program with more imports, after its first imports."""
     first = int(module.get_docstring() is not None)
     last = first
     while last < len(module.body) and _is_import(module.body[last]):
@@ -145,7 +145,7 @@ def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
 
 
 def _imported(line: cst.CSTNode) -> Iterator[str]:
-    """The modules that a line brings under their own names."""
+    """Yield the modules that a line imports under their own names."""
     assert isinstance(line, cst.SimpleStatementLine)
     for statement in line.body:
         for alias in statement.names if isinstance(statement, cst.Import) else ():
@@ -160,7 +160,7 @@ def _is_import(line: cst.CSTNode) -> bool:
 
 
 def _report_texts(tree: ast.Module, paths: Paths, findings: set[Finding]) -> None:
-    """Report old names in strings, such as those that are patched in tests."""
+    """Report old names in strings, such as targets of patches in tests."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not node.value.startswith("ray."):
             continue

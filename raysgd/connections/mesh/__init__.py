@@ -1,1 +1,1 @@
-"""Sockets from each rank to every other: how they meet, and what goes over them."""
+"""Sockets from each rank to every other: how ranks connect, and what they exchange."""

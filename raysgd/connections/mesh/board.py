@@ -1,7 +1,7 @@
-"""A board: values under keys that all ranks of a group read and write; each rank has a copy.
+"""A board: keys and values that all ranks of a group read and write. Each rank has a copy.
 
-No death of a rank loses it, as that of a server would. A written value goes to all other ranks, from neighbor to
-neighbor. Needs only sockets, and a thread that receives from them and sends what a connection did not take at once.
+Unlike a server, it survives the death of any rank. A written value goes to all other ranks, from neighbor to neighbor.
+The board needs only sockets, and a thread that receives from them and sends what a socket did not take at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from raysgd.connections.mesh.mesh import MeshBroken
 
-_HEAD = struct.Struct("<III")  # the rank that wrote it, and the lengths of key and value
+_HEAD = struct.Struct("<III")  # the rank that wrote the message, and the lengths of key and value
 _PART = 1 << 16
 _INTERRUPTED = "it was interrupted"
 
@@ -28,8 +28,8 @@ class BoardMessage(NamedTuple):
 
     Attributes:
         source: The rank that wrote it.
-        key: Where.
-        value: What.
+        key: Its key.
+        value: The value.
     """
 
     source: int
@@ -38,13 +38,13 @@ class BoardMessage(NamedTuple):
 
     @property
     def encoded(self) -> bytes:
-        """All of it, as it travels."""
+        """The message as bytes."""
         name = self.key.encode()
         return b"".join((_HEAD.pack(self.source, len(name), len(self.value)), name, self.value))
 
 
 def taken_from(received: bytearray) -> list[BoardMessage]:
-    """Remove the messages that are complete from what was received."""
+    """Remove the complete messages from the received bytes, and return them."""
     found, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
         source, length, num_bytes = _HEAD.unpack_from(received, start)
@@ -62,9 +62,9 @@ class _Link:
     """The connection to one neighbor.
 
     Args:
-        rank: The neighbor's.
+        rank: Rank of the neighbor.
         connection: The socket.
-        wake: Called where something is left to send and nothing was before.
+        wake: Called when there is something left to send that was not there before.
     """
 
     __slots__ = ("_is_cut", "_received", "_sending", "_unsent", "_wake", "connection", "rank")
@@ -77,7 +77,7 @@ class _Link:
         self._is_cut = False
 
     def send(self, data: bytes) -> None:
-        """Send as much as the connection takes now, and keep the rest."""
+        """Send as much as the socket takes now, and keep the rest."""
         with self._sending:
             if self._unsent and not self._is_cut:
                 self._unsent += data
@@ -86,7 +86,7 @@ class _Link:
                 self._wake()
 
     def send_rest(self) -> None:
-        """Send more of what was kept."""
+        """Send more of the rest."""
         with self._sending:
             del self._unsent[: self._num_sent(self._unsent)]
 
@@ -102,7 +102,7 @@ class _Link:
         return bool(self._unsent)
 
     def receive(self) -> list[BoardMessage]:
-        """Return what is complete now."""
+        """Receive what is there, and return the messages that are complete."""
         part = self.connection.recv(_PART)
         if not part:
             raise ConnectionError("it has left, or has lost another rank")
@@ -110,33 +110,33 @@ class _Link:
         return taken_from(self._received)
 
     def cut(self) -> None:
-        """From any thread: ends the connection."""
+        """End the connection. May be called from any thread."""
         self._is_cut = True
         with suppress(OSError):  # ended already
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close_socket(self) -> None:
-        """Close the socket; `wake` is not called any more."""
+        """Close the socket. `wake` is not called any more."""
         with self._sending:
             self.connection.close()
 
 
 def others(rank: int, size: int) -> set[int]:
-    """All ranks but this one."""
+    """Return all ranks but this one."""
     return set(range(size)) - {rank}
 
 
 def neighbors(rank: int, size: int) -> set[int]:
-    """Return the ranks that this one has a connection to: the way round to them is a power of two.
+    """Return the ranks to which this rank has a connection: those at a distance of a power of two, in both directions.
 
-    So of N ranks each has about 2 log2 N neighbors, and no message is passed on more than log2 N times.
+    Of N ranks each has about 2 log2 N neighbors, and no message is passed on more than log2 N times.
     """
     steps = [1 << power for power in range((size - 1).bit_length())]
     return {(rank + step) % size for step in steps} | {(rank - step) % size for step in steps}
 
 
 def next_of_all(rank: int, source: int, size: int) -> list[int]:
-    """Return where a rank sends what `source` says to all: the neighbors that have it from no other rank."""
+    """Return where a rank sends a message of `source`: to the neighbors that get it from no other rank."""
     distance = (rank - source) % size
     powers = range(distance.bit_length(), (size - 1).bit_length())
     return [(rank + (1 << power)) % size for power in powers if distance + (1 << power) < size]
@@ -147,12 +147,12 @@ class BoardTimeout(MeshBroken):
 
 
 class Board:
-    """One rank's copy. Where a connection ends, all do, so that ranks which are not its neighbors learn of it.
+    """One rank's copy of the board. If one connection ends, all do, so that ranks that are not neighbors notice.
 
     Args:
         rank: This rank.
-        size: The number of all ranks.
-        connections: The socket to each neighbor, see `neighbors`; nothing else uses them.
+        size: Number of ranks.
+        connections: The socket to each neighbor, see `neighbors`. Nothing else uses them.
     """
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
@@ -161,7 +161,7 @@ class Board:
         self._broken_by = ""
         self._is_cut = False
         self._has_changed = threading.Condition()
-        self._bell: tuple[int, ...] = os.pipe() if connections else ()  # its second end wakes the receiving thread
+        self._bell: tuple[int, ...] = os.pipe() if connections else ()  # writing to its second end wakes the thread
         self._links = {rank: _Link(rank, each, self._wake) for rank, each in connections.items()}
         self._by_number = {link.connection.fileno(): link for link in self._links.values()}
         self._poll = select.poll()
@@ -172,10 +172,10 @@ class Board:
             self._receiver.start()
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Until all of these have values.
+        """Wait until all of these keys have values.
 
         Raises:
-            BoardTimeout: They have none after that time.
+            BoardTimeout: The time is over.
             MeshBroken: A rank that might write them is gone.
         """
         if self.has(keys):
@@ -191,27 +191,27 @@ class Board:
                 raise MeshBroken(f"{what}: {self._broken_by}")
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """The value under `key`; waits for it, as `wait` does."""
+        """Return the value of a key. Wait for it, like `wait`."""
         self.wait([key], timeout_s)
         return self._values[key]
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Return whether all of these have values."""
+        """Return True if all of these keys have values."""
         return all(key in self._values for key in keys)
 
     @property
     def values(self) -> list[bytes]:
-        """All that stands on it now."""
+        """All values that are on the board now."""
         with self._has_changed:
             return list(self._values.values())
 
     def put(self, key: str, value: bytes) -> None:
-        """Write under `key`, for all.
+        """Write a value for all ranks.
 
         Raises:
             MeshBroken: A connection has ended.
         """
-        with self._has_changed:  # sent under the lock: all see what one rank writes in the same order
+        with self._has_changed:  # send under the lock, so that all ranks see one rank's values in the same order
             self._values[key] = value
             self._has_changed.notify_all()
             written = BoardMessage(self._rank, key, value).encoded
@@ -225,13 +225,13 @@ class Board:
         try:
             while not self._broken_by:
                 self._receive_once()
-        except (OSError, ValueError) as error:  # a connection ended, or something came that no rank sends
+        except (OSError, ValueError) as error:  # a connection ended, or sent something that no rank sends
             was_cut = self._is_cut
             self._cut()
             self._break(_INTERRUPTED if was_cut else str(error))
 
     def _receive_once(self) -> None:
-        """Wait for something, pass on what is for others too, and keep it; only then tell of an end."""
+        """Wait for messages, pass them on, and keep them. Report the end of a connection only after that."""
         messages: list[BoardMessage] = []
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
@@ -252,14 +252,14 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Send to a neighbor and receive from it, each where it goes; return what was received."""
+        """Send to a neighbor and receive from it what is possible now. Return the messages that are complete."""
         if events & select.POLLOUT:
             link.send_rest()
             self._poll.modify(link.connection, _events(link))
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
-        """From now on, also waits until neighbors take more of what is left for them."""
+        """From now on, also wait until neighbors can take what is left to send."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
             self._poll.modify(link.connection, _events(link))
@@ -268,7 +268,7 @@ class Board:
         os.write(self._bell[1], b"!")
 
     def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
-        """Send on what has not reached all ranks; what takes the same way, in one go."""
+        """Send messages on to ranks that lack them. Combine those that go to the same neighbor."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for message in messages:
             encoded = message.encoded
@@ -291,13 +291,13 @@ class Board:
             link.cut()
 
     def interrupt(self) -> None:
-        """From any thread: ends all connections, and with them all waits here and for this rank."""
+        """End all connections, and with them all waits here and for this rank. May be called from any thread."""
         if not self._is_cut:
             self._cut()
             self._break(_INTERRUPTED)
 
     def close_sockets(self) -> None:
-        """End the connections, and close their sockets once nothing is received any more."""
+        """End the connections, and close their sockets when nothing is received any more."""
         self.interrupt()
         if self._receiver.is_alive():
             self._receiver.join()

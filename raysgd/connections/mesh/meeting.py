@@ -1,10 +1,10 @@
-"""The meeting of ranks that connect to each other: each listens, connects to some and accepts others.
+"""How ranks connect to each other: each one listens, connects to some ranks, and accepts others.
 
 Any process that reaches the port may connect. Both sides know a secret that the driver made for this group and sent
-through Ray. Each proves that it knows the secret with an HMAC over a nonce that the other side has just drawn; it never
-sends the secret. A process that does not belong to the group is refused, and delays no one.
+through Ray. Each side proves that it knows the secret, with an HMAC over a nonce that the other side has just drawn,
+and never sends the secret. A process that does not belong to the group is refused and delays no one.
 
-Why ranks meet through Ray and not through a store: ADR 55.
+ADR 55 explains why ranks meet through Ray and not through a store.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _BACKLOG = 4096
-_MOST_STRANGERS = 128  # many would use up what a process may open
-_MOST_ACCEPTED = 256  # at a time: those accepted before have to get on, too
-_HAS_NAMES = sys.platform.startswith("linux")  # for sockets, in no folder
+_MOST_STRANGERS = 128  # more could use up the file descriptors of this process
+_MOST_ACCEPTED = 256  # at a time, so that connections accepted before also make progress
+_HAS_NAMES = sys.platform.startswith("linux")  # sockets can have names without files
 
 Address: TypeAlias = tuple[str, int]
 """Host, as a number, and port.
 
-What is larger than a port stands for the name of a Unix socket: random bits before the port that is held for it.
+A number larger than a port stands for a Unix socket: random bits, followed by the port that is reserved for it.
 """
 
 Connections: TypeAlias = dict[int, socket.socket]
-"""The socket to each rank that a lane leads to."""
+"""The socket to each rank of a lane."""
 _NONCE_LENGTH = 16
 _PROOF_LENGTH = 32
 
@@ -51,8 +51,8 @@ class Deadline:
     """The time that is left to wait for other ranks, from now on.
 
     Args:
-        timeout_s: At most this long.
-        is_interrupted: Asked again and again; once it returns True, the wait is over.
+        timeout_s: How long to wait at most.
+        is_interrupted: Called again and again. If it returns True, the wait is over.
     """
 
     def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
@@ -61,19 +61,19 @@ class Deadline:
         self._deadline = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """Do nothing before the deadline.
+        """Raise an error if the wait is over.
 
         Raises:
-            ConnectFailed: It has passed, or the wait was interrupted.
+            ConnectFailed: The deadline has passed, or the wait was interrupted.
         """
         if self._is_interrupted() or time.monotonic() > self._deadline:
             raise ConnectFailed("another rank failed, or was too slow to join the group")
 
 
 def listen_at(host: str) -> socket.socket:
-    """Listen at a free port of this address; of all addresses, where this machine does not have that one.
+    """Listen at a free port of this address; if this machine does not have the address, at a port of all its addresses.
 
-    A machine whose address is translated is known to the others by one that it does not have itself.
+    Behind address translation, other machines know this one by an address that it does not have.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -91,7 +91,7 @@ class ConnectionAttempt(NamedTuple):
     """A connection to make.
 
     Attributes:
-        rank: To whom.
+        rank: The rank to connect to.
         lane: Which of several connections to that rank it is.
         address: Where that rank listens.
     """
@@ -102,13 +102,13 @@ class ConnectionAttempt(NamedTuple):
 
 
 class Endpoint:
-    """The sockets at which a rank listens for others that are about to connect.
+    """The sockets at which a rank listens for others.
 
-    At the loopback address it listens at a Unix socket: a message takes a third of the time there. The port is held, so
-    that no other process gets it meanwhile. Where there can be no such socket, it listens at the port.
+    At the loopback address it listens at a Unix socket, where a message takes a third of the time. It reserves the
+    port, so that no other process gets it. If Unix sockets are not possible, it listens at the port.
 
     Attributes:
-        port: Where others find it, as an `Address` has it.
+        port: The number that others need to connect, as in an `Address`.
     """
 
     def __init__(self, host: str) -> None:
@@ -130,18 +130,18 @@ class Endpoint:
     def connect(
         self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
     ) -> list[Connections]:
-        """Connect to other ranks, which must all do so at this time. No rank listens after that.
+        """Connect to other ranks, which must all do so now. Stop listening after that.
 
-        Connects to the ranks before this one, and accepts those after it.
+        This rank connects to the ranks before it, and accepts those after it.
 
         Args:
-            rendezvous: Where the ranks are.
-            rank: This one.
-            lanes: For each lane, the ranks that it leads to; each of them has to name this one in return.
+            rendezvous: The addresses of the ranks.
+            rank: This rank.
+            lanes: For each lane, the ranks that it leads to. Each of these must name this rank in return.
             deadline: How long to wait for the others.
 
         Raises:
-            ConnectFailed: Another rank is gone, or did not come in time.
+            ConnectFailed: Another rank is gone, or was too late.
         """
         credentials = Credentials(rank, rendezvous.secret)
         ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
@@ -159,12 +159,12 @@ class Endpoint:
     def connect_all(
         self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
-        """Connect to some ranks and accept others; return when all are connected.
+        """Connect to some ranks and accept others. Return when all are connected.
 
         Args:
-            credentials: Those of this rank.
+            credentials: Credentials of this rank.
             calls: The connections to make.
-            num_accepted: How many connections others make to this rank.
+            num_accepted: Number of connections that others make to this rank.
             deadline: How long to wait for the others.
 
         Raises:
@@ -193,11 +193,11 @@ class _Pending:
     """A handshake in progress.
 
     Attributes:
-        connection: To the other side.
-        handshake: What goes on there.
-        call: The connection that this rank makes; None where the other side has connected. A failure of that is not
-            this rank's: it may be any process.
-        events: What it waits for.
+        connection: The socket to the other side.
+        handshake: The generator that advances it.
+        call: The connection that this rank makes; None if the other side has connected. That may be any process, so its
+            failure is not one of this rank.
+        events: The events that it waits for.
     """
 
     __slots__ = ("call", "connection", "events", "handshake")
@@ -208,16 +208,17 @@ class _Pending:
 
 
 class _Handshakes:
-    """Many at the same time, so that none waits for another.
+    """Many handshakes at the same time, so that none waits for another.
 
     Args:
-        credentials: Those of this rank.
-        listener: Where others connect.
-        most_accepted: How many of those may be in progress; of more, the oldest are disconnected, strangers first.
+        credentials: Credentials of this rank.
+        listener: The socket to which others connect.
+        most_accepted: How many accepted handshakes may be in progress. If there are more, the oldest are disconnected,
+            strangers first.
 
     Attributes:
-        peers: Those that have succeeded.
-        pending: Those in progress, by file descriptor.
+        peers: Ranks that have succeeded.
+        pending: Handshakes in progress, by file descriptor.
     """
 
     def __init__(self, credentials: Credentials, listener: socket.socket, most_accepted: int) -> None:
@@ -227,17 +228,17 @@ class _Handshakes:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._postponed: list[ConnectionAttempt] = []
-        self._greeted: set[int] = set()  # file descriptors of those that know the secret, or repeat who knows it
+        self._greeted: set[int] = set()  # file descriptors of processes that sent a greeting made with the secret
 
     def call(self, call: ConnectionAttempt) -> None:
-        """Connect to a rank and start to prove who this one is."""
+        """Connect to a rank, and start the handshake."""
         connection = _socket_for(call.address)
         code = connection.connect_ex(_name_of(call.address))
         if code not in (0, errno.EINPROGRESS):
             connection.close()
             if code != errno.EAGAIN:
                 raise OSError(code, os.strerror(code))
-            self._postponed.append(call)  # too many wait there to be accepted
+            self._postponed.append(call)  # the queue of that rank is full
             return
         self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), call)
         self._advance(connection.fileno())
@@ -250,7 +251,7 @@ class _Handshakes:
                 return
             try:
                 _disable_nagle(connection)
-            except OSError:  # it has ended already, which macOS says here
+            except OSError:  # on macOS: the connection has already ended
                 connection.close()
                 continue
             connection.setblocking(False)
@@ -263,7 +264,7 @@ class _Handshakes:
         self._poll.register(connection, select.POLLIN)
 
     def poll(self) -> None:
-        """Wait a moment for data and for processes that connect, and advance what got some."""
+        """Wait a moment for data and new connections, and advance the handshakes that got some."""
         postponed, self._postponed = self._postponed, []
         for call in postponed:
             self.call(call)
@@ -290,7 +291,7 @@ class _Handshakes:
             if one.call is not None:
                 if not isinstance(error, ConnectionResetError | BrokenPipeError):
                     raise
-                self._postponed.append(one.call)  # too many strangers connect there, or no one listens any more
+                self._postponed.append(one.call)  # that rank is crowded with strangers, or does not listen any more
             self.drop([number])
         else:
             if events != one.events:
@@ -298,7 +299,7 @@ class _Handshakes:
                 self._poll.modify(number, events)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Disconnect processes that have proved nothing."""
+        """Disconnect processes that have not proved that they belong to the group."""
         for number in list(numbers):
             self._forget(number).connection.close()
 
@@ -309,9 +310,10 @@ class _Handshakes:
 
 
 def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
-    """A socket that holds a free port of this address, one that listens under a name, and the number of that name.
+    """Return a socket that reserves a free port, one that listens under a name, and the number of that name.
 
-    Any user of the machine can take a name before, so it is random. None where there can be no names, as in a sandbox.
+    Names are random, because any user of the machine can take one. Returns None if names are not possible, as in a
+    sandbox.
     """
     holding, listener = socket.socket(), socket.socket(socket.AF_UNIX)
     try:
@@ -328,12 +330,12 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | Non
 
 
 def has_names(host: str) -> bool:
-    """Return whether ranks at this host listen at Unix sockets, unless a sandbox forbids these."""
+    """Return True if ranks at this host listen at Unix sockets, unless a sandbox forbids it."""
     return _HAS_NAMES and host == LOOPBACK
 
 
 def _name_of(address: Address) -> Address | bytes:
-    """Return where to connect to: for what is no port, the name of a Unix socket. It is the network namespace's."""
+    """Return what to connect to: the address, or the name of a Unix socket. Names are shared by a network namespace."""
     return b"\0raysgd/%x" % address[1] if address[1] >> PORT_BITS else address
 
 
@@ -350,19 +352,19 @@ def _disable_nagle(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-_HELLO = struct.Struct("<II16s32s")  # the rank that connects, the lane, a nonce, and what only a rank can say of it
-_NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)  # the last one is what a Mac says while it connects
+_HELLO = struct.Struct("<II16s32s")  # the rank that connects, the lane, a nonce, and a greeting made with the secret
+_NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)  # macOS reports the last one while it connects
 
 
 class ConnectFailed(ConnectionError):
-    """Another rank failed, was too late, or cannot be reached, before the group was formed."""
+    """Another rank failed, was too late, or cannot be reached, so that the group was not formed."""
 
 
 class Peer(NamedTuple):
     """A connected rank that has proved that it belongs to the group.
 
     Attributes:
-        connection: To it; does not block.
+        connection: The non-blocking socket to it.
         rank: Its rank.
         lane: Which of several connections to it this is.
     """
@@ -373,22 +375,22 @@ class Peer(NamedTuple):
 
 
 Handshake: TypeAlias = Generator[int, None, Peer]
-"""One in progress; where it waits for the other side, it yields the events of `select.poll` that it waits for."""
+"""A handshake in progress. When it has to wait for the other side, it yields the events for `select.poll`."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The secret and the name that a rank proves itself with."""
+    """The rank and the secret with which a rank proves that it belongs to the group."""
 
     rank: int
     secret: bytes
 
     def proof(self, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
-        """Return what only a rank with the secret can answer to these nonces, in this role and between these ranks."""
+        """Return an answer to these nonces that requires the secret. It differs by role and ranks."""
         return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
 
     def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:
-        """The side that connects to rank `responder`, and may not be connected yet."""
+        """Shake hands as the side that connects to rank `responder`. It may not be connected yet."""
         own = secrets.token_bytes(_NONCE_LENGTH)
         greeting = self.proof(b"greeting", self.rank, responder, lane, own)
         yield from _sent(connection, _HELLO.pack(self.rank, lane, own, greeting))
@@ -400,7 +402,7 @@ class Credentials:
         return Peer(connection, responder, lane)
 
     def respond(self, connection: socket.socket, note_greeting: Callable[[], None]) -> Handshake:
-        """The side that has accepted a connection. `note_greeting` is called if it is from a rank, or repeats one."""
+        """Shake hands as the side that accepted. Calls `note_greeting` if the greeting was made with the secret."""
         initiator, lane, other, greeting = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
         if hmac.compare_digest(greeting, self.proof(b"greeting", initiator, self.rank, lane, other)):
             note_greeting()

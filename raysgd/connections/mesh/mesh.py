@@ -1,9 +1,9 @@
-"""Connections from each rank to every other, over which bytes are swapped. Needs only sockets.
+"""Connections from each rank to every other, over which ranks swap bytes. Needs only sockets.
 
-Every rank has to make the same swaps in the same order. What a swap finds wrong ends all connections of this rank, so
-that no other rank waits for it; so does `interrupt`, from any thread.
+Every rank has to make the same swaps in the same order. An error in a swap ends all connections of this rank, so that
+no other rank waits for it. So does `interrupt`, from any thread.
 
-Why gradients on the host do not use gloo: ADR 35.
+ADR 35 explains why gradients in host memory do not use gloo.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any, TypeAlias, TypeVar
 
 from raysgd.exceptions import OnFailure
 
-_HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
+_HEAD = struct.Struct("<QI")  # number of bytes that follow, and their kind
 _LONGEST_POLL_MS = 2**31 - 1
 
-_IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once the connection is used
+_IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere an end is noticed when the connection is used
 
 Bytes: TypeAlias = memoryview
 
 Message: TypeAlias = Bytes | tuple[Bytes, ...]
-"""What one rank sends to another at once: some bytes, or several pieces of memory, one behind the other."""
+"""What one rank sends to another in a swap: bytes, or several pieces of memory, sent one after the other."""
 
 
 class MeshBroken(ConnectionError):
-    """A connection to another rank ended, or kept this rank waiting for too long."""
+    """A connection to another rank ended, or kept this rank waiting too long."""
 
 
 class NotAligned(ValueError):
-    """Another rank is at another exchange."""
+    """Another rank is at a different exchange."""
 
 
 class Mesh:
     """The connections of one rank, of one lane.
 
     Attributes:
-        timeout_s: How long nothing may move in a swap.
-        waited_s: Seconds in which this rank was at an exchange and another one was not.
+        timeout_s: How long a swap may make no progress.
+        waited_s: Seconds that this rank waited in exchanges for a rank that had not begun them.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -61,12 +61,12 @@ class Mesh:
 
         Args:
             outgoing: What to send, by rank.
-            incoming: Where to put what comes, by rank; as long as what that rank sends.
-            kind: What is sent and expected, as a number that all ranks know it by.
+            incoming: Where to put what arrives, by rank. As long as what that rank sends.
+            kind: A number for what is exchanged. All ranks must pass the same.
 
         Raises:
             MeshBroken: A connection ended, or nothing moved for too long.
-            NotAligned: A rank sends another number of bytes, or another kind: it is not at the same exchange.
+            NotAligned: A rank sent another number of bytes or another kind, so it is at another exchange.
         """
         if self._is_broken:
             raise MeshBroken("the connections to the other ranks have ended")
@@ -92,8 +92,8 @@ class Mesh:
                 self.waited_s += time.perf_counter() - began if is_early else 0.0
 
     def _wait(self, sending: Collection[int], receiving: Collection[int]) -> None:
-        # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it, nor
-        # be there for the next swap, and those that wait for it may wait forever. So all connections are looked at.
+        # Watch all connections. A rank from which nothing is expected may have ended its connection. It will not take
+        # what is sent to it, nor be there for the next swap, and ranks that wait for it may wait forever.
         awaited = {*sending, *receiving}
         for rank in awaited:
             events = select.POLLIN if rank in receiving else _IS_GONE
@@ -110,7 +110,7 @@ class Mesh:
             raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")
 
     def _watch(self, rank: int, events: int) -> None:
-        """Wait for these events of a rank from now on."""
+        """Change the events of a rank to wait for."""
         try:
             self._poll.modify(self._connections[rank], events)
         except ValueError as error:
@@ -121,22 +121,22 @@ class Mesh:
         """True if a connection has ended."""
         if self._is_broken:
             return True
-        poll = select.poll()  # another thread may wait with `self._poll`
+        poll = select.poll()  # another thread may be waiting with `self._poll`
         for connection in self._connections.values():
             poll.register(connection, _IS_GONE)
         return bool(poll.poll(0))
 
     def interrupt(self) -> None:
-        """From any thread: ends all connections, and with them the swaps of this rank and of those that wait for it."""
+        """End all connections, and with them all swaps here and with this rank. May be called from any thread."""
         if self._is_broken:
             return
         self._is_broken = True
         for connection in self._connections.values():
-            with suppress(OSError):  # ended already
+            with suppress(OSError):  # it may have ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close_sockets(self) -> None:
-        """End the connections and give their sockets back."""
+        """End the connections and close their sockets."""
         self.interrupt()
         for connection in self._connections.values():
             connection.close()
@@ -147,7 +147,7 @@ def _pieces(message: Message) -> list[Any]:
 
 
 def _go_on(tasks: dict[int, _TaskT]) -> bool:
-    """Move each as far as it goes now, and drop those that are done; return whether any moved."""
+    """Advance each task as far as possible now, and drop those that are done. Return True if any advanced."""
     has_moved = False
     for rank, task in list(tasks.items()):
         has_moved |= task.go_on()
@@ -157,7 +157,7 @@ def _go_on(tasks: dict[int, _TaskT]) -> bool:
 
 
 class _Sending:
-    """A message on its way out: its head, then its bytes."""
+    """A message to send: its head, then its bytes."""
 
     __slots__ = ("_connection", "_parts", "is_done")
 
@@ -167,7 +167,7 @@ class _Sending:
         self.is_done = False
 
     def go_on(self) -> bool:
-        """Move what can be moved now; return whether that was anything."""
+        """Move what can be moved now. Return True if anything moved."""
         try:
             num_sent = self._connection.sendmsg(self._parts)
         except BlockingIOError:
@@ -178,7 +178,7 @@ class _Sending:
 
 
 class _Receiving:
-    """A message on its way in."""
+    """A message to receive."""
 
     __slots__ = ("_connection", "_head", "_kind", "_parts", "_rank", "is_done")
 
@@ -189,7 +189,7 @@ class _Receiving:
 
     @property
     def has_begun(self) -> bool:
-        """True if the other rank is at the exchange: the head of its message is there."""
+        """True if the head of the message has arrived, so that the other rank is at the exchange."""
         return self._head is None
 
     def go_on(self) -> bool:

@@ -1,7 +1,7 @@
-"""A board as a store of `torch.distributed`, in which the ranks of a process group look each other up.
+"""A board as a store of `torch.distributed`, in which the ranks of a process group find each other.
 
-PyTorch's own `TCPStore` listens without asking who comes, is lost with its host, and looks the name of each client up:
-without a name server, a burst of them waits for many seconds. This module imports PyTorch; import it where you need it.
+PyTorch's own `TCPStore` accepts any process, is lost with its host, and looks up the name of each client. Without a
+name server, many clients at once take long for that. This module imports PyTorch, so import it only where you need it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from raysgd.connections.mesh.board import Board, BoardTimeout
 
 
 class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
-    """The operations that gloo, also in C++, asks of a store.
+    """The operations of a store that gloo uses, also from C++.
 
-    PyTorch sets the `timeout` of the store that it is given to that of the group.
+    PyTorch sets the `timeout` of a store to that of the group.
 
     Args:
-        board: Where everything is written.
-        longest_wait_s: No wait is longer, however long the timeout is.
+        board: Where the values are written.
+        longest_wait_s: Limit for all waits, even if the timeout is longer.
     """
 
     def __init__(self, board: Board, longest_wait_s: float = math.inf) -> None:
@@ -47,7 +47,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Refuse to count: no group needs it, and one rank would have to do it for all."""
+        """Refuse to count. No group needs it, and one rank would have to count for all."""
         raise NotImplementedError(
             "the store of this process group does not count: make groups without `use_local_synchronization=True`, and "
             "leave the variable `TORCH_DIST_INIT_BARRIER` unset."
@@ -58,7 +58,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
         try:
             self._board.wait(list(keys), min(timeout_s, self.longest_wait_s))
         except BoardTimeout as error:
-            raise dist.DistStoreError(f"wait timeout: {error}") from error  # the one that PyTorch knows
+            raise dist.DistStoreError(f"wait timeout: {error}") from error  # the error that PyTorch expects
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._board.has(keys)

@@ -1,21 +1,21 @@
-"""Sums of arrays over the ranks of a mesh, and bytes that one rank hands to several others.
+"""Sums of arrays over the ranks of a mesh, and bytes that one rank sends to several others.
 
-All ranks come to the same bits: each part of a sum is added up by one rank, which sends it to the others, or by all in
-the same order.
+All ranks get the same bits, because each part of a sum is added up by one rank and sent to the others, or by all ranks
+in the same order.
 
-Which way is taken depends on the number of ranks, where they are, and the size of the array. All ranks know these:
+The method depends on the number of ranks, their nodes, and the size of the array, which all ranks know:
 
 =================  ====================================  ==================================================
 ranks              up to `MAX_WHOLE_BYTES`               more
 =================  ====================================  ==================================================
-up to `MOST`       everything to everybody               everybody adds up a part
-more               up a tree of all and down again       the same; everybody a part once parts have
-                                                         `LEAST_PART_BYTES`
+up to `MOST`       each sends everything to each other   each rank adds up a part
+more               up a tree of all ranks, and down      the same; from `LEAST_PART_BYTES` per part on,
+                                                         each rank adds up a part
 on several nodes   the same on each node, then among     each node adds up a part for each lane, lanes add up
-                   the first ranks of nodes              theirs between nodes, and nodes put them together
+                   the first ranks of the nodes          theirs between nodes, and nodes put them together
 =================  ====================================  ==================================================
 
-Why: ADR 35.
+ADR 35 explains why.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import numpy as np
 from raysgd.connections.mesh.mesh import Bytes, Mesh, Message
 
 MOST = 8
-"""Up to so many ranks each of them talks to each other."""
+"""Up to this many ranks, each one talks to every other."""
 
 MAX_WHOLE_BYTES = 64 * 1024
-"""Up to this size an array is added up by every rank for itself."""
+"""Up to this size, every rank adds up the whole array."""
 
 LEAST_PART_BYTES = 8 * 1024
-"""From this size of a part on, what travels costs more than that there are many messages."""
+"""From this size of a part on, the amount of data costs more than the number of messages."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _NO_ROWS: Mapping[int, Array] = {}
@@ -49,7 +49,7 @@ class RankSums:
     Args:
         rank: This rank.
         mesh: The connections.
-        nodes: Where all ranks are.
+        nodes: The nodes of all ranks.
     """
 
     def __init__(self, rank: int, mesh: Mesh, nodes: Nodes) -> None:
@@ -58,11 +58,11 @@ class RankSums:
         self._scratch = np.empty(0, np.uint8)
 
     def add_up(self, flat: Array, kind: int) -> None:
-        """Put the sums over all ranks into a row.
+        """Replace a row by its sums over all ranks.
 
         Args:
-            flat: The numbers.
-            kind: What all ranks know this exchange by.
+            flat: The row.
+            kind: The number of this exchange, the same on all ranks.
         """
         is_small = flat.nbytes <= MAX_WHOLE_BYTES
         if not self._nodes.are_shared or (is_small and len(self._all) <= MOST):
@@ -73,18 +73,18 @@ class RankSums:
             self._by_lanes(flat, kind)
 
     def can_carry(self, flat: Array) -> bool:
-        """Return whether something can travel along with a sum. All ranks come to the same."""
+        """Return True if a row of bytes can be sent along with a sum. All ranks get the same answer."""
         return len(self._all) <= MOST and (flat.nbytes <= MAX_WHOLE_BYTES or not self._nodes.are_shared)
 
     def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
-        """Put the sums over all ranks into a row; return the bytes that each rank has sent along, equally many."""
+        """Replace a row by its sums over all ranks. Return the bytes that each rank sent along, equally many."""
         rows = {rank: row if rank == self._rank else np.empty_like(row) for rank in self._all}
         way = self._whole if flat.nbytes <= MAX_WHOLE_BYTES else self._in_parts
         way(self._all, flat, kind, rows)
         return list(rows.values())
 
     def tell(self, flat: Array, kind: int) -> None:
-        """Put rank 0's into a row, through few messages of each rank and one between two nodes."""
+        """Replace a row by rank 0's. Each rank sends few messages, and one goes between two nodes."""
         if self._rank in self._nodes.leaders:
             self._spread(self._nodes.leaders, flat, kind)
         self._spread(self._beside, flat, kind)
@@ -92,7 +92,7 @@ class RankSums:
     # ------------------------------------------------------------------------------------ several nodes
 
     def _by_leaders(self, flat: Array, kind: int) -> None:
-        """A node's ranks come to its sum, the first ones of all nodes to that of all, and tell the others."""
+        """Sum on each node, then among the first ranks of the nodes, which send the result to the others."""
         beside = self._beside
         self._among(beside, flat, kind, is_small=True)
         if self._rank == beside[0]:
@@ -100,7 +100,7 @@ class RankSums:
         self._spread(beside, flat, kind)
 
     def _by_lanes(self, flat: Array, kind: int) -> None:
-        """Twice the array leaves a node, however many ranks it has: as with a ring through all."""
+        """Sum by lanes. However many ranks a node has, twice the array leaves it, as with a ring of all ranks."""
         beside, lanes = self._beside, self._nodes.lanes
         parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
         self._collect(beside, owners, parts, kind)
@@ -112,13 +112,13 @@ class RankSums:
     # ------------------------------------------------------------------------------------ some ranks
 
     def _among(self, ranks: Sequence[int], flat: Array, kind: int, is_small: bool) -> None:
-        """Put the sums over these ranks into a row; all of them do so at this time.
+        """Replace a row by its sums over these ranks, which must all do so now.
 
         Args:
-            ranks: Who takes part.
+            ranks: The ranks that take part.
             flat: The row.
-            kind: What all ranks know this exchange by.
-            is_small: Whether it may travel more often than twice, where that takes fewer messages.
+            kind: The number of this exchange, the same on all ranks.
+            is_small: True if the array may be sent more than twice, if that takes fewer messages.
         """
         if len(ranks) == 1:
             return
@@ -131,9 +131,9 @@ class RankSums:
             self._in_parts(ranks, flat, kind)
 
     def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
-        """Every rank sends everything to every other: one wait for others, which is what small arrays cost.
+        """Send the whole array from every rank to every other. There is only one wait, which is what small arrays cost.
 
-        With `rows`, each sends its own one along, and receives the others into theirs.
+        With `rows`, each rank also sends its row, and receives the others' rows into `rows`.
         """
         others = self._without_self(ranks)
         received = self._room(others, flat.dtype, len(flat))
@@ -141,7 +141,7 @@ class RankSums:
         _add_in_order({**received, self._rank: flat}, flat)
 
     def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
-        """Each rank adds up a part of the array, then sends the sums to all: twice the array travels, however many."""
+        """Let each rank add up a part and send the sums to all. Each sends twice the array, however many there are."""
         parts = _divided(flat, len(ranks))
         self._collect(ranks, ranks, parts, kind, rows)
         self._distribute(ranks, ranks, parts, kind)
@@ -154,7 +154,7 @@ class RankSums:
         kind: int,
         rows: Mapping[int, Array] = _NO_ROWS,
     ) -> None:
-        """Each of `owners` adds up its part over `ranks`; `rows` as in `_whole`, where all of them are owners."""
+        """Let each of `owners` add up its part over `ranks`. `rows` are as in `_whole`, if all ranks are owners."""
         of_others = {owner: part for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
         outgoing = {owner: self._with_own(part, rows) for owner, part in of_others.items()}
         if self._rank not in owners:
@@ -167,7 +167,7 @@ class RankSums:
             _add_in_order({**received, self._rank: own}, own)
 
     def _distribute(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
-        """Each of `owners` sends its part to all of `ranks`."""
+        """Let each of `owners` send its part to all of `ranks`."""
         incoming = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
         outgoing = {}
         if self._rank in owners:
@@ -175,7 +175,7 @@ class RankSums:
         self._mesh.swap(outgoing, incoming, kind)
 
     def _by_tree(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """The first of these ranks adds up, through others, and tells them: each sends and gets few messages."""
+        """Sum up a tree to the first of these ranks, then send the sums down the tree. Few messages for each rank."""
         above, below = tree(ranks, self._rank)
         if below:
             received = self._room(below, flat.dtype, len(flat))
@@ -186,7 +186,7 @@ class RankSums:
         self._spread(ranks, flat, kind)
 
     def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """The first of these ranks tells the others."""
+        """Send the row of the first of these ranks to the others."""
         above, passed_on = tree(ranks, self._rank)
         if above is not None:
             self._mesh.swap({}, {above: as_bytes(flat)}, kind)
@@ -196,14 +196,14 @@ class RankSums:
     # ------------------------------------------------------------------------------------ numbers
 
     def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
-        """Numbers as a message, with this rank's row behind them if there are rows."""
+        """Return numbers as a message, followed by this rank's row if there are rows."""
         return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
 
     def _without_self(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self._rank]
 
     def _room(self, ranks: Collection[int], dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
-        """An array for each of these ranks, in memory that is used again: fresh memory costs as much as the sum."""
+        """Return an array for each of these ranks, in reused memory, because fresh memory costs as much as the sum."""
         num_bytes = num_numbers * dtype.itemsize
         if len(self._scratch) < num_bytes * len(ranks):
             self._scratch = np.empty(num_bytes * len(ranks), np.uint8)
@@ -212,7 +212,7 @@ class RankSums:
 
 
 def as_bytes(row: Array) -> memoryview:
-    """The same memory as bytes; NumPy knows kinds of numbers that `memoryview` does not."""
+    """Return the same memory as bytes. Goes through NumPy, because `memoryview` lacks some types of numbers."""
     return row.view(np.uint8).data
 
 
@@ -228,12 +228,12 @@ def _divided(flat: Array, num_parts: int) -> list[Array]:
 
 
 def doubled(size: int) -> list[int]:
-    """1, 2, 4 and so on, below `size`."""
+    """Return 1, 2, 4 and so on, below `size`."""
     return [1 << exponent for exponent in range((size - 1).bit_length())]
 
 
 def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
-    """Put the sum of the terms, added in the order of ranks, into `target`, which is one of them."""
+    """Put the sum of the terms, added in the order of ranks, into `target`. It is one of the terms."""
     first, second, *more = (terms[rank] for rank in sorted(terms))
     total = target if not more or target is first or target is second else first
     np.add(first, second, out=total)
@@ -248,14 +248,14 @@ class Nodes:
     """The nodes of the ranks of a group.
 
     Attributes:
-        hosts: The address of each rank's node, by rank; the same on all ranks.
+        hosts: The address of each rank's node, by rank. The same on all ranks.
     """
 
     hosts: tuple[str, ...]
 
     @cached_property
     def ranks(self) -> list[list[int]]:
-        """The ranks of each node, in the order of the first rank of each."""
+        """Ranks of each node. Nodes are in the order of their first ranks."""
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             found.setdefault(host, []).append(rank)
@@ -263,17 +263,17 @@ class Nodes:
 
     @cached_property
     def are_shared(self) -> bool:
-        """True if there are several nodes, and several ranks on one of them."""
+        """True if there are several nodes, and one of them has several ranks."""
         return 1 < len(self.ranks) < len(self.hosts)
 
     @cached_property
     def leaders(self) -> list[int]:
-        """The first rank of each node."""
+        """First rank of each node."""
         return [ranks[0] for ranks in self.ranks]
 
     @cached_property
     def lanes(self) -> list[list[int]]:
-        """Ranks that exchange a part with each other, one of each node; as many lanes as every node has ranks for."""
+        """Ranks that exchange a part with each other, one on each node. As many lanes as every node has ranks."""
         return [list(lane) for lane in zip(*self.ranks, strict=False)]
 
     @cached_property
@@ -282,14 +282,14 @@ class Nodes:
         return [rank for ranks in self.ranks for rank in ranks]
 
     def beside(self, rank: int) -> list[int]:
-        """The ranks on the node of this one, itself included."""
+        """Return the ranks on the node of a rank, itself included."""
         return next(ranks for ranks in self.ranks if rank in ranks)
 
 
 def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
-    """From whom a rank hears what the first of `ranks` says, and to whom it passes it on, in this order.
+    """Return from which rank a rank gets a message of the first of `ranks`, and to which it passes it on, in order.
 
-    The number of ranks that know doubles with each message.
+    The number of ranks that have the message doubles in each round.
     """
     place, above = list(ranks).index(rank), None
     reach = 1
@@ -310,22 +310,22 @@ PIECE_BYTES = 2**20
 
 
 ChainTransfer: TypeAlias = Callable[[Mapping[int, Bytes], Mapping[int, Bytes]], None]
-"""Sends bytes to some ranks and receives from some, all at the same time, as `Mesh.swap` does."""
+"""Sends bytes to some ranks and receives from some, all at the same time, like `Mesh.swap`."""
 
 
 class Chain:
-    """One rank's place on the way of bytes from one rank through several others.
+    """One rank's place in a chain that passes bytes from one rank through several others.
 
-    They go in pieces, and a rank receives one piece while it sends the one before it. So all have everything in about
-    the time that one transfer takes, however many they are, and the giver sends it once. Why not from the giver to
-    each: ADR 35.
+    The bytes go in pieces, and a rank receives one piece while it sends the one before. So all ranks have everything
+    after about the time of one transfer, whatever their number, and the source sends it once. ADR 35 explains why the
+    source does not send to each rank.
 
     Args:
         move: Moves pieces between this rank and its neighbors.
         rank: This rank.
-        source: Who has the bytes.
-        takers: Who takes them, in the order of the way. All on the way name the same ones.
-        piece_bytes: The size of a piece; alike on all.
+        source: The rank that has the bytes.
+        takers: The ranks that receive them, in the order of the chain. All ranks pass the same order.
+        piece_bytes: Size of a piece, the same on all ranks.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class Chain:
         self._after = way[place + 1] if place + 1 < len(way) else None
 
     def pass_on(self, *parts: Bytes) -> None:
-        """At the source sends the parts. Elsewhere fills them, and sends each piece on while the next one comes."""
+        """At the source, send the parts. Elsewhere, fill them, and send each piece on while the next one arrives."""
         held: Bytes | None = None
         for piece in self._pieces(parts):
             if self._before is None:

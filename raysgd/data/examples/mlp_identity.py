@@ -1,7 +1,7 @@
-"""Teaches a small network the identity, from a `Dataset` that is dealt to the workers.
+"""Teaches a small network the identity, from a `Dataset` that is divided over the workers.
 
-Data: 6,400 numbers from 0 up to 1, computed; each is its own label. The names here are imported by programs and tests
-in the wild.
+Data: 6,400 computed numbers from 0 to 1; each is its own label. Do not rename anything here: existing programs and
+tests import these names.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from raysgd.data.examples._points import POINTS
 
 
 class Net(nn.Module):
-    """One hidden layer of 128."""
+    """A network with one hidden layer of 128."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(1, 128), nn.ReLU(), nn.Linear(128, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the network's idea of each number."""
+        """Return the network's output for each number."""
         output: torch.Tensor = self.layers(x)
         return output
 
@@ -39,7 +39,7 @@ def optimizer_creator(model: nn.Module, config: dict[str, Any]) -> torch.optim.O
 
 
 def to_mat(x: float) -> torch.Tensor:
-    """The number as a matrix.
+    """Return the number as a matrix.
 
     >>> to_mat(0.5)
     tensor([[0.5000]])
@@ -52,17 +52,17 @@ def _pair(x: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dataset_creator() -> Dataset:
-    """Create the numbers, in batches of 32."""
+    """Create the dataset of the numbers, in batches of 32."""
     return Dataset(POINTS, batch_size=32, max_concurrency=2, download_func=_pair)
 
 
 def main(num_workers: int = 2, num_steps: int = 200, use_gpu: bool = False) -> float:
-    """Train, print what the network makes of 0.5, and return it.
+    """Train, print the network's output for 0.5, and return it.
 
     Args:
         num_workers: Number of workers.
         num_steps: Steps of each of five epochs.
-        use_gpu: Whether each worker gets a GPU.
+        use_gpu: True if each worker gets a GPU.
     """
     from raysgd.torch import TorchTrainer, TrainingOperator
 

@@ -1,7 +1,7 @@
 """Teaches a small network the identity, from an `MLDataset`, with TensorFlow.
 
-Data: 6,400 numbers from 0 up to 1, computed; each is its own label. The names here are imported by programs and tests
-in the wild.
+Data: 6,400 computed numbers from 0 to 1; each is its own label. Do not rename anything here: existing programs and
+tests import these names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["dataset_creator", "main", "make_data_creator", "model_creator"]
 
 
 def model_creator(config: dict[str, Any]) -> Any:
-    """A compiled model with one hidden layer of 128; the learning rate of Adam is `lr`, 0.0001 by default."""
+    """Return a compiled model with one hidden layer of 128; `lr` is Adam's learning rate, 0.0001 by default."""
     import tensorflow as tf
 
     layers = [tf.keras.layers.Input([1]), tf.keras.layers.Dense(128, activation="relu"), tf.keras.layers.Dense(1)]
@@ -27,10 +27,10 @@ def model_creator(config: dict[str, Any]) -> Any:
 
 
 def make_data_creator(tf_ds: Any) -> Callable[[dict[str, Any]], tuple[Any, None]]:
-    """A data creator that reads the shard of its worker, without end.
+    """Return a data creator that reads the worker's shard repeatedly.
 
     Args:
-        tf_ds: A `TFMLDataset`, with as many shards as there are workers.
+        tf_ds: A `TFMLDataset` with as many shards as there are workers.
     """
 
     def data_creator(config: dict[str, Any]) -> tuple[Any, None]:
@@ -43,18 +43,18 @@ def make_data_creator(tf_ds: Any) -> Callable[[dict[str, Any]], tuple[Any, None]
 
 
 def _rank() -> int:
-    """The worker's rank; -1, which stands for all shards, where there is one worker."""
+    """Return the worker's rank, or -1, for all shards, if there is only one worker."""
     cluster = os.environ.get("TF_CONFIG")
     return int(json.loads(cluster)["task"]["index"]) if cluster else -1
 
 
 def main(num_replicas: int = 2, num_epochs: int = 5, num_steps: int = 100) -> float:
-    """Train, print what the network makes of 0.5, and return it.
+    """Train, print the network's output for 0.5, and return it.
 
     Args:
-        num_replicas: Number of workers, and of shards.
+        num_replicas: Number of workers and of shards.
         num_epochs: Number of epochs.
-        num_steps: Steps of each.
+        num_steps: Steps of each epoch.
     """
     import numpy as np
 

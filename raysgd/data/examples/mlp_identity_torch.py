@@ -1,7 +1,7 @@
 """Teaches a small network the identity, from an `MLDataset`, with PyTorch.
 
-Data: 6,400 numbers from 0 up to 1, computed; each is its own label. The names here are imported by programs and tests
-in the wild.
+Data: 6,400 computed numbers from 0 to 1; each is its own label. Do not rename anything here: existing programs and
+tests import these names.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Net", "dataset_creator", "main", "make_train_operator"]
 
 
 def make_train_operator(ds: Any) -> type[Any]:
-    """The operator class that trains on the shard of its rank.
+    """Return the operator class, which trains on the shard of its rank.
 
     Args:
-        ds: A `TorchMLDataset`, with as many shards as there are workers.
+        ds: A `TorchMLDataset` with as many shards as there are workers.
     """
     from raysgd.torch import TrainingOperator
 
     class IdentityTrainOperator(TrainingOperator):
-        """The configuration has `batch_size` and, if it is not 0.0001, `lr`."""
+        """Trains the network. The config has `batch_size` and, optionally, `lr`."""
 
         def setup(self, config: dict[str, Any]) -> None:
             model = Net()
@@ -41,12 +41,12 @@ def make_train_operator(ds: Any) -> type[Any]:
 
 
 def main(num_workers: int = 2, num_epochs: int = 5, num_steps: int = 100) -> float:
-    """Train, print what the network makes of 0.5, and return it.
+    """Train, print the network's output for 0.5, and return it.
 
     Args:
-        num_workers: Number of workers, and of shards.
+        num_workers: Number of workers and of shards.
         num_epochs: Number of epochs.
-        num_steps: Steps of each.
+        num_steps: Steps of each epoch.
     """
     from raysgd.torch import TorchTrainer
 

@@ -1,1 +1,1 @@
-"""Data and protocols that all parts of the engine share; each of them may travel to a worker."""
+"""Data and protocols that all parts of the engine share. Workers may load any of these modules."""

@@ -1,4 +1,4 @@
-"""One piece of work for the group, and the handle of one that runs while the program goes on."""
+"""Calls: a piece of work for the group, and the handle of a call that runs in the background."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ class Call:
 
     Attributes:
         function: Runs on the worker as `function(replica, *args)`.
-        args_for: The arguments of each rank, made again for every attempt because the world may have changed.
-        changes_state: Whether replicas are different afterwards, so that a snapshot is due.
-        keeps_alike: Whether it brings all replicas from one state to another, so that one on which it failed by itself
-            is another one than the others.
-        captures: Whether to copy the state afterwards in any case.
+        args_for: Makes the arguments of each rank. Called for every attempt, because the number of ranks may change.
+        changes_state: True if the call changes the replicas, so that a snapshot is due after it.
+        keeps_alike: True if the call takes all replicas from one common state to another. If it fails on one rank only,
+            the state of that rank then differs from the others'.
+        captures: True to copy the state after the call in any case.
         rank: The only rank to run on; None for all.
         on_wait: Called in the driver some ten times a second while it waits.
-        resume: Continues the call in a newly formed group, with the arguments of `function`. None for a
-            call that can only be begun again; where replicas are not changed by it, that is as good.
-        leaves_as_new: Whether workers that start later are made as it leaves these, so that there is nothing to keep.
-        check: Called with the values of all ranks before they count; what it raises ends the group, because its ranks
-            are not in one state.
-        parted: Called with what ranks say, by rank: heartbeats while they are in the call, values and failures once it
-            has failed. Returns how they did different things, so that some would wait for others for ever.
-        may_continue: Whether survivors of a failure may continue it at all.
-        is_short: Whether it may end so soon that the way to the workers counts.
-        is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
-        leaves: Asked now and then while it runs: whether all ranks are to stop at the next step and the call is to be
-            left there. Its values are then what ranks captured there. Only for a call that can be resumed. ADR 140.
+        resume: Continues the call in a newly formed group, with the arguments of `function`. None if the call can only
+            start over. That is enough for a call that does not change the replicas.
+        leaves_as_new: True if workers that start later already have the state after this call, so it need not be kept.
+        check: Called with the values of all ranks before they count. If it raises, the group ends, because the states
+            of its ranks differ.
+            parted: Returns in words how ranks did different things, so that some would wait for the others forever; ""
+                if they did not. Gets one object per rank: heartbeats during the call, values and failures after it
+                failed.
+        may_continue: False if the call must never continue in place.
+        is_short: True if the call may be so short that sending it matters.
+        is_repeatable: True if running it again later gives the same result. False for a function that reads what the
+            user may change in the meantime.
+        leaves: Asked regularly while the call runs. If it returns True, all ranks stop at the next step, and the values
+            of the call are what the ranks captured there. Only for a call that can be resumed. ADR 140.
     """
 
     function: Callable[..., Any]
@@ -63,39 +65,39 @@ class Call:
 
     @property
     def is_kept(self) -> bool:
-        """True if a copy of the state is due after it, or the call itself to be repeated."""
+        """True if a copy of the state is due after the call, or the call itself has to be repeated."""
         return self.changes_state and not self.leaves_as_new
 
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
-        """Of the arguments of all ranks those of the ranks that it runs on."""
+        """Return the arguments of the ranks that it runs on, out of those of all ranks."""
         return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
 
 
 class CallHandle(ABC, Generic[T]):
-    """A call of a trainer that is running, or has ended."""
+    """A call of a trainer that is running or has ended."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Return whether the call has ended, with a result or an error."""
+        """Return True if the call has ended, with a result or an error."""
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the call and return what it came to.
+        """Wait for the call and return its result.
 
         Args:
-            timeout: How many seconds to wait. None waits until the call has ended.
+            timeout: Seconds to wait. None waits until the call has ended.
 
         Raises:
-            TimeoutError: The call is still running. It goes on.
-            Exception: What the call itself has raised.
+            TimeoutError: The call is still running. It continues.
+            Exception: The error of the call.
         """
 
 
 def run_into(future: Future[T], work: Callable[[], T]) -> None:
-    """Run something in a thread that has no caller: the future raises what it raises."""
+    """Run `work` in a thread that has no caller. The future gets its result or its exception."""
     try:
         result = work()
-    except BaseException as error:  # whatever it comes to, Ctrl-C and the end of the trainer included
+    except BaseException as error:  # also Ctrl-C and the end of the trainer
         future.set_exception(error)
     else:
         future.set_result(result)

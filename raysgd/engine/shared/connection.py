@@ -1,4 +1,4 @@
-"""The protocol of all connections."""
+"""The interface of connections, and the one that connects nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from raysgd.engine.shared.types import Rendezvous, World
 
 FORM_TIMEOUT_S = 120.0
-"""The time that ranks have to form a group, unless they are told otherwise. All are there already, and ready."""
+"""Default time for ranks to form a group. They have all started by then."""
 
 
 class Connection(ABC):
-    """Connects the workers of a group with each other, and ends that. All methods run in the worker."""
+    """Connects one worker with the others of its group. All methods run in the worker."""
 
     def limit_threads(self, num_threads: int) -> None:
-        """Tell numerical libraries how many threads to use, before they are imported where that is still possible."""
+        """Limit the threads of numerical libraries, if possible before these libraries are imported."""
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(num_threads)
         torch = sys.modules.get("torch")
@@ -26,94 +26,94 @@ class Connection(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Import the framework, so that all workers pay for it at the same time, in a process of the worker's own."""
+        """Import the framework in a process of the worker's own. All workers do it at the same time."""
 
     def load_in_driver(self) -> None:
-        """Import the framework in a driver that is a worker itself."""
+        """Import the framework in a driver that is itself a worker."""
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """Compute on the GPUs with these ids, in a driver that is a worker itself; they are held for it.
+        """Compute on these GPUs, which are reserved for a driver that is itself a worker.
 
-        Remote workers see their own GPUs only, so they need not be told.
+        Remote workers do not need this, because they see only their own GPUs.
         """
 
     @property
     def opens_for_any_rank(self) -> bool:
-        """True if `open_endpoint` does the same for each rank, so that it can be called before the rank is known."""
+        """True if `open_endpoint` works the same for every rank. The rank need not be known then."""
         return False
 
     @property
     def listens_alone(self) -> bool:
-        """True if a driver that is the only worker has to open an endpoint, too, though no other rank looks for it."""
+        """True if even a driver that is the only worker has to open an endpoint."""
         return False
 
     @abstractmethod
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Begin to listen for the other ranks of the next group, where this one needs to; return the port.
+        """Start listening for the other ranks of the next group, if needed, and return the port.
 
-        The number may have more bits, which only `join` understands: see `Rendezvous`.
+        The number may have more bits than a port. Only `join` understands them: see `Rendezvous`.
 
         Args:
-            host: Under which address of this machine; who cannot reach it does not get in.
-            rank: The place in that group; any where `opens_for_any_rank`.
+            host: Address of this machine to listen at. Whoever cannot reach that address cannot connect.
+            rank: The rank in the next group. Any number if `opens_for_any_rank`.
         """
 
     @abstractmethod
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Join the group; return when all ranks did.
+        """Join the group. Return when all ranks have joined.
 
         Args:
-            rendezvous: Where the ranks listen, this one where it opened its endpoint.
+            rendezvous: The addresses of all ranks. This rank's is the endpoint that it opened.
             world: This worker's place.
-            even_alone: Whether to form a group also of a single rank. A model that was wrapped for a group needs one.
+            even_alone: True to form a group even for a single rank. A model that was wrapped for a group needs one.
         """
 
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
-        """From another thread: ends all waiting for other ranks, in `join` and in collectives, and so breaks the group.
+        """Break the group: end all waits for other ranks, in `join` and in collectives. Called from another thread.
 
-        A connection that cannot do it loses such ranks where others could be kept.
+        Without it, ranks that wait for a lost one cannot be kept.
         """
 
     def give_up(self, error: BaseException) -> None:
-        """Called when a call ends because the group broke: ends what other ranks may be waiting for this one in.
+        """End the exchanges in which other ranks may wait for this one. Called when a call fails with a broken group.
 
         Args:
-            error: What the call raised.
+            error: The error of the call.
         """
         self.interrupt()
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the group, and let ranks that still wait for this one know. Harmless when never joined, or broken."""
+        """Leave the group, and let ranks that still wait for this one know. Safe if never joined, or broken."""
 
     def leave_for_another(self) -> None:
-        """Do what `leave` does where another group is joined at once: what may wait can be done later."""
+        """Leave the group just before joining another one. May postpone cleanup."""
         self.leave()
 
     @abstractmethod
     def is_connection_error(self, error: BaseException) -> bool:
-        """Return whether an exception raised in this process means that the group is broken, not the user's code.
+        """Return True if an exception raised in this process means that the group is broken.
 
-        It is asked while the exception has its traceback. An error of user code, such as a lost connection to a
-        database, must not be taken for one of the group: it is never retried.
+        Called while the exception still has its traceback. An error of user code, such as a lost connection to a
+        database, must not be taken for a broken group, because the call would then be retried.
         """
 
 
 class NoConnection(Connection):
-    """Connects nothing: the workers run side by side."""
+    """Connects nothing: the workers run independently."""
 
     def load(self) -> None:
-        """There is no framework to import."""
+        """Do nothing: there is no framework to import."""
 
     def open_endpoint(self, host: str, rank: int) -> int:
         return 0
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """There is nothing to join."""
+        """Do nothing: there is no group."""
 
     def leave(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing: there is no group."""
 
     def is_connection_error(self, error: BaseException) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Puts an exception of user code into words where it was raised, in a form that can leave the process."""
+"""Describes an exception of user code in the process that raised it, in a form that can be sent to the driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.exceptions import WorkerFault, portable_copy
 
 _QUOTED_FRAME = re.compile(r'( *)File "([^"\n]+)", line (\d+), in (\S+)')
 _HEADS = ("Original Traceback (most recent call last):", "in user code:")
-"""The lines with which PyTorch and TensorFlow begin to quote frames, of a process of a loader and of a function."""
+"""Lines that precede frames quoted in an error message: by PyTorch (loader processes) and TensorFlow (functions)."""
 _MOST_CALLERS = 5
 _MOST_CAUSES = 3
 _LONGEST_CAUSE = 200  # characters
@@ -24,24 +24,24 @@ _NO_DEBUGGER = (
     "`use_local=True`: it then runs in your program. A training function can be called by itself. With the environment "
     "variable RAY_DEBUG=1, `breakpoint()` waits for Ray's debugger."
 )
-_NO_INPUT = "EOF when reading a line"  # as `input` words it
+_NO_INPUT = "EOF when reading a line"  # the message of `input` without a terminal
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
 _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
 
 
 def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
-    """Describe `error`, which user code raised.
+    """Describe an exception of user code.
 
-    The traceback begins at the first line of user code: what the library called to get there does not help.
+    The traceback starts at the first line of user code, because the library's frames before it do not help.
 
     Args:
         error: The exception.
         rank: Rank of this worker.
         node: Address of this node.
-        portable: Whether it has to leave the process. Else the exception stays whole, with its live frames, which a
-            debugger can use; Python then shows these frames by itself, so they are not told in words too.
-        brief: Whether the traceback goes without the text of its lines, for which Python reads many files.
+        portable: True if the description leaves this process. Otherwise the exception keeps its live frames for a
+            debugger, and gets no traceback in words, because Python shows those frames anyway.
+        brief: True to leave the source lines out of the traceback. Python reads many files for them.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message, frames = _message(error, portable), _frames(error)
@@ -59,17 +59,17 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
 
 
 def has_user_code(error: BaseException) -> bool:
-    """Return whether code of a user is in the traceback of an exception."""
+    """Return True if the traceback of an exception contains code of the user."""
     return bool(_frames(error, only_own=True))
 
 
 def shortened(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """`text`, or its beginning and how long it was."""
+    """Return the text, or its beginning and its length if it is too long."""
     return text if len(text) <= longest else f"{text[:longest]} ... (cut; {len(text):,} characters in all)"
 
 
 def _from_user_code(where: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame on that is neither ours nor a library's; all of it when there is none."""
+    """Return the traceback from the first frame of user code on; all of it if there is no such frame."""
     link = where
     while link is not None:
         if is_of_user(link.tb_frame):
@@ -79,11 +79,11 @@ def _from_user_code(where: TracebackType | None) -> TracebackType | None:
 
 
 def _traceback_text(error: BaseException, message: str, frames: traceback.StackSummary | None) -> str:
-    """The traceback in words; only of these frames, without the text of their lines, where they are given."""
+    """Return the traceback as text. If `frames` are given, show only these, without their source lines."""
     if frames is not None:
         places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames]
         return f"Traceback (most recent call last):\n{''.join(places)}{type(error).__name__}: {message}\n"
-    if len(message) > _LONGEST_TEXT:  # it was cut; Python would put all of it into words again
+    if len(message) > _LONGEST_TEXT:  # Python would print the whole message again
         return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {message[:200]} ...\n"
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
@@ -98,7 +98,7 @@ def _message(error: BaseException, portable: bool) -> str:
 
 
 def _quoted(error: BaseException) -> tuple[list[str], str]:
-    """The user's lines that the text of an error quotes, the innermost last, and the text without quoted frames."""
+    """Return the user's lines that an error message quotes, innermost last, and the message without quoted frames."""
     text = str(error)
     if not any(head in text for head in _HEADS):
         return [], text
@@ -112,7 +112,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
         elif indent and line.startswith(indent):
             if is_place:
                 places[-1] += f": {line.strip()}"
-            is_place = False  # what follows the line of code points at a part of it
+            is_place = False  # the lines after the line of code only point at parts of it
         else:
             indent = ""
             words.append(line.strip())
@@ -121,7 +121,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
 
 
 def _location(error: BaseException, frames: traceback.StackSummary) -> str:
-    """The user's innermost line; where none was running, the innermost function of all."""
+    """Return the user's innermost line, or the innermost function of all if no user code was running."""
     if not frames:
         return "an unknown place"
     own = _own_lines(error)
@@ -132,7 +132,7 @@ def _location(error: BaseException, frames: traceback.StackSummary) -> str:
 
 
 def _callers(error: BaseException) -> tuple[str, ...]:
-    """The user's lines that led to the innermost one, the last one first; of many the last ones and the first."""
+    """Return the user's lines that led to the innermost one, innermost first; if many, the innermost and the first."""
     outer = _own_lines(error)[-2::-1]
     if len(outer) <= _MOST_CALLERS:
         return tuple(outer)
@@ -141,7 +141,7 @@ def _callers(error: BaseException) -> tuple[str, ...]:
 
 
 def _causes(error: BaseException) -> tuple[str, ...]:
-    """The errors that Python shows before this one, the last one first, each with the user's innermost line."""
+    """Return the errors that caused this one, latest first, each with the user's innermost line."""
     causes: list[str] = []
     while len(causes) < _MOST_CAUSES:
         word, before = "caused by", error.__cause__
@@ -157,32 +157,32 @@ def _causes(error: BaseException) -> tuple[str, ...]:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """The user's lines in its traceback, and then those that its text quotes, the innermost last."""
+    """Return the user's lines in the traceback, then those that the message quotes, innermost last."""
     own = _frames(error, only_own=True)
     places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
     return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
 
 
 def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:
-    """The frames of its traceback, or those of the user. A file is read only when the text of its line is used."""
+    """Return the frames of the traceback, or only the user's. Source files are not read until a line's text is used."""
     frames = traceback.walk_tb(error.__traceback__)
     chosen = ((frame, line) for frame, line in frames if is_of_user(frame) or not only_own)
     return traceback.StackSummary.extract(chosen, lookup_lines=False)
 
 
 def _picklable(error: BaseException) -> BaseException | None:
-    """The exception if it survives pickling inside a fault, else what is left of it without what does not, or None."""
+    """Return the exception, or a copy without the parts that cannot be pickled, or None."""
     if _is_plain(error) or _survives(error):
         return error
     try:
         rest = portable_copy(error, _travels, _shown)
-    except Exception:  # whatever the attributes of the user's exception raise
+    except Exception:  # the attributes of a user's exception may raise anything
         return None
     return rest if _survives(rest) else None
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return whether it surely can be pickled, so that this need not be tried: what most connections end with."""
+    """Return True if the exception can surely be pickled, so that trying is unnecessary. Most lost connections can."""
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
 
@@ -197,7 +197,7 @@ def _travels(value: Any) -> bool:
 
 
 def _packed(value: Any) -> bytes | None:
-    """`value`, pickled; None where that fails, does not come back, or gives more than anybody can want to know."""
+    """Return `value` pickled; None if it cannot be pickled or unpickled, or is too large."""
     import cloudpickle
 
     try:
@@ -205,7 +205,7 @@ def _packed(value: Any) -> bytes | None:
         if len(packed) <= _LARGEST_ERROR:
             pickle.loads(packed)
             return packed
-    except Exception:  # whatever pickling an object of the user raises
+    except Exception:  # pickling an object of the user may raise anything
         return None
     return None
 

@@ -13,28 +13,29 @@ logger = logging.getLogger(__name__)
 
 EventKind = Literal["started", "continued", "restored", "restarted", "grown", "left", "hung", "lost", "ended"]
 
-# What repeats work or changes the number of workers is shown where the user set up no logging.
+# Users see events that repeat work or change the number of workers even if they set up no logging.
 _LEVELS = {"started": logging.DEBUG, "restarted": logging.INFO}
 _RECOVERED = {"continued": "resumed", "restored": "restarted all workers and resumed"}
 
 
 @dataclass(frozen=True)
 class GroupEvent:
-    """One change in the life of a group.
+    """One event in the life of a group.
 
     Attributes:
-        kind: "started"; "continued" (survivors of a failure went on), "restored" (after a failure, new workers from a
-            snapshot), "restarted" (the same because the workers before were stopped: after Ctrl-C, an exception that
-            left some of them stuck, or a call that had spent its retries), "grown", "left" (a node that is going away),
-            "hung" (a worker was ended because it gave no sign of life), "lost" (a failure ended the call in an error),
-            or "ended" (all workers were, because of Ctrl-C, or of an exception that left some of them stuck).
-        old_size: Workers before.
-        new_size: Workers after.
-        seconds: How long it took.
-        cause: Why.
-        detail: What it means for the work, in the user's terms.
+        kind: "started"; "continued" (survivors of a failure continued in place), "restored" (after a failure, new
+            workers restored a snapshot), "restarted" (new workers restored a snapshot because the old ones had been
+            stopped: after Ctrl-C, an exception that left some stuck, or a call out of retries), "grown", "left" (a
+            node that is going away), "hung" (a worker was killed because it did not respond), "lost" (a failure
+            ended the call with an error), or "ended" (all workers were stopped, after Ctrl-C or an exception that
+            left some stuck).
+        old_size: Number of workers before.
+        new_size: Number of workers after.
+        seconds: Duration.
+        cause: Reason of the event.
+        detail: Effect on the work, in the user's terms.
         at: When it was over, in seconds since the epoch.
-        num_kept: Of workers that went back to a snapshot, those that kept their processes.
+        num_kept: Number of workers that kept their process while all restarted from a snapshot.
     """
 
     kind: EventKind
@@ -48,12 +49,12 @@ class GroupEvent:
 
     @property
     def began_at(self) -> float:
-        """The time when it began, in seconds since the epoch: for a failure, when it was noticed."""
+        """The time when it began, in seconds since the epoch. A failure begins when it is noticed."""
         return self.at - self.seconds
 
     @property
     def is_failure(self) -> bool:
-        """True if workers were lost, whatever came of it."""
+        """True if workers were lost, recovered or not."""
         return self.kind in ("continued", "restored", "lost")
 
     def __str__(self) -> str:
@@ -73,10 +74,10 @@ class GroupEvent:
 
 
 class GroupHistory:
-    """The events so far.
+    """The events of a trainer, oldest first.
 
     Args:
-        now: Time.
+        now: Clock, in seconds since the epoch.
     """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
@@ -94,16 +95,16 @@ class GroupHistory:
         detail: str = "",
         num_kept: int = 0,
     ) -> None:
-        """Note an event and log it."""
+        """Record an event and log it."""
         event = GroupEvent(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
         self.events.append(event)
         logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
 
     @property
     def num_failures(self) -> int:
-        """The number of failures of workers that were recovered from."""
+        """Number of failures of workers that the trainer recovered from."""
         return self.count("continued") + self.count("restored")
 
     def count(self, kind: EventKind) -> int:
-        """Return how many events of this kind there were."""
+        """Return the number of events of this kind."""
         return sum(event.kind == kind for event in self.events)

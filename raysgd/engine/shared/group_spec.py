@@ -1,4 +1,4 @@
-"""The settings that every group of a trainer is started from."""
+"""The settings from which every group of a trainer is started."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from raysgd.engine.shared.replica import ReplicaFactory
 from raysgd.engine.shared.types import Resources
 
 EverySeconds = float | Literal["auto"] | None
-"""The setting of users for snapshots: seconds; "auto"; None for none."""
+"""The `snapshot_every_s` of users: seconds, "auto", or None for no snapshots."""
 
 
 @dataclass(frozen=True)
 class FrontEndWords:
-    """The words of a front end behind the facts that the engine raises and logs. Each is a sentence or two.
+    """Sentences of a front end, which the engine adds to its errors and log lines.
 
     Attributes:
-        when_shut_down: After a call to a trainer that was shut down.
-        when_interrupted: After a shutdown in the middle of a call.
-        when_starved: Where too few workers could be had.
-        when_spent: After a failure, where no retry is left.
-        when_not_granted: Where the resources were not granted in time.
-        with_cpus: The argument for the CPUs of a worker, with a place for the number.
-        after_end: What is left when there are no workers any more, for the history.
-        restart_point: Where new workers go on, for the history.
-        name: What the trainer is called in the errors of another one in the same program.
+        when_shut_down: For a call to a trainer that was shut down.
+        when_interrupted: For a shutdown in the middle of a call.
+        when_starved: If too few workers could be started.
+        when_spent: After a failure, if no retry is left.
+        when_not_granted: If Ray did not grant the resources in time.
+        with_cpus: The argument for the CPUs of a worker, with a placeholder for the number.
+        after_end: What remains when all workers have ended, for the history.
+        restart_point: Where new workers continue, for the history.
+        name: What errors of another trainer in the same program call this one.
     """
 
     when_shut_down: str = ""
@@ -47,29 +47,29 @@ NO_WORDS = FrontEndWords()
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The settings that every group of a trainer is started from.
+    """The settings from which every group of a trainer is started.
 
     Attributes:
         connection: Connects the workers.
-        make_replica: Builds a worker's replica; shipped to the worker.
-        resources: What one worker needs.
-        use_local: Whether rank 0 is the driver itself.
-        initialization_hook: Run once in each worker process before anything else.
+        make_replica: Builds a worker's replica. It is sent to the worker.
+        resources: Resources of one worker.
+        use_local: True if rank 0 is the driver itself.
+        initialization_hook: Runs once in each worker process before anything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
-        captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
-        snapshot_every_s: After which of these calls; see `is_due` of `snapshots`.
-        snapshots_inside: Whether workers copy their state inside calls, too.
-        regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a failure can be kept.
-        runs_on: Whether replicas run on by themselves over changes of the group, also between calls, and keep their
-            ranks. Without `regroups`.
-        renews: Whether survivors of a failure that cannot go on keep their processes, which get new replicas.
-        num_spares: How many workers wait, ready, to step in.
-        packs: Whether workers go to as few nodes as they can, rather than to as many.
-        within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
-        heartbeat_s: A worker that gives no sign of life for so long is lost.
+        captures: True if workers copy their state after calls that change it. Pointless if no worker can be lost.
+        snapshot_every_s: How often to do so; see `is_due` in `snapshots`.
+        snapshots_inside: True if workers also copy their state inside calls.
+        regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place.
+        runs_on: True if replicas keep running when the group changes, also between calls, and keep their ranks.
+            Excludes `regroups`.
+        renews: True if survivors that cannot continue in place keep their processes and get new replicas.
+        num_spares: Number of spare workers that wait to step in.
+        packs: True to place workers on as few nodes as possible; False for as many as possible.
+        within: The placement group to use: "default" for that of this process, a placement group, or None for none.
+        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
         settle_timeout_s: How long a survivor of a failure may take to finish its step.
-        relay: Logs what workers logged.
-        words: What the front end tells its users behind the engine's facts.
+        relay: Logs the lines that workers logged.
+        words: Sentences that the front end adds to errors and log lines.
     """
 
     connection: Connection
@@ -94,25 +94,25 @@ class GroupSpec:
 
     @property
     def captures_after_calls(self) -> bool:
-        """True if workers copy their state without being asked for that alone."""
+        """True if workers copy their state after calls even if no call asks for it."""
         return self.captures and self.snapshot_every_s is not None
 
     @property
     def loses_state(self) -> bool:
-        """True if workers have a state that nothing else has, because no copies are made of it."""
+        """True if the state of the workers is never copied, so that it is lost with them."""
         return self.captures and self.snapshot_every_s is None
 
     @property
     def keeps_processes(self) -> bool:
-        """True if processes are kept when others step in, so that a group can also start with fewer."""
+        """True if workers keep their processes when others step in. A group can then also start with fewer."""
         return self.regroups or self.renews
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a failure are kept in any way, also alone, so that they are asked who is left."""
+        """True if survivors of a failure can be kept in some way, so that it matters who is left."""
         return self.keeps_processes or self.runs_on
 
     @property
     def num_threads(self) -> int:
-        """Threads of one worker."""
+        """Number of threads of one worker."""
         return max(1, int(self.resources.num_cpus))

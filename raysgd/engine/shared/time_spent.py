@@ -1,6 +1,7 @@
-"""Pure: what the time of the ranks was spent on, in named bins that add up to the time that passed.
+"""The time of each rank, divided into named bins that add up to the time that passed. Pure functions and values.
 
-Workers measure (`raysgd/worker/ledger.py`), the driver adds up (`raysgd/history/accounts.py`). The bins: ADR 97.
+Workers measure (`raysgd/worker/ledger.py`), and the driver adds up (`raysgd/history/accounts.py`). ADR 97 explains the
+bins.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BINS: Mapping[str, str] = {
     DRIVER: "driver (between calls)",
     OTHER: "other",
 }
-"""Names of the bins, and words for them."""
+"""Names of the bins, and how to call them in texts."""
 
 SHOWN_FROM = 0.005
 OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
@@ -53,13 +54,13 @@ _AVOIDABLE = {
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """The time of one replica, as it tells it.
+    """The time of one replica, as measured in its worker.
 
     Attributes:
-        of: Tells replicas apart, also where they take the same place one after the other.
-        seconds: By bin, since the replica took its place.
+        of: Identifies the replica. Replicas that hold the same rank one after the other differ in it.
+        seconds: Seconds by bin since the replica got its rank.
         unsaved_s: Seconds of useful steps since its state was last copied.
-        is_successor: Whether it took the place of a rank in a group that went on.
+        is_successor: True if it took over the rank in a group that continued.
     """
 
     of: str
@@ -69,7 +70,7 @@ class TimeSpent:
 
     @cached_property
     def total_s(self) -> float:
-        """The seconds of all bins."""
+        """Sum of the seconds of all bins."""
         return sum(self.seconds.values())
 
 
@@ -78,18 +79,18 @@ class TimeLedger:
     """The time of every rank of a trainer, by what it was spent on.
 
     Attributes:
-        ranks: Seconds by bin, for each rank that has told; the bins of a rank add up to the time it has existed.
-        notes: What is missing in it, in words.
+        ranks: Seconds by bin, for each rank that has reported. They add up to the time that the rank has existed.
+        notes: Sentences about what the ledger leaves out.
     """
 
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def of(self, rank: int) -> Mapping[str, float]:
-        """Seconds of a rank by bin.
+        """Return the seconds of a rank by bin.
 
         Raises:
-            ValueError: The rank has told nothing.
+            ValueError: The rank has not reported yet.
         """
         if rank in self.ranks:
             return self.ranks[rank]
@@ -97,7 +98,7 @@ class TimeLedger:
         raise ValueError(f"`rank={rank!r}` has no ledger: {'; '.join([known, *self.notes])}.")
 
     def total(self) -> dict[str, float]:
-        """Seconds of all ranks together, by bin; bins without any are left out."""
+        """Return the seconds of all ranks together by bin, without empty bins."""
         return dict(self._total)
 
     @cached_property
@@ -115,14 +116,14 @@ class TimeLedger:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time in training calls that was not lost to failures or spent on guarding against them.
+        """Share of the time in training calls that was not lost to failures or spent on guarding against them.
 
         None before the first training call.
         """
         return goodput_of(self.total())
 
     def largest_avoidable(self) -> tuple[str, float] | None:
-        """Return what took the largest share of the time in training calls that could be saved, and that share."""
+        """Return the largest avoidable cost of the training calls, in words, and its share of their time."""
         total = self.total()
         inside = seconds_in_calls(total)
         if not inside:
@@ -142,7 +143,7 @@ class TimeLedger:
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float | None:
-    """The share of the time in training calls that was not lost.
+    """Return the share of the time in training calls that was not lost.
 
     Examples:
         >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})

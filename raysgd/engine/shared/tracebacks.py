@@ -1,7 +1,8 @@
-"""Errors leave the library with the user's frames only, which `RAYSGD_TRACEBACK=full` switches off.
+"""Cuts the frames of the library out of the errors that users see. `RAYSGD_TRACEBACK=full` keeps them.
 
-The traceback of the error itself is cut, as in Keras and JAX: no hook of Python or IPython is replaced, and a debugger
-finds the user's frames in the error, also those of a worker in this process. What may be a bug of raysgd stays whole.
+Like Keras and JAX, this shortens the traceback of the error itself. It replaces no hook of Python or IPython, and a
+debugger still stops in the user's frames, also in those of a worker in this process. An error that may be a bug of
+raysgd keeps its whole traceback.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from raysgd.exceptions import RaySGDError
 ClassT = TypeVar("ClassT", bound=type[Any])
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # where in the library one was raised explains nothing
-_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # a wrong argument or path, and now and then a bug
+_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # the place in the library that raised one explains nothing
+_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # mostly a wrong argument or path, rarely a bug
 _MOST_FRAMES = 3
 
 
 def hide_library_frames(cls: ClassT) -> ClassT:
-    """Decorate a class whose public methods, and whose construction, users call."""
+    """Decorate a class: its constructor and public methods raise errors without frames of the library."""
     for name, value in [*vars(cls).items()]:
         is_public = not name.startswith("_") or name in ("__init__", "__next__")
         if is_public and inspect.isfunction(value) and not getattr(value, "__isabstractmethod__", False):
@@ -32,7 +33,7 @@ def hide_library_frames(cls: ClassT) -> ClassT:
 
 
 def hides_library_frames(method: MethodT) -> MethodT:
-    """Decorate a method that users call; or what makes an iterator, for each of its items."""
+    """Decorate a method or a generator function that users call."""
     if inspect.isgeneratorfunction(method):
 
         @wraps(method)
@@ -57,11 +58,11 @@ def hides_library_frames(method: MethodT) -> MethodT:
 
 
 def without_library_frames(error: BaseException, unless: str) -> BaseException:
-    """Return the error that a method of the library has raised, with what of its traceback helps a user.
+    """Return an error of the library with only the part of its traceback that helps a user.
 
     Args:
-        error: The error, whose traceback begins in the function that calls this one.
-        unless: What switches this off. It is here to be read: Python shows the line that calls this function.
+        error: The error. Its traceback begins in the caller of this function.
+        unless: How to switch this off. Unused: Python shows the calling line in the traceback, so the user reads it.
     """
     trace = error.__traceback__
     inside = trace.tb_next if trace is not None else None
@@ -77,7 +78,7 @@ def without_library_frames(error: BaseException, unless: str) -> BaseException:
 
 
 def _hide_in_causes(error: BaseException) -> None:
-    """Leave the frames of users in the errors that Python shows before this one."""
+    """Hide library frames in the causes, which Python shows before this error."""
     seen: list[BaseException] = [error]
     for each in seen:
         for before in (each.__cause__, each.__context__):

@@ -1,4 +1,4 @@
-"""The data that passes between the parts of the engine. Everything is frozen; results are new objects."""
+"""The data that the parts of the engine exchange. Everything is frozen; results are new objects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raysgd.exceptions import WorkerFault
 FailureKind = Literal["died", "disconnected", "user"]
 LOOPBACK = "127.0.0.1"
 PORT_BITS = 16
-"""The bits of an endpoint that are a port; more bits name a Unix socket."""
+"""Number of bits of an endpoint that are its port. The other bits identify a Unix socket."""
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The place of a worker process, and the GPUs that Ray gave it."""
+    """The node, process and GPUs of a worker. The GPUs are those that Ray assigned."""
 
     node_id: str
     node_ip: str
@@ -29,12 +29,12 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The addresses at which the ranks of a group listen for each other. The driver hands them round through Ray.
+    """The addresses at which the ranks of a group listen for each other. The driver distributes them through Ray.
 
     Attributes:
-        addresses: Host and port of each rank, by rank; the port may have more bits than `PORT_BITS`.
-        on_one_node: Whether all ranks are.
-        secret: By which the ranks of this group know each other.
+        addresses: Host and port of each rank, by rank. The port may have more bits than `PORT_BITS`.
+        on_one_node: True if all ranks run on one node.
+        secret: Key by which the ranks of this group recognize each other.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -43,25 +43,25 @@ class Rendezvous:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host of each rank."""
+        """Host of each rank."""
         return tuple(host for host, _ in self.addresses)
 
     @property
     def address(self) -> str:
-        """The host of rank 0."""
+        """Host of rank 0."""
         return self.addresses[0][0]
 
     @property
     def port(self) -> int:
-        """The port of rank 0."""
+        """Port of rank 0."""
         return self.addresses[0][1] & (1 << PORT_BITS) - 1
 
 
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
-    """Under which address each of these workers is to listen for the others.
+    """Return the address at which each worker should listen for the others.
 
-    On a single node that is the loopback address: no one from outside needs to connect, and the node's public address
-    may be unreachable from itself.
+    On a single node, that is the loopback address: nothing outside needs to connect, and a node may not be able to
+    reach its own public address.
     """
     on_one_node = len({info.node_id for info in infos}) == 1
     return [LOOPBACK if on_one_node else info.node_ip for info in infos]
@@ -72,8 +72,8 @@ class World:
     """One worker's place among all workers.
 
     Attributes:
-        gpu_ids: The GPUs that Ray gave this worker.
-        node_gpu_ids: Those of all workers on its node, in order.
+        gpu_ids: GPUs that Ray assigned to this worker.
+        node_gpu_ids: GPUs of all workers on its node, in order.
     """
 
     rank: int
@@ -97,9 +97,9 @@ class Resources:
     Attributes:
         num_cpus: CPUs.
         num_gpus: GPUs.
-        custom: Other amounts by name.
-        runtime_env: The environment that Ray makes for its process; empty for that of the job.
-        labels: What the labels of its node have to be; empty for any node.
+            custom: Other resources: amount by name.
+            runtime_env: The Ray runtime environment of the process; empty for the job's.
+            labels: Labels that the node must have; empty for any node.
     """
 
     num_cpus: float = 1
@@ -109,17 +109,17 @@ class Resources:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def bundle(self) -> dict[str, float]:
-        """The same as a mapping for Ray, without the zeros (Ray refuses bundles of zeros)."""
+        """Return the resources as a mapping for Ray, without zeros, because Ray refuses them in bundles."""
         amounts = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.custom}
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One live node: what it has in all and what of it is free.
+    """One live node, with its total and its free resources.
 
     Attributes:
-        is_settling: Whether more of it will be free in a moment: a placement group that was removed still holds some.
+        is_settling: True if more will be free in a moment, because a removed placement group still holds some.
     """
 
     node_id: str
@@ -131,7 +131,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class PlacementGroupHolder:
-    """A placement group that holds or waits for resources."""
+    """A placement group that holds resources or waits for them."""
 
     name: str
     state: str
@@ -140,12 +140,12 @@ class PlacementGroupHolder:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The cluster as it looked at one moment.
+    """The cluster at one moment.
 
     Attributes:
-        nodes: Its nodes.
-        holders: The placement groups that hold or want some of it.
-        can_grow: Whether nodes may join.
+        nodes: The live nodes.
+        holders: The placement groups that hold or want resources.
+        can_grow: True if nodes may join.
     """
 
     nodes: tuple[NodeView, ...]
@@ -153,19 +153,20 @@ class ClusterView:
     can_grow: bool = True
 
     def without(self, node_ids: Collection[str]) -> ClusterView:
-        """The same as if these nodes were not there."""
+        """Return the cluster without these nodes."""
         return replace(self, nodes=tuple(node for node in self.nodes if node.node_id not in node_ids))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason for which one worker's call did not return a value.
+    """The reason why one worker's call did not return a value.
 
     Attributes:
-        kind: The kind of it.
-        fault: The exception.
-        notes: What the worker logged before.
-        joint_work: What it did in the call that all ranks have to do alike, if the group failed.
+        kind: What kind of failure it is.
+        fault: Description of the exception.
+        notes: Lines that the worker logged before.
+        joint_work: Record of what the worker did in the call that all ranks have to do in the same way. Filled in if
+            the group failed.
     """
 
     kind: FailureKind
@@ -176,7 +177,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one worker's call: a value, a failure, or no answer before we stopped listening."""
+    """The outcome of one worker's call: a value, a failure, or no answer before the driver stopped waiting."""
 
     rank: int
     value: Any = None
@@ -189,20 +190,20 @@ class Outcome:
 
     @property
     def has_died(self) -> bool:
-        """True if the worker died in it."""
+        """True if the worker died during the call."""
         return self.failure is not None and self.failure.kind == "died"
 
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """The progress of a replica in a call that broke off, or that was held at a step boundary.
+    """The progress of a replica in a call that was interrupted, or that stopped at a step boundary.
 
     Attributes:
-        progress: Steps of the call that it has completed, counted alike on all ranks.
-        is_whole: Whether its state is that of a completed step, so that others may take it over.
-        obstacle: Why it cannot go on in another group; None when it can.
-        words: How far that is in the user's terms, for the log.
-        admits: Whether others may join it where it is.
+        progress: Number of completed steps of the call. All ranks count them in the same way.
+        is_whole: True if its state is that of a completed step, so that others may copy it.
+        obstacle: Reason why it cannot continue in another group; None if it can.
+        words: The progress in the user's terms, for the log.
+        admits: True if others may join it at this point.
     """
 
     progress: int = 0
@@ -214,13 +215,14 @@ class ReplicaProgress:
 
 @dataclass(frozen=True)
 class StateHandover:
-    """The ranks that take over a state when a new group is formed, and those that give it.
+    """Which ranks of a new group take over a state, and from which rank.
 
     Attributes:
-        source: Rank, in the new group, whose state is the one to go on from.
-        takers: The ranks whose state is another one, or none yet, in the order in which they pass it on.
-        orphans: How far the ranks were that left in an orderly way, and what they had measured.
-        make_replica: Makes replicas as they are by now, for those who were made ready earlier; else None.
+        source: Rank, in the new group, from whose state all continue.
+        takers: Ranks that lack this state, in the order in which they pass it on.
+        orphans: Progress and metrics of the ranks that left in an orderly way.
+        make_replica: Makes replicas that match the current ones, for workers that got ready earlier; None if not
+            needed.
     """
 
     source: int = 0
@@ -229,7 +231,7 @@ class StateHandover:
     make_replica: Any = None
 
     def by_node(self, worlds: Sequence[World]) -> StateHandover:
-        """The same with takers in an order in which the state travels to each node once, beginning with the source's.
+        """Order the takers so that the state travels to each node once, starting with the source's node.
 
         Args:
             worlds: The place of each rank.
@@ -245,14 +247,14 @@ class StateHandover:
 
 @dataclass(frozen=True)
 class DataLedger:
-    """The samples of the pass over the data that is running or was run last, by what became of them.
+    """How many samples of the current or last pass over the data were used, and what became of the others.
 
     Attributes:
-        pass_index: Which pass, from 0.
-        due: How many samples steps will use, or have used, in this pass; None where only its end will tell.
-        used: How many have been used, each once, by all workers together.
-        in_flight: How many are in a step that is not done; if it breaks off, they are repeated.
-        left_out: Rows of a stream that could not be read, and were left out.
+        pass_index: Index of the pass, from 0.
+        due: Number of samples that this pass uses in steps; None if it is not known before its end.
+        used: Number of samples used so far by all workers together, each once.
+        in_flight: Number of samples in the step that is running. They are repeated if it is interrupted.
+        left_out: Number of rows of a stream that could not be read and were left out.
     """
 
     pass_index: int
@@ -262,7 +264,7 @@ class DataLedger:
     left_out: int = 0
 
     def used_since(self, before: DataLedger) -> int:
-        """Return how many samples of this pass were used since then.
+        """Return how many samples of this pass were used since an earlier ledger.
 
         >>> [DataLedger(1, 100, 60).used_since(DataLedger(index, 100, 20)) for index in (0, 1)]
         [60, 40]
@@ -280,19 +282,19 @@ class Heartbeat:
     """A sign of life of a replica.
 
     Attributes:
-        epoch: The pass over the data that it is in.
+        epoch: The current pass over the data.
         step: Steps completed in the running call; -1 between calls.
-        phase: What it is doing.
-        num_samples: Samples that this rank has worked on in the running call.
-        snapshot: Number of the newest snapshot taken inside the running call; 0 when there is none.
-        at: When it was given, on the clock of its process.
-        own_s: Seconds of the training call, running or last, that this rank spent on its own work rather than on
-            waiting for others. None where that was not measured.
-        data: What became of the samples; None where the library does not divide the data.
-        notes: What its process logged since the last sign of life or answer.
-        time: What its time was spent on; None where that was not measured.
-        joint_work: What it did in the training call, running or last, that all ranks have to do alike. None where that
-            was not recorded.
+        phase: What the replica is doing.
+        num_samples: Number of samples that this rank has processed in the running call.
+        snapshot: Number of the newest snapshot taken inside the running call; 0 if there is none.
+        at: Time of the heartbeat, on the clock of its process.
+        own_s: Seconds of the current or last training call that this rank worked rather than waited for others. None if
+            not measured.
+        data: Counts of the samples; None if the library does not divide the data.
+        notes: Lines that the process logged since its last heartbeat or answer.
+        time: What the rank's time was spent on; None if not measured.
+        joint_work: Record of what the rank did in the current or last training call that all ranks have to do in the
+            same way. None if not recorded.
     """
 
     epoch: int = 0
@@ -309,16 +311,16 @@ class Heartbeat:
 
     @property
     def is_training(self) -> bool:
-        """True if it comes from inside a training call."""
+        """True during a training call."""
         return self.phase == "training"
 
 
 @dataclass(frozen=True)
 class HeldAtStep:
-    """The result of a call on every rank that stopped at the step boundary at which it was asked to stop.
+    """The result, on every rank, of a call that stopped at the step boundary where it was asked to stop.
 
     Attributes:
-        step: Steps of the call completed.
+        step: Number of completed steps of the call.
         part: This rank's part of a snapshot taken there (a `Capture`).
         is_planned: Whether the call itself was to be left there.
     """
@@ -344,5 +346,5 @@ class GroupReport:
 
     @property
     def all_answered(self) -> bool:
-        """True if every worker answered, lives and is connected, so that the group can take another call."""
+        """True if every worker answered, is alive and is connected, so that the group can take another call."""
         return all(o.answered and (o.failure is None or o.failure.kind == "user") for o in self.outcomes)

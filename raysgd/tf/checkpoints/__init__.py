@@ -1,1 +1,1 @@
-"""Checkpoint files of TensorFlow: written whole, read strictly."""
+"""Checkpoint files of TensorFlow: written completely, read strictly."""

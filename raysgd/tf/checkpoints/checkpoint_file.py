@@ -1,11 +1,11 @@
-"""The checkpoint file of TensorFlow front ends: written whole or not at all, read without running code.
+"""The checkpoint file of TensorFlow front ends: written completely or not at all, read without running code.
 
-The file is an ordinary `.npz` archive of NumPy: every array of the state is a member of it, with the path to it as its
-name, and `numpy.load(path)["models/0/1"]` is one of them. One more member, `state.json`, holds the rest of the state:
-its containers, numbers and texts, and where the arrays belong. Each member has a checksum, as in any zip archive, which
-is compared when it is read.
+The file is an ordinary `.npz` archive of NumPy. Every array of the state is a member, named by its path in the state,
+so `numpy.load(path)["models/0/1"]` returns one. Another member, `state.json`, holds the rest of the state: containers,
+numbers and texts, and where the arrays belong. Each member has a checksum, as in any zip archive, which is checked when
+it is read.
 
-Why the file is an `.npz` archive: ADR 61.
+ADR 61 says why the file is an `.npz` archive.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from raysgd._reading.strict_reading import (
 )
 
 FORMAT_VERSION = 1
-"""The newest format that this version of raysgd reads, and the one that it writes."""
+"""The format that this version of raysgd writes, and the newest that it reads."""
 
 REQUIRED_KEYS = ("epoch", "models", "optimizers")
-"""The keys that make a dict a training state."""
+"""The keys that every training state has."""
 
 _INDEX = "state.json"
 _ZIP_START = b"PK\x03\x04"
 _TAG = "raysgd"
 FORMER_OPTIMIZER = "optimizer_weights"
-"""In the state of a file of the former library, instead of `optimizers`: their variables, in their own order."""
+"""In the state of a file of the old library, replaces `optimizers`: their variables, in their own order."""
 
 _LEGACY_KEYS = ("epoch", "weights", FORMER_OPTIMIZER)
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
+    """Write `state` to `path`. At any moment `path` is either the complete old file or the complete new one.
 
     Raises:
-        ValueError: Something in `state` could not be given back; the message says where it is.
-        OSError: The file could not be written. `path` is as it was before.
+        ValueError: Something in `state` cannot be stored; the message says where it is.
+        OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # here, because workers only read
+    from raysgd.storage import files  # not at the top, because workers only read
 
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     check_depth(state, "`state`")
@@ -67,7 +67,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Refuse a state that a file could not give back.
+    """Check that a file can store a state.
 
     Raises:
         ValueError: The message says where in it.
@@ -77,20 +77,20 @@ def check(state: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
-    """Read a checkpoint, make sure that it is undamaged, and return the state that was written.
+    """Read a checkpoint, check that it is undamaged, and return the state.
 
-    Files of the former library, which are pickles of a dict of arrays, are read too, without running code. Their state
-    has `FORMER_OPTIMIZER` in place of `optimizers`.
+    Files of the old library, which are pickles of a dict of arrays, can be read too, without running code. Their state
+    has `FORMER_OPTIMIZER` instead of `optimizers`.
 
     Args:
         path: The file.
-        name: What errors call it, where it is a copy of something else.
+        name: Name of the file in errors, if it is a copy of something else.
 
     Raises:
         FileNotFoundError: There is no such file.
         CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a `RuntimeError`.
-        UnsafeCheckpointError: A file of the former library that holds more than arrays. A `ValueError`.
-        ValueError: The content is not a training state, or in the format of a newer version of raysgd.
+        UnsafeCheckpointError: A file of the old library that contains more than arrays. A `ValueError`.
+        ValueError: The content is no training state, or has the format of a newer version of raysgd.
     """
     name = name or os.fspath(path)
     with open(path, "rb") as file:
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
 
 
 def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
-    """Return `value` as JSON takes it; arrays go into `arrays` under their path."""
+    """Convert `value` to JSON, and put arrays into `arrays` under their path."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic):
@@ -170,13 +170,13 @@ def _unused(name: str, arrays: dict[str, Any]) -> str:
 
 
 def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array in a kind of number that NumPy's format knows; bfloat16 and the like go as integers."""
+    """Return the array in a dtype that NumPy's format supports: bfloat16 and the like as integers."""
     array = np.ascontiguousarray(array) if array.ndim else array
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
 def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
-    """Return the array in a `.npy` member, if it is what the index says, and that is no larger than the member."""
+    """Return the array in a `.npy` member. Check first that it matches the index and fits into the member."""
     require(math.prod(shape) <= len(content), "an array is larger than its member")
     member = io.BytesIO(content)
     array = np.lib.format.read_array(member, allow_pickle=False)
@@ -186,8 +186,8 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
 
 
 def _small_float(name: str) -> np.dtype[Any]:
-    """Return a dtype that NumPy alone does not know; it is stored as the integers that it is."""
-    import ml_dtypes  # noqa: F401 - it tells NumPy
+    """Return a dtype that NumPy does not have by itself, such as bfloat16, whose arrays are stored as integers."""
+    import ml_dtypes  # noqa: F401 - registers the dtype with NumPy
 
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.names is not None:

@@ -1,8 +1,8 @@
-"""The optimizer weights in files of the old library, arranged as the variables of an optimizer of today.
+"""The optimizer weights in files of the old library, arranged as the variables of current optimizers.
 
-The old library wrote what `get_weights()` of an optimizer from before Keras 2.11 returned: the number of steps, then
-each kind of slot for all variables of the model, one kind behind the other. The file does not say which optimizer that
-was. Today's optimizers have further variables, and other orders.
+The old library wrote the result of `get_weights()` of an optimizer from before Keras 2.11: the number of steps, then
+each kind of slot for all variables of the model, one kind after another. The file does not name the optimizer. Current
+optimizers have additional variables, and another order.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from raysgd.tf.objects import registration
 
-# For each optimizer the attributes that hold its slots, in the order in which the old one of that name kept them. Each
-# step of both computes the same from them.
+# For each optimizer the attributes with its slots, in the order of the old optimizer with that name. Both compute the
+# same steps from these slots.
 _SLOTS = {
     "SGD": ("momentums",),
     "Adam": ("_momentums", "_velocities", "_velocity_hats"),
@@ -27,17 +27,17 @@ _SLOTS = {
 
 
 def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
-    """Return the value of each variable of `optimizer`: from `weights` where they have it, else what it is now.
+    """Return a value for each variable of `optimizer`, from `weights` if they contain it, else its current value.
 
-    None where it is not known where they belong.
+    Return None if the weights cannot be matched to the variables.
     """
     variables, inner = registration.variables_of_optimizer(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(inner, "_create_all_weights"):  # of the same kind as in the old library
+    if hasattr(inner, "_create_all_weights"):  # a legacy optimizer, as in the old library
         homes = variables
     else:
         slots = [getattr(inner, attribute, None) or () for attribute in _SLOTS.get(type(inner).__name__, ())]
         homes = [inner.iterations, *(variable for one in slots for variable in one)]
-    homes = homes if len(weights) > 1 else homes[:1]  # tf_keras makes slots for SGD that it does not use
+    homes = homes if len(weights) > 1 else homes[:1]  # tf_keras creates slots for SGD that it does not use
     if [np.shape(weight) for weight in weights] != [tuple(home.shape) for home in homes]:
         return None
     values = {id(home): np.asarray(weight) for home, weight in zip(homes, weights, strict=True)}

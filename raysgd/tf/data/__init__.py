@@ -1,1 +1,1 @@
-"""Datasets of TensorFlow: divided over the workers, and the position in them."""
+"""Datasets of TensorFlow: their division over the workers, and the position in them."""

@@ -1,4 +1,4 @@
-"""Sources of the batches of a replica, the stream over them, and streams as registered data."""
+"""Sources of a replica's batches, the stream over them, and streams as registered data."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class StreamItem:
 
     Attributes:
         batch: The batch.
-        num_samples: This rank's samples in the step; 0 where the batch is only there to take part.
-        num_global: Samples of all ranks in the step; 0 where that is not known.
-        weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
+        num_samples: This rank's samples in the step; 0 if the batch only lets the rank take part.
+        num_global: Samples of all ranks in the step; 0 if unknown.
+        weights: Sums of the sample weights, of this rank and of all ranks; 0 if there are none.
     """
 
     batch: Any
@@ -45,8 +45,8 @@ class StreamItem:
 class Passes:
     """A dataset, and how many passes over it were begun in this process.
 
-    The order of a dataset that is shuffled in each pass depends on that number, and it can only grow. To go back, a
-    copy of the dataset that was never passed over takes its place.
+    If a dataset is shuffled in each pass, its order depends on that number, which only grows. To go back, the dataset
+    is replaced by an unused copy.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -54,23 +54,23 @@ class Passes:
         self._copy: Any = None
         self.dataset = dataset
         self.num_begun = 0
-        self.num_samples: int | None = None  # of a pass; known when one came to its end
+        self.num_samples: int | None = None  # of a pass; known once a pass has ended
         self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin_pass(self) -> None:
-        """Note that a pass is begun."""
+        """Count a pass that begins."""
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
-        """Return whether a pass that was begun can be begun once more, in the same order."""
+        """Return True if a pass can be begun again in the same order."""
         if self.is_shuffled and self._copy is None:
             self._copy = datasets.unused_copy(self._original)
         return not self.is_shuffled or self._copy is not None
 
     def go_to(self, index: int) -> bool:
-        """Make the next pass that of `index`, by drawing what earlier ones drew for their order; False if it cannot.
+        """Make the next pass the one with this index, by beginning the earlier ones. Return False if impossible.
 
-        Without a shuffle all passes are alike.
+        Without a shuffle all passes are equal.
         """
         if not self.is_shuffled:
             return True
@@ -84,22 +84,22 @@ class Passes:
         return True
 
     def counted(self, skipped: int) -> Any:
-        """Return the dataset without its first batches, for loops of others: it notes itself when a pass is begun."""
+        """Return the dataset without its first batches, for loops of Keras: it counts its passes itself."""
         if not self.is_shuffled:
             return self.dataset.skip(skipped) if skipped else self.dataset
         return datasets.noting_passes(self.dataset, skipped, self.begin_pass)
 
 
 class TFDividedSource:
-    """A dataset that the library divides.
+    """A dataset that raysgd divides.
 
     Args:
-        passes: The same dataset on all ranks.
-        sharding: What its batches are.
-        world: The place among the replicas.
-        pads: Whether a rank without samples still takes part in a step, as it must in training.
-        num_global: How many batches of one worker make a step; None: as many as there are workers.
-        seed: What the order of a shuffled dataset depends on.
+        passes: The dataset, the same on all ranks.
+        sharding: "global" or "worker": a batch is for all workers together, or for one.
+        world: The rank and the number of ranks.
+        pads: True if a rank without samples still takes part in a step, as it must in training.
+        num_global: Number of one worker's batches in a step; None for the number of workers.
+        seed: Seed of the order of a shuffled dataset.
     """
 
     is_divided = True
@@ -117,10 +117,10 @@ class TFDividedSource:
         self._num_global = world.size if num_global is None else num_global
 
     def join(self, ranks: Any) -> None:
-        """Do nothing: all of them divide alike, without a word."""
+        """Do nothing: all ranks divide in the same way, without communicating."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        if self._pads:  # the order of a pass to train on goes by its index alone, whatever was done before
+        if self._pads:  # the order of a training pass depends only on its index, not on earlier passes
             self._passes.go_to(pass_index)
         self._passes.begin_pass()
         batches = self._global(datasets.after_samples(self._passes.dataset, consumed))
@@ -133,7 +133,7 @@ class TFDividedSource:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of a pass, once one came to its end."""
+        """Number of samples in a pass; known once a pass has ended."""
         return self._passes.num_samples
 
     def num_steps(self) -> int | None:
@@ -144,7 +144,7 @@ class TFDividedSource:
         return datasets.global_batches(dataset, self._sharding, self._num_global)
 
     def go_to_pass(self, index: int) -> bool:
-        """Make the next pass that of `index`; False where that cannot be done."""
+        """Make the next pass the one with this index. Return False if that is impossible."""
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
@@ -168,14 +168,14 @@ class TFDividedSource:
 
 
 class OwnSource:
-    """A dataset that each rank has its own part of.
+    """A dataset that is not divided: each rank has its own part.
 
-    Ranks that step together may have different numbers of batches: one that has run out repeats its last batch with
-    weight 0 until all have.
+    Ranks that step together may have different numbers of batches. A rank that runs out repeats its last batch with
+    weight 0 until all have run out.
 
     Args:
         dataset: This rank's batches, a `tf.data.Dataset` or any iterable.
-        votes: How ranks that step together agree; None for those that do not.
+        votes: Lets ranks that step together agree; None for ranks that do not step together.
     """
 
     is_divided = False
@@ -184,7 +184,7 @@ class OwnSource:
         self._dataset, self._votes = dataset, votes
 
     def join(self, ranks: Any) -> None:
-        """Called ahead of a call, with the group that it is in, whose votes these are."""
+        """Do nothing: the votes already belong to the group of the call."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         """Start a pass."""
@@ -221,14 +221,14 @@ def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
     vote = votes.ask(coming is not None)
     while vote():
         item, coming = coming, next(items, None) if coming is not None else None
-        vote = votes.ask(coming is not None)  # answered while this step is computed
+        vote = votes.ask(coming is not None)  # the answer arrives while this step is computed
         yield item
 
 
 def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
-    """Return a dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`.
+    """Return a dataset for `fit`: this rank's batches, then empty ones until all ranks have run out.
 
-    Nothing is drawn ahead of time, because ranks agree on each draw, and a `fit` may end before all was drawn.
+    Nothing is prefetched, because ranks agree on each batch, and a `fit` may end before all batches are drawn.
     """
     import tensorflow as tf
 
@@ -243,17 +243,17 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
 
 
 class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
-    """Hands out the batches of a source; looks one ahead, so that the last step of a pass is known when it is taken.
+    """Yields the batches of a source. It looks one batch ahead, so that it knows the last step of a pass in time.
 
     Args:
-        source: Where the batches come from.
-        step: Told about each step before its batch is handed out.
-        next_pass: Called whenever a new pass is opened; returns its index.
-        take_part: Takes a step of other ranks for which this one has no samples. Gets a batch of the right form, which
-            is not handed out.
+        source: Source of the batches.
+        step: Gets the weight of each step before its batch is yielded.
+        next_pass: Called whenever a new pass begins; returns its index.
+        take_part: Takes part in a step of other ranks for which this one has no samples. It gets a batch of the right
+            shape, which is not yielded.
 
     Attributes:
-        consumed: Samples of the pass begun last, of all ranks, in the batches handed out so far.
+        consumed: Samples of all ranks in the batches of the current pass so far.
     """
 
     consumed = 0
@@ -279,7 +279,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return self._completed
 
     def ledger(self) -> DataLedger | None:
-        """Return what became of the samples; None where each rank has its own. May be called from a second thread."""
+        """Return the counts of the pass's samples; None if each rank has its own. May be called from another thread."""
         if not has_divided_source(self):
             return None
         completed = self._completed
@@ -310,9 +310,9 @@ class TFRanks:
     """The replicas of a group, which add up numbers between two steps.
 
     Attributes:
-        rank: The place of this replica.
+        rank: The rank of this replica.
         world_size: The number of replicas.
-        group: What they exchange numbers through.
+        group: The group through which they exchange numbers.
     """
 
     rank: int
@@ -320,7 +320,7 @@ class TFRanks:
     group: Group
 
     def adding(self) -> StartSum:
-        """Return what adds up: at once, in the order of all exchanges of the group."""
+        """Return a function that adds up numbers at once, in the order of all exchanges of the group."""
 
         def start(numbers: Numbers) -> Callable[[], Numbers]:
             self.group.add_up(numbers)
@@ -330,7 +330,7 @@ class TFRanks:
 
 
 def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Look at the shards of a stream, under "train" or "validation"."""
+    """Read the sizes of a stream's shards; `name` is "train" or "validation"."""
     return stream_data(stream, name, Division, world.size)
 
 
@@ -354,7 +354,7 @@ def _item(
 
 
 def dataset_of(stream: Stream) -> Any:
-    """Return the batches of a stream as a `tf.data.Dataset`, in the order of its shards. Looks at the first row."""
+    """Return the batches of a stream as a `tf.data.Dataset`, in the order of its shards. Reads the first row."""
     import tensorflow as tf
 
     in_order = replace(check_batched(stream, "a stream"), buffer=1)

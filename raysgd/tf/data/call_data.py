@@ -1,4 +1,4 @@
-"""Data of one call as TensorFlow takes it: to train and validate on, made in each worker, and to predict."""
+"""Data of one call in TensorFlow: for training and validation, created in each worker, and for prediction."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each
 
 
 def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
-    """Refuse what cannot be used for one call.
+    """Check that data can be used for one call.
 
     Args:
-        dataset: What the call was given.
-        name: What the argument is called.
-        with_fit: Whether Keras's own loops draw the batches.
-        training: Whether it is to train on.
+        dataset: The argument of the call.
+        name: Name of the argument.
+        with_fit: True if Keras's own loops draw the batches.
+        training: True if the call trains.
 
     Raises:
-        TypeError: It is of an unknown kind.
+        TypeError: Its type is not supported.
         ValueError: Keras's own loops cannot use it.
     """
     if dataset is None:
@@ -62,11 +62,11 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of data for a call; None for what none can use."""
+    """Return the kind of data for a call, or None if its type is not supported."""
     if _is_dataset(dataset) or isinstance(dataset, Stream):
         return "batches"
     kind = data_kinds.kind_of(dataset)
-    return None if kind == "shards" else kind  # whose batches are lists of tensors of PyTorch
+    return None if kind == "shards" else kind  # the batches of shards are lists of PyTorch tensors
 
 
 def _is_dataset(dataset: Any) -> bool:
@@ -75,13 +75,13 @@ def _is_dataset(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool) -> CallData | None:
-    """Return the data of a call, ready for workers; None for what none can use.
+    """Return the data of a call, ready to send to workers, or None if its type is not supported.
 
     Args:
-        dataset: What the call was given.
-        config: That of one worker.
-        seed: What the order of shuffled arrays comes from.
-        travels: Whether it goes to other processes.
+        dataset: The argument of the call.
+        config: The config of one worker.
+        seed: Seed of the order of shuffled arrays.
+        travels: True if it is sent to other processes.
 
     Raises:
         ValueError: It cannot be divided over the workers, or there is no batch size.
@@ -111,7 +111,7 @@ def _dataset_maker(data: Arrays, config: Mapping[str, Any], seed: int) -> Callab
 
 
 def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
-    """Return rows in batches of such a size, shuffled again in each pass if any are. Called where the model is."""
+    """Return rows in batches of this size, shuffled again in each pass if wanted. Called in the workers."""
     import tensorflow as tf
 
     rows = tf.data.Dataset.from_tensor_slices(as_batch(arrays, form))
@@ -120,11 +120,11 @@ def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, dr
 
 
 def batches_of(share: CallData, is_distributed: bool) -> Any:
-    """Return the batches of a worker's share; those of whole data are not divided yet.
+    """Return the batches of a worker's share. Data that all workers have is not divided yet.
 
     Raises:
         TypeError, ValueError: A creator returned something else.
-        ValueError: A shuffled dataset would come in another order on each worker.
+        ValueError: A shuffled dataset would have another order on each worker.
     """
     if share.kind == "ray":
         return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
@@ -149,10 +149,10 @@ KINDS = (
 
 
 def source_to_predict(data: Any, asked: BatchRequest) -> Found:
-    """Return where the batches come from, and what the results are returned in.
+    """Return the source of the batches to predict, and the container for the results.
 
     Raises:
-        TypeError: It is of an unknown kind.
+        TypeError: Its type is not supported.
         ValueError: The order of its rows cannot be kept.
     """
     if isinstance(data, Arrays):
@@ -161,7 +161,7 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     if found is not None:
         return found
     if isinstance(data, Stream):
-        batches = BatchesInOrder(data, asked.size, ArrayCollate())  # in the driver, which has no model
+        batches = BatchesInOrder(data, asked.size, ArrayCollate())  # runs in the driver, which has no model
         return source_of_batches(batches, batches.num_batches), ArrayContainer()
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
@@ -183,24 +183,24 @@ def _of_dataset(dataset: Any) -> PredictionSource:
 
 
 def _as_given(batch: Any) -> Any:
-    """Return a batch of any iterable, with arrays for tensors: those of another framework cannot be taken here."""
+    """Return a batch with arrays instead of tensors, because tensors of other frameworks do not work here."""
     return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 
 def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
-    """Yield the batches of a round, and the rows of each."""
+    """Yield the batches of a round, each with its number of rows."""
     assert not isinstance(work, Rows), "datasets of PyTorch only"
     return work.made(as_batch, lambda batch: trees.rows_of(next(iter(trees.leaves(batch)))[1]) or 0)
 
 
 def plain(data: Any) -> Any:
-    """Return the same with arrays for tensors."""
+    """Return the data with arrays instead of tensors."""
     is_tree = isinstance(data, tuple | Mapping) or hasattr(data, "numpy")
     return trees.mapped(data, lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf) if is_tree else data
 
 
 def inputs(batch: Any, has_target: bool) -> Any:
-    """Return what a model gets of a batch to predict, without target and weights."""
+    """Return the model's inputs in a batch, without target and weights."""
     if not isinstance(batch, tuple):
         return batch
     return batch[0] if has_target or len(batch) == 1 else batch

@@ -1,4 +1,4 @@
-"""Checks of `TFTrainer` that refuse an argument before anything starts, and defaults."""
+"""Checks of `TFTrainer`'s arguments before anything starts, and defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
-    """Return the number of workers, under whichever name it was given."""
+    """Return the number of workers, from either of its two options."""
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
             f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one number: pass one."
@@ -30,7 +30,7 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
 
 
 def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
-    """Return the operator class that was passed, or one made of the creators."""
+    """Return the operator class that was passed, or one made from the creators."""
     if operator_cls is None:
         missing = [
             name
@@ -51,7 +51,7 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
 
 
 def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return the function that an operator of creators makes its model with."""
+    """Return the model creator of an operator made from creators."""
     creator: Callable[[dict[str, Any]], Any] = operator_cls._model_creator
     return creator
 
@@ -64,11 +64,11 @@ _INSTEAD = {
     "validation_split": "a dataset cannot be split by Keras. Pass `validation_data`, a dataset or arrays",
     "sample_weight": "the weights belong to the batches. Let the datasets yield `(x, y, sample_weight)`",
 }
-"""Options of Keras that do not apply to what is trained on here, and what to do instead."""
+"""Options of Keras that do not apply here, and what to do instead."""
 
 
 def check_config(settings: TFSettings, num_workers: int) -> None:
-    """Refuse what Keras, or several workers, cannot be given."""
+    """Check that Keras and several workers can use the config."""
     config, options = settings.config, settings.batch_options
     _check_options_for_keras(config)
     if num_workers > 1:
@@ -83,10 +83,10 @@ def check_config(settings: TFSettings, num_workers: int) -> None:
 
 
 def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
-    """Refuse data of a call that cannot be divided by samples, where a global batch is constant.
+    """Check that the data of a call can be divided by samples if a global batch is constant.
 
     Raises:
-        ValueError: They cannot.
+        ValueError: It cannot be divided.
     """
     if settings.batch_options.split_batches and kind_of(dataset) == "ray":
         raise ValueError(
@@ -96,7 +96,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
 
 
 def _check_options_for_keras(config: Mapping[str, Any]) -> None:
-    """Refuse options for Keras of the wrong kind."""
+    """Check the types of options for Keras."""
     for key in ("fit_config", "evaluate_config"):
         options = config.get(key)
         if options is not None and not isinstance(options, Mapping):
@@ -117,7 +117,7 @@ def _callbacks_in(config: Mapping[str, Any], key: str = "fit_config") -> Iterabl
 
 
 def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
-    """Refuse callbacks of Keras that several workers cannot have."""
+    """Check that several workers can use the callbacks of Keras."""
     if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
@@ -127,11 +127,11 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
 
 
 _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
-"""Callbacks of Keras that in each `fit` forget what they have seen, or count epochs from its beginning."""
+"""Callbacks of Keras that forget what they have seen, or count epochs from zero, in each `fit`."""
 
 
 def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
-    """Refuse callbacks of Keras that would begin again in each of so many calls."""
+    """Check that no callback of Keras would start again in each of so many calls."""
     names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
     if names and epochs > 1:
         raise ValueError(
@@ -142,7 +142,7 @@ def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
 
 
 def refuse_keras_file(checkpoint: Any) -> None:
-    """Refuse to write a file that Keras could not read under a name of its own."""
+    """Check that a checkpoint does not have a suffix of Keras, which could not read it."""
     if str(checkpoint).endswith((".keras", ".h5", ".hdf5")):
         raise ValueError(
             f"`checkpoint={checkpoint!r}`: `save` writes an archive of NumPy, which Keras does not read. Call "
@@ -151,16 +151,16 @@ def refuse_keras_file(checkpoint: Any) -> None:
 
 
 def check_undo(undo: Any) -> None:
-    """Refuse copies that a Keras model does not take."""
+    """Check that `undo` is not set, which Keras models do not support."""
     if undo is True:
         raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
 
 
 def check_installed() -> None:
-    """Refuse to start without the packages that the workers will need."""
+    """Check that the packages that the workers need are installed."""
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
 
 
 def reservation_timeout_s() -> float:
-    """Return the seconds that the start of the workers waits for their resources."""
+    """Return how many seconds the start of the workers waits for their resources."""
     return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

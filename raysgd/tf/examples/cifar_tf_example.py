@@ -1,7 +1,7 @@
-"""Trains a small convolutional network on CIFAR-10 with creator functions, the style of the old library.
+"""Trains a small convolutional network on CIFAR-10 with creator functions, in the style of the old library.
 
-Keras downloads the images the first time, 170 MB; a smoke test takes noise instead. `main` is imported by programs and
-tests in the wild.
+Keras downloads the images the first time, 170 MB; a smoke test uses noise instead. Do not rename `main`: existing
+programs and tests import it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def main(
     """Train, evaluate, print, and return the last results.
 
     Args:
-        smoke_test: One epoch on a few images of noise, with a smaller network: only to see that it runs.
+        smoke_test: Train one epoch of a smaller network on a few images of noise, to see that it runs.
         num_replicas: Number of workers.
-        use_gpu: Whether each gets a GPU.
-        augment_data: Whether to mirror and shift the images at random.
+        use_gpu: True if each worker gets a GPU.
+        augment_data: True to mirror and shift the images at random.
         batch_size: Images in a step of all workers.
     """
     config = {

@@ -1,6 +1,6 @@
-"""Fits the line `y = x / 2` with creator functions, the style of the old library; the points are made up.
+"""Fits the line `y = x / 2` with creator functions, in the style of the old library, on generated points.
 
-The names here are imported by programs and tests in the wild.
+Do not rename anything here: existing programs and tests import these names.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def simple_model(config: dict[str, Any]) -> Any:
 
 
 def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Points to train on and points to test on, without end. A batch is that of all workers, who share it."""
+    """Return points for training and for testing, repeated forever. All workers share a batch."""
     batch_size = config["batch_size"]
     train, test = linear_dataset(NUM_TRAIN_SAMPLES), linear_dataset(NUM_TEST_SAMPLES)
     return train.repeat().batch(batch_size), test.repeat().batch(batch_size)
 
 
 def create_config(batch_size: int) -> dict[str, Any]:
-    """Return the config for these creators: as many steps as cover the points once."""
+    """Return the config for these creators, with as many steps as it takes to use each point once."""
     return {
         "batch_size": batch_size,
         "fit_config": {"steps_per_epoch": NUM_TRAIN_SAMPLES // batch_size},
@@ -47,12 +47,12 @@ def create_config(batch_size: int) -> dict[str, Any]:
 
 
 def train_example(num_replicas: int = 1, batch_size: int = 128, use_gpu: bool = False) -> None:
-    """Train and evaluate two times, and print what came of it.
+    """Train and evaluate twice, and print the results.
 
     Args:
         num_replicas: Number of workers.
         batch_size: Samples in a step of all workers.
-        use_gpu: Whether each gets a GPU.
+        use_gpu: True if each worker gets a GPU.
     """
     config = create_config(batch_size)
     with TFTrainer(simple_model, simple_dataset, config=config, num_replicas=num_replicas, use_gpu=use_gpu) as trainer:
@@ -67,7 +67,7 @@ def tune_example(num_replicas: int = 1, use_gpu: bool = False) -> Any:
 
     Args:
         num_replicas: Number of workers of a trial.
-        use_gpu: Whether each gets a GPU.
+        use_gpu: True if each worker gets a GPU.
     """
     from ray import tune
 

@@ -1,4 +1,4 @@
-"""Datasets as the data of one replica: which source is for which dataset, and whether its order can be repeated."""
+"""Datasets as the data of one replica: the source for each dataset, and whether its order can be repeated."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class TFFeed(feed.Feed):
-    """Hands out the streams over datasets.
+    """Makes the streams over datasets.
 
     Args:
-        operator_of: The operator that has registered them.
-        synchronizer: Has the steps.
-        world: The place among the replicas.
-        seed: What the order of shuffled datasets depends on.
-        num_global: How many batches of one worker make a step; None: as many as there are workers.
+        operator_of: Returns the operator that registered the datasets.
+        synchronizer: Takes the steps.
+        world: The rank and the number of ranks.
+        seed: Seed of the order of shuffled datasets.
+        num_global: Number of one worker's batches in a step; None for the number of workers.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class TFFeed(feed.Feed):
         return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
 
     def _take_part(self, batch: Any) -> None:
-        """Take a step of other ranks, for which this one has no samples: it is not the user's to see.
+        """Take part in a step of other ranks for which this rank has no samples. User code does not see it.
 
         Raises:
-            IncompatibleModelError: It is not known what the user's code would do in it.
+            IncompatibleModelError: It is unknown which steps the user's `train_batch` takes.
         """
         operator = self._operator_of()
         if not self._synchronizer.step.usual and type(operator).train_batch is not TrainingOperator.train_batch:
@@ -140,15 +140,15 @@ class TFFeed(feed.Feed):
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
-        """Divide the data again, for a place in another group."""
+        """Divide the data again, for a new rank in another group."""
         self.go_to(self.epoch, self.position())
         self._world = world
         self._is_regrouped = True
 
     def align_validation(self) -> None:
-        """Let a shuffled validation dataset begin with its first order: a new worker has drawn none before.
+        """Start a shuffled validation dataset with its first order, because a new worker starts there.
 
-        It draws its orders apart from the train dataset, whose passes are counted.
+        The order of validation passes is independent of the train dataset, whose passes are counted.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False
@@ -180,5 +180,5 @@ class TFFeed(feed.Feed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Stand for a dataset that was not registered: an error only where a batch is drawn."""
+    """Replace a dataset that was not registered. Raises only when a batch is drawn."""
     raise NoDataError(f"`{name}` was not registered: pass it to `register_data` in `setup`.")

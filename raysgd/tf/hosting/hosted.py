@@ -44,7 +44,7 @@ _OF_KERAS_2 = (
     "File format not supported",
     "end in `.keras`",
 )
-"""What Keras 3 says of `Adam(lr=...)`, `model.save("folder")`, and the like."""
+"""Keras 3's messages for `Adam(lr=...)`, `model.save("folder")`, and the like."""
 _LEGACY_KERAS = (
     "Keras 3 does not take this. If the program is for Keras 2, change the line (`raysgd migrate` finds it), or set "
     "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, and install `tf_keras`."
@@ -52,7 +52,7 @@ _LEGACY_KERAS = (
 
 
 class TFHosted(hosted.Hosted):
-    """An operator of TensorFlow, and what is made for it."""
+    """A TensorFlow operator, with its data, loop and state."""
 
     settings: TFSettings
     operator: TrainingOperator
@@ -64,13 +64,13 @@ class TFHosted(hosted.Hosted):
         self._num_workers = settings.num_workers or world.size
         counts_steps = settings.recovery.snapshot_every_n_steps is not None
         self.synchronizer = Synchronizer(world, self._num_workers, counts_steps)
-        # With a batch size of all workers together a step is the same for any number of them.
+        # If the batch size is that of all workers together, a step is the same for any number of workers.
         num_global = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
 
     def build(self) -> RunnerFacts:
-        """Give all ranks rank 0's weights, too."""
+        """Build the operator, and give all ranks rank 0's weights."""
         settings, synchronizer = self.settings, self.synchronizer
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
@@ -88,7 +88,7 @@ class TFHosted(hosted.Hosted):
         return self.facts()
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
-        """Run the user's `setup`, or creator functions, alike on all ranks."""
+        """Run the user's `setup`, or the creator functions, with equal seeds on all ranks."""
         settings = self.settings
         seed_alike(settings.seed)
         naming.begin_names()
@@ -148,7 +148,7 @@ class TFHosted(hosted.Hosted):
     def edited_by(self, candidate: TFHosted) -> learning_rates.Rates:
         mine, other = self.operator, candidate.operator
         chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
-        present = learning_rates.read(mine._optimizers)  # of tf_keras these are no part of the state
+        present = learning_rates.read(mine._optimizers)  # in tf_keras the rates are not part of the state
         wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
         return learning_rates.differing(learning_rates.read(other._optimizers), wanted)
 
@@ -160,18 +160,18 @@ class TFHosted(hosted.Hosted):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """Take steps on zeros."""
+        """Take steps on zeros, if the operator allows it."""
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
-        self.synchronizer.regroup(World(0, 1))  # no other rank is here yet
+        self.synchronizer.regroup(World(0, 1))  # without other ranks
         with self.synchronizer.exchanges.surfacing_errors():
             operator.warm_up()
 
     def take_place(self, world: World) -> None:
         self.feed.take_place(world)
         self.synchronizer.regroup(world)
-        self.synchronizer.exchanges.forget_call()  # the ranks are compared, and some of them are new
+        self.synchronizer.exchanges.forget_call()  # compare the ranks again, since some are new
         take_place(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -181,7 +181,7 @@ class TFHosted(hosted.Hosted):
         return self.synchronizer.group.receive(source, takers)
 
     def settle_in(self) -> None:
-        """Do nothing: models know no group."""
+        """Do nothing: models do not depend on the group."""
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -204,7 +204,7 @@ class TFHosted(hosted.Hosted):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Give random states back, so that training goes on as if nothing had happened."""
+        """Restore random states afterwards, so that predicting does not affect training."""
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
 
@@ -237,10 +237,10 @@ class TFHosted(hosted.Hosted):
 
 
 def refuse_stateful(models: Iterable[Any]) -> None:
-    """Refuse recurrent layers that carry a state from batch to batch.
+    """Check that no recurrent layer carries a state from batch to batch.
 
     Raises:
-        IncompatibleModelError: There is one.
+        IncompatibleModelError: A recurrent layer does.
     """
     for layer in (layer for model in models for layer in registration.layers_in(model)):
         if hasattr(layer, "cell") and layer.stateful:
@@ -252,12 +252,12 @@ def refuse_stateful(models: Iterable[Any]) -> None:
 
 
 def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
-    """Make all variables where that is possible.
+    """Create all variables, as far as possible.
 
     Args:
         operator: Has registered models and optimizers.
-        uses_fit: Whether the model is compiled, and knows its optimizers.
-        synchronizer: Watches the model then.
+        uses_fit: True if the model is compiled, and knows its optimizer.
+        synchronizer: Watches a model that is traced.
     """
     dataset = operator.train_dataset
     for model in operator._models:
@@ -273,10 +273,10 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Sy
 
 
 def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
-    """Refuse a loss that is no mean over the samples where the user's `forward` computes with it.
+    """Check that a loss used in the user's own `forward` is a mean over samples.
 
     Raises:
-        IncompatibleModelError: The library could not scale it.
+        IncompatibleModelError: The loss is something else, so it could not be scaled.
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
@@ -289,7 +289,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
-    """Return whether something can be done ahead of the first step, which does it in any case.
+    """Do something before the first step, which does it anyway, and return True if it worked.
 
     Raises:
         IncompatibleModelError: The model cannot be used at all.
@@ -298,14 +298,14 @@ def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
         function(*args)
     except IncompatibleModelError:
         raise
-    except Exception as error:  # of user code, which raises it again in the first step if it is no matter of time
+    except Exception as error:  # of user code; a lasting error is raised again in the first step
         logger.debug("could not %s ahead of the first step: %s", what, error)
         return False
     return True
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
-    """Return whether the user's `train_step`, which knows what each optimizer changes, could be traced."""
+    """Trace the user's own `train_step`, which knows the variables of each optimizer. Return True if it worked."""
     model = operator._models[0]
     if model.run_eagerly or not registration.has_own_train_step(model):
         return False
@@ -322,7 +322,7 @@ class OperatorLoop(Loop):
     """The loop of an operator that draws batches.
 
     Attributes:
-        fit: The place of a `fit` of Keras; None where the loop is the operator's.
+        fit: Position of Keras's `fit`; None if the operator has its own loop.
     """
 
     fit: FitStream | None = None
@@ -339,7 +339,7 @@ class OperatorLoop(Loop):
         return self._synchronizer.step
 
     def plain(self, value: Any) -> Any:
-        """Return tensors as numbers where they have one element, and as arrays in any case."""
+        """Return a tensor as a number if it is a scalar, else as an array."""
         value = value.numpy() if hasattr(value, "numpy") else value
         return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
@@ -372,7 +372,7 @@ class OperatorLoop(Loop):
 
 
 class FitLoop(OperatorLoop):
-    """A `fit` of Keras, which draws batches itself: what it waits for data is not known."""
+    """The loop of Keras's `fit`, which draws batches itself, so its waits for data are not measured."""
 
     first_bin = USEFUL
     fit: FitStream
@@ -387,7 +387,7 @@ class FitLoop(OperatorLoop):
         return self.fit.is_whole
 
     def begin_call(self) -> None:
-        self.fit.end()  # one that an exception in user code broke off is not continued
+        self.fit.end()  # a `fit` that an exception in user code ended is not continued
         super().begin_call()
 
     def end_call(self) -> None:
@@ -410,7 +410,7 @@ class FitLoop(OperatorLoop):
         self.fit.break_off()
 
     def ledger(self) -> None:
-        """Return nothing: what Keras draws is counted in steps, and not in samples."""
+        """Return None: Keras's batches are counted as steps, not as samples."""
 
     def progress_text(self) -> str:
         place = self.fit.state()

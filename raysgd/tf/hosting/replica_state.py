@@ -1,6 +1,6 @@
-"""The state of a replica with Keras: what it is made of, whether another one fits, how that is taken over.
+"""The state of a replica with Keras: its contents, checks that another state fits, and loading it.
 
-Random numbers are part of it: alike on all ranks until the replicas are built, and each rank's own from then on.
+It includes random states: equal on all ranks until the replicas are built, and different on each rank afterwards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class KerasState(ReplicaState):
     """Reads and replaces the state of models, optimizers and a `fit`.
 
     Args:
-        operator: Has what is registered, and its own state.
+        operator: Has the registered objects, and its own state.
         feed: Has the position in the data.
-        fit: The place of a `fit` of Keras; None where the operator draws batches.
+        fit: Position of Keras's `fit`; None if the operator draws batches.
     """
 
     def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None) -> None:
@@ -66,7 +66,7 @@ class KerasState(ReplicaState):
 
     def check_own(self, own: Sequence[Any]) -> None:
         seeds = self._seeds()
-        if len(own) == len(seeds):  # those of other layers say nothing about these
+        if len(own) == len(seeds):  # otherwise they belong to other layers
             _check_fit(seeds, own, "the random generators")
 
     def restore_own(self, own: Sequence[Any]) -> None:
@@ -133,14 +133,14 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
 
 
 def seed_alike(seed: int) -> None:
-    """Seed all ranks alike, so that models begin equal and shuffled datasets come in one order."""
+    """Seed all ranks equally, so that models start equal and shuffled datasets have the same order."""
     import tensorflow as tf
 
-    tf.keras.utils.set_random_seed(seed)  # of TensorFlow, NumPy and `random`, and what this Keras draws seeds from
+    tf.keras.utils.set_random_seed(seed)  # TensorFlow, NumPy and `random`, and the seeds of layers
 
 
 def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
-    """Make what is drawn while training, for dropout for example, each rank's own."""
+    """Seed each rank differently for random numbers during training, such as those of dropout."""
     import tensorflow as tf
 
     tf.random.set_seed(seed + rank)
@@ -149,19 +149,19 @@ def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
 
 
 def random_states() -> Any:
-    """Return the states of the generators of NumPy and `random`."""
+    """Return the states of NumPy's and Python's random generators."""
     return np.random.get_state(), random.getstate()
 
 
 def restore_random_states(states: Any) -> None:
-    """Go on where they were."""
+    """Restore the states of NumPy's and Python's random generators."""
     of_numpy, of_python = states
     np.random.set_state(of_numpy)
     random.setstate(of_python)
 
 
 def seeds_of(models: Sequence[Any]) -> list[Any]:
-    """Return what layers of Keras 3 draw random numbers from: variables of models that are no weights."""
+    """Return the seed variables of Keras 3 layers: variables of models that are not weights."""
     known = {id(variable) for model in models for variable in registration.weights_of(model)}
     return [
         variable

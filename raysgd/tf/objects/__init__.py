@@ -1,1 +1,1 @@
-"""Keras's own objects by themselves: models, optimizers, losses, random numbers."""
+"""Operations on Keras's own objects: models, optimizers, losses, random numbers."""

@@ -1,16 +1,16 @@
-"""Division of `tf.data` over the replicas.
+"""Division of `tf.data` datasets over the replicas.
 
-Each replica makes the same dataset and takes its part of every step:
+Each replica creates the same dataset and takes its part of every step:
 
-* `"global"`: a batch of the dataset is that of all workers together, as with TensorFlow's strategies. Each worker takes
-  an equal run of it, lower ranks first.
-* `"worker"`: a batch of the dataset is that of one worker. As many batches as there are workers make a step, and their
-  samples, in order, are divided in the same way.
+* `"global"`: a batch of the dataset is for all workers together, as with TensorFlow's strategies. Each worker takes an
+  equal slice of it, lower ranks first.
+* `"worker"`: a batch of the dataset is for one worker. A step has as many batches as there are workers. Their samples
+  are joined in order, and divided in the same way.
 
-So N workers see in a step what one process sees in the global batch, in the same order, and each sample of a pass is
-used once. A dataset whose auto-shard policy is OFF is not divided: each worker brings its own part.
+So a step of N workers has the same samples in the same order as one process with the global batch, and each sample of a
+pass is used once. A dataset whose auto-shard policy is OFF is not divided: each worker has its own part.
 
-Why data is divided by global batches: ADR 2.
+ADR 2 says why data is divided by global batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_FIRST_ORDER = (
     "be repeated or left out: leave out the shuffle, which a validation does not need"
 )
 
-_IGNORE = 1  # state outside of a dataset, such as that of Python functions, stays what it is
+_IGNORE = 1  # policy for state outside the dataset, such as that of Python functions: do not copy it
 
 _ADVICE = "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`"
 _ADVICE_FOR_INDEXED = (  # a `PyDataset` of Keras 3, or a `Sequence` of tf_keras
@@ -43,12 +43,12 @@ Sharding = Literal["global", "worker"]
 
 
 def signature_of(dataset: Any) -> str:
-    """Return what must be alike on all ranks for a dataset to be divided."""
+    """Return a text that must be equal on all ranks if a dataset is divided."""
     return f"{int(dataset.cardinality())} batches of {dataset.element_spec!r}"
 
 
 def is_divided(dataset: Any) -> bool:
-    """Return whether the library divides it: not if its auto-shard policy is OFF."""
+    """Return True if raysgd divides the dataset, which it does unless its auto-shard policy is OFF."""
     import tensorflow as tf
 
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -56,7 +56,7 @@ def is_divided(dataset: Any) -> bool:
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """Return a `tf.data.Dataset` that is a worker's part already, marked so that it is not divided again."""
+    """Mark a `tf.data.Dataset` that is already a worker's part, so that it is not divided again."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -65,12 +65,12 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 
 def is_shuffled(dataset: Any) -> bool:
-    """Return whether a shuffle is part of the dataset, so that its order may differ from pass to pass."""
+    """Return True if the dataset contains a shuffle, so that its order may change from pass to pass."""
     return bool(_shuffles_of(dataset))
 
 
 def share_a_shuffle(first: Any, second: Any) -> bool:
-    """Return whether a shuffle is part of both datasets, so that a pass over one changes the order of the other."""
+    """Return True if both datasets contain the same shuffle, so that a pass over one changes the order of the other."""
     return not _shuffles_of(first).isdisjoint(_shuffles_of(second))
 
 
@@ -86,10 +86,10 @@ def _inputs_of(dataset: Any) -> Sequence[Any]:
 
 
 def unused_copy(dataset: Any) -> Any:
-    """Return the same dataset as if no pass over it had begun, so that its shuffles start over; None if impossible.
+    """Return a copy of the dataset whose shuffles start over, as before its first pass; None if impossible.
 
-    A shuffle draws the order of each pass from a generator, which lies apart from the dataset under a name. In the copy
-    the name is another one. Arrays in the dataset are copied, too.
+    A shuffle draws the order of each pass from a generator that is stored outside the dataset, under a name. The copy
+    uses another name. Arrays in the dataset are copied, too.
     """
     import tensorflow as tf
 
@@ -102,7 +102,7 @@ def unused_copy(dataset: Any) -> Any:
 
 
 def in_first_order(dataset: Any) -> Any:
-    """Return the dataset, whose shuffles begin with their first order, as they do in a new worker."""
+    """Return the dataset with shuffles that start with their first order, as in a new worker."""
     copy = unused_copy(dataset) if is_shuffled(dataset) else dataset
     if copy is None:
         logger.warning(NO_FIRST_ORDER)
@@ -114,10 +114,10 @@ def _packed_graph(dataset: Any, change: Callable[[Any], None]) -> bytes:
 
     Args:
         dataset: The dataset.
-        change: Is given its graph before it is packed.
+        change: Called with its graph before it is packed.
 
     Raises:
-        ValueError: It cannot be packed, because it is too large for a message, for instance; or `change` refuses it.
+        ValueError: It cannot be packed, for instance because it is too large for a message; or `change` raised.
     """
     import tensorflow as tf
 
@@ -127,7 +127,7 @@ def _packed_graph(dataset: Any, change: Callable[[Any], None]) -> bytes:
         graph = tf.compat.v1.GraphDef.FromString(text)
         change(graph)
         packed: bytes = graph.SerializeToString()
-    except Exception as error:  # of any class: TensorFlow and protobuf raise various ones
+    except Exception as error:  # TensorFlow and protobuf raise various classes
         raise ValueError(str(error)) from error
     return packed
 
@@ -140,28 +140,28 @@ def _dataset_of(graph: bytes, element_spec: Any) -> Any:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """A dataset that travels between processes: as a graph, with the arrays that it holds."""
+    """A dataset that can be sent to other processes: a graph that includes the dataset's arrays."""
 
     graph: bytes
     element_spec: Any
     is_divided: bool
 
     def make(self) -> Any:
-        """Return the dataset, as if no pass over it had been begun."""
+        """Return the dataset, in the state before its first pass."""
         dataset = _dataset_of(self.graph, self.element_spec)
         return dataset if self.is_divided else prepare_dataset_shard(dataset)
 
 
 def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
-    """Make a dataset ready to travel.
+    """Prepare a dataset to be sent to other processes.
 
     Args:
-        name: What it is called, for errors.
+        name: Its name in errors.
         dataset: The dataset.
-        advice: What to do instead where that cannot be.
+        advice: Advice for the case that it cannot be sent.
 
     Raises:
-        ValueError: It has parts that only its own process has, or is too large for a message.
+        ValueError: Parts of it exist only in this process, or it is too large for a message.
     """
     advice = f"`{name}`: " + (
         advice or "make this dataset in `data_creator` instead, with `config['fit_config']['validation_data'] = ...`"
@@ -180,12 +180,12 @@ def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
 
 
 def unpacked(dataset: Any) -> Any:
-    """Return the dataset, as if no pass over it had been begun if it has traveled; anything else as it is."""
+    """Return the dataset, created again if it was sent as a `PackedDataset`."""
     return dataset.make() if isinstance(dataset, PackedDataset) else dataset
 
 
 def check_can_be_divided(name: str, data: Any) -> None:
-    """Refuse what workers cannot divide; needs no TensorFlow.
+    """Check that workers can divide the data. Does not load TensorFlow.
 
     Raises:
         TypeError: It is neither a dataset nor made of arrays.
@@ -213,15 +213,15 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
-    """Return what `fit` takes as `validation_data`, as a dataset of batches.
+    """Return the `validation_data` of `fit` as a dataset of batches.
 
     Args:
-        name: Where it comes from, for errors.
-        data: A dataset, or arrays as `fit` takes them.
-        batch_size: For arrays.
+        name: Its name in errors.
+        data: A dataset, or arrays in the form that `fit` accepts.
+        batch_size: Batch size for arrays.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is neither of these.
         ValueError: Its elements are not batches.
     """
     import tensorflow as tf
@@ -237,7 +237,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Give every shuffle in the graph its own generator: one that does not exist is made."""
+    """Give every shuffle in the graph its own generator, under a new name."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
@@ -249,7 +249,7 @@ def _rename_generators(graph: Any) -> None:
 
 
 def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
-    """Return the dataset without its first batches, which calls `note` whenever somebody begins to draw from it."""
+    """Return the dataset without its first batches; it calls `note` whenever an iteration begins."""
     import tensorflow as tf
 
     def begin(_: Any) -> Any:
@@ -266,7 +266,7 @@ def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
 
 
 def check_dataset(name: str, dataset: Any) -> None:
-    """Refuse what is no batched `tf.data.Dataset`.
+    """Check that `dataset` is a `tf.data.Dataset` of batches.
 
     Raises:
         TypeError: It is not a dataset.
@@ -291,10 +291,10 @@ def check_dataset(name: str, dataset: Any) -> None:
 
 
 def refuse_sparse(dataset: Any) -> None:
-    """Refuse batches of which no part can be taken.
+    """Check that batches can be sliced.
 
     Raises:
-        ValueError: They have a `SparseTensor`.
+        ValueError: They contain a `SparseTensor`.
     """
     import tensorflow as tf
 
@@ -307,7 +307,7 @@ def refuse_sparse(dataset: Any) -> None:
 
 
 def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
-    """Return the dataset of the batches of all workers together: those it has, or each of so many of them."""
+    """Return the dataset of global batches: its own batches, or each `num_batches` of them joined."""
     refuse_sparse(dataset)
     if sharding == "global" or num_batches == 1:
         return dataset
@@ -316,14 +316,14 @@ def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
 
 
 def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return this rank's part of each of the global batches; empty where there are fewer samples than workers."""
+    """Return this rank's part of each global batch. It is empty if there are fewer samples than workers."""
     return dataset.map(_on_element(dataset, lambda batch: _part(batch, rank, num_workers))).prefetch(2)
 
 
 def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return the same with numbers: `(part, samples in it, samples in the global batch, and the weights of both)`.
+    """Return `(part, samples in it, samples in the global batch, sums of the weights of both)` for each global batch.
 
-    A rank without samples gets one that another rank has, and the number 0, so that it can take part in the step.
+    A rank without samples gets one of another rank's samples and the number 0, so that it can take part in the step.
     """
 
     def counted(batch: Any) -> Any:
@@ -338,12 +338,12 @@ def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 
 
 def without_empty(dataset: Any) -> Any:
-    """Leave out batches without samples: for evaluation, where ranks may have different numbers of batches."""
+    """Drop batches without samples: for evaluation, where ranks may have different numbers of batches."""
     return dataset.filter(_on_element(dataset, lambda batch: num_samples(batch) > 0))
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """Return a dataset that is not divided, with its batches cut to the size that a strategy would give each worker."""
+    """Cut the batches of a dataset that is not divided to the size that a strategy would give each worker."""
 
     def pieces(batch: Any) -> Any:
         import tensorflow as tf
@@ -354,7 +354,7 @@ def own_part_of(dataset: Any, num_workers: int) -> Any:
 
 
 def after_samples(dataset: Any, consumed: int) -> Any:
-    """Return the rest of a dataset of batches after so many samples; the first batch may be a piece of one."""
+    """Return the rest of a dataset of batches after so many samples. Its first batch may be incomplete."""
     import tensorflow as tf
 
     def cut(seen: Any, batch: Any) -> Any:
@@ -379,7 +379,7 @@ def num_samples(batch: Any) -> Any:
 
 
 def sum_of_weights(batch: Any) -> Any:
-    """Return the sum of the weights that a batch has in its third place, as `fit` takes it apart; else 0."""
+    """Return the sum of the sample weights in a batch `(x, y, sample_weight)`; 0 without weights."""
     import tensorflow as tf
 
     weights = batch[2] if isinstance(batch, tuple) and len(batch) > 2 else None
@@ -387,16 +387,16 @@ def sum_of_weights(batch: Any) -> Any:
 
 
 def zeros_like(dataset: Any) -> Any:
-    """Return a dataset of the same kind with one batch of zeros."""
+    """Return a dataset of the same element type with one batch of zeros."""
     import tensorflow as tf
 
     batch = zeros(dataset.element_spec, 1)
     made = tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=dataset.element_spec)
-    return made.apply(tf.data.experimental.assert_cardinality(1))  # else Keras warns that the data ran out
+    return made.apply(tf.data.experimental.assert_cardinality(1))  # else Keras warns that it ran out of data
 
 
 def zeros(element_spec: Any, num_samples: int) -> Any:
-    """Return a batch of zeros, or of empty texts, with so many samples where the number is not fixed."""
+    """Return a batch of zeros, or of empty strings; `num_samples` replaces unknown sizes."""
     import tensorflow as tf
 
     def of(part: Any) -> Any:
@@ -407,9 +407,9 @@ def zeros(element_spec: Any, num_samples: int) -> Any:
 
 
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return `function` as a dataset's methods want it: they hand over the parts of a tuple one by one.
+    """Return `function` for methods of a dataset, which pass the parts of a tuple as separate arguments.
 
-    Nothing in here needs AutoGraph, which would write a file for each function.
+    AutoGraph is off, since nothing here needs it, and it would write a file for each function.
     """
     import tensorflow as tf
 
@@ -438,7 +438,7 @@ def _part(batch: Any, rank: Any, num_workers: int) -> Any:
 
 
 def _joined(batches: Any) -> Any:
-    """Return several batches as one, in order."""
+    """Join several batches into one, in order."""
     import tensorflow as tf
 
     def join(tensor: Any) -> Any:

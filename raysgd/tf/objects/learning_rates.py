@@ -1,4 +1,4 @@
-"""The learning rates of Keras optimizers: read, set, and compared between two set-ups."""
+"""Learning rates of Keras optimizers: read, set, and compared between two set-ups."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Rates = Sequence[float | None]
-"""Of each optimizer; None for one that follows a schedule, or has no rate that can be set."""
+"""One rate for each optimizer; None if it follows a schedule, or its rate cannot be set."""
 
 
 def read(optimizers: Iterable[Any]) -> list[float | None]:
-    """Return the rates that optimizers have now."""
+    """Return the current rates of optimizers."""
     return [_read(optimizer) for optimizer in optimizers]
 
 
 def _read(optimizer: Any) -> float | None:
     chosen = getattr(optimizer, "inner_optimizer", optimizer).get_config().get("learning_rate")
-    is_scheduled = isinstance(chosen, Mapping)  # tf_keras would let its present value be set, and forget it
+    is_scheduled = isinstance(chosen, Mapping)  # tf_keras would accept a value, and forget it
     rate: Any = getattr(optimizer, "learning_rate", None)
     return float(rate.numpy()) if hasattr(rate, "assign") and not is_scheduled else None
 
 
 def apply(rates: Rates, optimizers: Iterable[Any]) -> None:
-    """Set optimizers to rates; None leaves one as it is."""
+    """Set the rates of optimizers; None leaves a rate unchanged."""
     for rate, optimizer in zip(rates, optimizers, strict=True):
         if rate is not None:
             optimizer.learning_rate.assign(rate)
 
 
 def differing(before: Rates, after: Rates) -> list[float | None]:
-    """Return only the rates of `after` that differ from those before, for `apply`; an empty list if none does."""
+    """Return the rates of `after` that differ from those before, and None for the others; empty if none differs."""
     found = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
     return found if any(rate is not None for rate in found) else []

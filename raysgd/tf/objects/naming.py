@@ -1,4 +1,4 @@
-"""Names of layers and metrics that Keras makes up, by counting the objects of the process."""
+"""Default names of Keras layers and metrics, which Keras numbers by counting the objects of the process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _first_counts: Mapping[str, int] | None = None  # before the first `setup` of th
 
 
 def begin_names() -> None:
-    """Let the next `setup` get the names that a new process gives, however many this process has run.
+    """Let the next `setup` get the names of a new process, even if this process has run others before.
 
-    Results go by the names of metrics, and `auc` would be `auc_1` on workers that have run `setup` twice.
+    Results are named by metrics, and `auc` would be `auc_1` on workers that have run `setup` twice.
     """
     global _first_counts
     import tensorflow as tf
@@ -34,7 +34,7 @@ def begin_names() -> None:
 
 
 def _counts_of_keras() -> dict[str, int]:
-    """Return what Keras 3 counts by in this thread; nothing that matters where a new version hides it."""
+    """Return Keras 3's name counts of this thread, or a new dict if a newer version hides them."""
     attribute: Any = find_name("keras.src.backend.common.global_state:get_global_attribute")
     fresh: dict[str, int] = defaultdict(int)
     if attribute is None:

@@ -1,4 +1,4 @@
-"""Arguments of `register`: one Keras object or several, of Keras 3 or tf_keras, handed back in the same container."""
+"""Arguments of `register`: one Keras object or several, of Keras 3 or tf_keras, returned in the same container."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.worker.operator import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:
-    """Return one Keras model or several."""
+    """Check one Keras model or several."""
     parts = parts_of("models", given, partial(_has, "trainable_weights"), "a Keras model")
     for model in parts.items:
         check_framework(model)
@@ -23,23 +23,23 @@ def models_of(given: Any) -> RegisteredParts:
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
-    """Return one Keras optimizer or several."""
+    """Check one Keras optimizer or several."""
     return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer, made and not named")
 
 
 def metrics_of(given: Any) -> RegisteredParts:
-    """Return one Keras metric or several."""
+    """Check one Keras metric or several."""
     return parts_of("metrics", given, partial(_has, "update_state"), "a Keras metric")
 
 
 def _has(name: str, item: Any) -> bool:
-    return hasattr(type(item), name)  # of the class: models without variables yet raise when asked for them
+    return hasattr(type(item), name)  # not of the instance: properties of unbuilt models raise
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """Return the optimizers among the attributes of a model and its parts, first the one that it is compiled with.
+    """Return the optimizers among the attributes of a model and its layers, first the one that it is compiled with.
 
-    One inside a loss scale is left out: what is around it stands for it.
+    An optimizer inside a `LossScaleOptimizer` is represented by that one.
     """
     found = {id(optimizer): optimizer for optimizer in (model.optimizer, *_optimizers_of_parts(model))}
     inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
@@ -61,33 +61,33 @@ def layers_in(model: Any) -> list[Any]:
 
 
 def replace_method(owner: Any, name: str, function: Any) -> None:
-    """Put ours in the place of a method of a model or an optimizer, past Keras, which tracks what it is given."""
+    """Replace a method of a model or an optimizer, bypassing Keras, which tracks attributes that are set."""
     function._is_of_raysgd = True
     object.__setattr__(owner, name, function)
 
 
 def is_replaced(owner: Any, name: str) -> bool:
-    """Return whether an instance has ours in the place of a method of its class."""
+    """Return True if `replace_method` replaced this method of an instance."""
     return getattr(vars(owner).get(name), "_is_of_raysgd", False)
 
 
 def is_legacy(keras_object: Any) -> bool:
-    """Return whether an object is of tf_keras (Keras 2) and not of Keras 3."""
+    """Return True if an object belongs to tf_keras (Keras 2), False for Keras 3."""
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
 
 
 def keras_of(keras_object: Any) -> Any:
-    """Return the module that an object is of: Keras 3 or tf_keras."""
+    """Return the package of an object: Keras 3 or tf_keras."""
     return importlib.import_module("tf_keras" if is_legacy(keras_object) else "keras")
 
 
 def class_names(keras_object: Any) -> set[str]:
-    """Return the names of an object's class and of those that it is derived from."""
+    """Return the names of an object's class and its base classes."""
     return {base.__name__ for base in type(keras_object).__mro__}
 
 
 def steps_per_execution(model: Any) -> int:
-    """Return how many steps a compiled model takes at once."""
+    """Return the `steps_per_execution` of a compiled model."""
     if is_legacy(model):
         require_names(model, "_steps_per_execution")
         return int(model._steps_per_execution.numpy())
@@ -95,10 +95,10 @@ def steps_per_execution(model: Any) -> int:
 
 
 def check_framework(model: Any) -> None:
-    """Refuse a Keras that does not run on TensorFlow.
+    """Check that Keras runs on TensorFlow.
 
     Raises:
-        IncompatibleModelError: It is Keras 3 on another framework.
+        IncompatibleModelError: Keras 3 runs on another framework.
     """
     keras = sys.modules.get("keras")
     if is_legacy(model) or keras is None or not hasattr(keras, "config"):
@@ -112,10 +112,10 @@ def check_framework(model: Any) -> None:
 
 
 def require_compiled(model: Any, where: str) -> None:
-    """Refuse a model that was not compiled.
+    """Check that a model is compiled.
 
     Raises:
-        IncompatibleModelError: It was not.
+        IncompatibleModelError: The model is not compiled.
     """
     if getattr(model, "optimizer", None) is None:
         raise IncompatibleModelError(
@@ -125,7 +125,7 @@ def require_compiled(model: Any, where: str) -> None:
 
 
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
-    """Return the optimizer, in a `LossScaleOptimizer` if a model computes in float16 and it is not one yet."""
+    """Return the optimizer, in a `LossScaleOptimizer` if a model computes in float16, unless it already is one."""
     policies = {_policy_of(model) for model in models}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -139,12 +139,12 @@ def _policy_of(model: Any) -> str:
 
 
 def weights_of(model: Any) -> list[Any]:
-    """Return the weights of a model; an empty list for one that has not seen its input yet."""
+    """Return the weights of a model; an empty list if it has not been built."""
     return list(model.weights) if model.built else []
 
 
 def take_weights_in(model: Any) -> None:
-    """Let layers use weights that were set from outside: those that adapt keep what they computed from theirs."""
+    """Let layers use weights that were set from outside: adapted layers cache values computed from theirs."""
     for layer in layers_in(model):
         finalize = getattr(layer, "finalize_state", None)
         if layer is not model and finalize is not None and layer.built and layer.weights:
@@ -152,39 +152,39 @@ def take_weights_in(model: Any) -> None:
 
 
 def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[str]:
-    """Return the names of those variables that no model has."""
+    """Return the names of the variables that belong to no model."""
     known = {id(variable) for model in models for variable in model.variables}
     return [str(getattr(one, "path", None) or one.name) for one in variables if id(one) not in known]
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
-    """Return the state of an optimizer: counters, slots, and those of the optimizer inside a loss scale."""
+    """Return the state of an optimizer: counters and slots, including those inside a loss scale."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
 def build_model(model: Any, element_spec: Any) -> None:
-    """Make the variables of a model that knows its input only when it sees one, by showing it zeros."""
+    """Create the variables of a model that needs to see its input for that, by passing zeros."""
     if model.built and model.weights:
         return
     model(zeros(element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec, 1))
 
 
 def has_own_train_step(model: Any) -> bool:
-    """Return whether a model was given a `train_step` by the user."""
+    """Return True if the user has overridden `train_step`."""
     return not is_stock(type(model).train_step)
 
 
 def is_stock(part: Any) -> bool:
-    """Return whether a layer, a loss or a method is of Keras or of this library, and not of the user."""
+    """Return True if a layer, loss or method belongs to Keras or raysgd, False if it is the user's."""
     return getattr(part, "__module__", "keras").partition(".")[0] in ("keras", "tf_keras", "raysgd")
 
 
 def refuse_unreduced_loss(model: Any) -> None:
-    """Refuse a compiled loss that stays a number for each sample: there is no rule for joining it across ranks.
+    """Check that a compiled loss is reduced to one number: unreduced losses cannot be combined across ranks.
 
     Raises:
-        IncompatibleModelError: Keras's own step would add such a loss up.
+        IncompatibleModelError: The loss is unreduced, so Keras's own step would add it up.
     """
     import tensorflow as tf
 
@@ -198,14 +198,14 @@ def refuse_unreduced_loss(model: Any) -> None:
 
 
 def trace_train_step(model: Any, element_spec: Any) -> None:
-    """Make the variables of all optimizers that a `train_step` uses, by tracing it; nothing is computed."""
+    """Create the variables of all optimizers that a `train_step` uses, by tracing it without computing anything."""
     import tensorflow as tf
 
     tf.function(model.train_step, autograph=is_legacy(model)).get_concrete_function(element_spec)
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Make the slots of an optimizer."""
+    """Create the slots of an optimizer."""
     if hasattr(optimizer, "build"):
         if not getattr(optimizer, "built", False) or is_legacy(optimizer):
             optimizer.build(list(variables))

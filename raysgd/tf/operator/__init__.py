@@ -1,1 +1,1 @@
-"""The library's records about an operator."""
+"""Records about an operator."""

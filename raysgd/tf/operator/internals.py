@@ -1,4 +1,4 @@
-"""The settings of a replica of TensorFlow, and the records about its operator: what it has, and its compiled steps."""
+"""Settings of a TensorFlow replica, and records about its operator: registered objects and compiled steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raysgd.worker.operator import Internals, required
 
 @dataclass(frozen=True)
 class TFSettings(ReplicaSettings):
-    """The settings that every replica is made from. The docstring of `TFTrainer` says what each field means.
+    """The settings from which every replica is made. The docstring of `TFTrainer` explains each field.
 
     Attributes:
-        num_workers: How many there are meant to be; None: as many as there are when the replica is made.
+        num_workers: The intended number of workers; None for the number when the replica is made.
 
     Raises:
-        ValueError: A value cannot work.
+        ValueError: A value is not allowed.
     """
 
     seed: int
@@ -43,7 +43,7 @@ class TFSettings(ReplicaSettings):
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """The place of one operator among its replicas, and the objects that it works with."""
+    """The rank of an operator among its replicas, and the objects that it works with."""
 
     settings: TFSettings
     world: World
@@ -52,7 +52,7 @@ class OperatorContext:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The record of what `register` was given; all empty before."""
+    """The arguments of `register`; empty before it is called."""
 
     models: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
@@ -62,11 +62,11 @@ class RegisteredObjects:
 
 @dataclass(frozen=True)
 class RegisteredData:
-    """The record of what `register_data` was given.
+    """The arguments of `register_data`.
 
     Attributes:
-        ray_loaders: What is behind datasets that were of Ray Data, under "train" and "validation".
-        streams: The same of those that were streams.
+        ray_loaders: Loaders of datasets that were of Ray Data, under "train" and "validation".
+        streams: Streams, under the same names.
     """
 
     train_dataset: Any = None
@@ -80,13 +80,13 @@ class TFInternals(Internals):
     """See `raysgd.worker.operator.Internals`.
 
     Attributes:
-        registered: The record of models, optimizers, loss and metrics.
-        data: The record of datasets.
-        train_function: `train_step`, compiled; None before it is needed.
-        test_function: `test_step`, compiled.
-        chosen_rates: The learning rates of the optimizers as `setup` chose them; None for one that cannot be set.
-        num_left_out: Steps since the last batch that other ranks had samples for, and this one had none.
-        fit: Where a `fit` of Keras is, for operators made of creator functions.
+        registered: The registered models, optimizers, loss and metrics.
+        data: The registered datasets.
+        train_function: The compiled `train_step`; None before it is needed.
+        test_function: The compiled `test_step`.
+        chosen_rates: The learning rates that `setup` chose for the optimizers; None for one that cannot be set.
+        num_left_out: Number of steps since the last batch for which other ranks had samples, and this one had none.
+        fit: Position of Keras's `fit`, for operators made from creator functions.
     """
 
     context: OperatorContext
@@ -101,16 +101,16 @@ class TFInternals(Internals):
         self._predict_function: Any = None
         self.num_left_out = 0
         self.chosen_rates: list[float | None] = []
-        self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
+        self._trained: tuple[int, tuple[int, ...]] | None = None  # ids of the optimizer and the variables
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step as a graph, unless the user wants to look into it."""
+        """Return a step compiled to a graph, unless the operator runs eagerly."""
         import tensorflow as tf
 
         return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
 
     def forget_stale_steps(self) -> None:
-        """Let the steps be traced again if variables or optimizers have changed since."""
+        """Let the steps be traced again if variables or optimizers have changed."""
         models = self.registered.models
         trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]
         kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
@@ -120,7 +120,7 @@ class TFInternals(Internals):
         self._trained = kind
 
     def mean_loss(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the loss of a batch: the mean over the samples, or what a loss of Keras says that it is."""
+        """Return the loss of a batch: the mean over samples, or the reduction of a Keras loss."""
         import tensorflow as tf
 
         losses = self.context.synchronizer.losses
@@ -129,7 +129,7 @@ class TFInternals(Internals):
         return tf.reduce_mean(loss(target, output) if weight is None else loss(target, output, weight))
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Return what the stock `predict_batch` returns."""
+        """Return the result of the stock `predict_batch`."""
         self.forget_stale_steps()
         if self._predict_function is None:
             model = required(self._operator, "model")
@@ -138,17 +138,17 @@ class TFInternals(Internals):
             return self._predict_function(inputs(batch, info.get(HAS_TARGET, False)))
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples of a batch count."""
+        """Return the number of samples of a batch that count."""
         known = self.context.synchronizer.step.num_samples
         return int(num_samples(batch)) if known is None else known
 
     def reset_metrics(self) -> None:
-        """Let the registered metrics forget what they have seen."""
+        """Reset the registered metrics."""
         for metric in self.registered.metrics:
             metric.reset_state()
 
     def metric_results(self, prefix: str) -> dict[str, float]:
-        """Return the results of the registered metrics over all workers."""
+        """Return the results of the registered metrics, merged over all workers."""
         metrics = self.registered.metrics
         with merged(self.context.synchronizer.group, metrics):
             return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
@@ -159,5 +159,5 @@ class TFInternals(Internals):
 
 
 def _number(value: Any) -> Any:
-    """Return a tensor of one element as a number."""
+    """Return a tensor as a NumPy value."""
     return value.numpy() if hasattr(value, "numpy") else value

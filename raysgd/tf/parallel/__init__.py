@@ -1,1 +1,1 @@
-"""Equal copies of a model: gradients, metrics and variables of all workers."""
+"""Keeps the copies of a model equal: gradients, metrics and variables of all workers."""

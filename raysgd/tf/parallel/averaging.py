@@ -1,4 +1,4 @@
-"""The average of the gradients of all ranks, by samples, in one exchange for each step."""
+"""Averages the gradients of all ranks, weighted by samples, in one exchange per step."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from raysgd.tf.parallel.step import Exchange, TracedStep
 from raysgd.worker.ledger import Ledger
 
 _EQUAL_WEIGHTS = 1e-6
-"""The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
+"""Tolerance for the sum of the ranks' weights, which is 1 in steps with as many samples as the first one."""
 
 REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
-"""What the library raises in a step that is traced."""
+"""Errors that raysgd raises in a step while it is traced."""
 
 _ALIGNMENT = 64
-"""Bytes to whose multiple every gradient starts in the buffer: TensorFlow then uses it where it lies."""
+"""Alignment of gradients in the buffer, in bytes. TensorFlow then uses them without a copy."""
 
 
 class ExchangeRecord:
-    """Counts and times the exchanges of gradients, and holds the group that they go through.
+    """Counts and times the exchanges of gradients, and holds the group that they use.
 
     Attributes:
-        group: The ranks; another object once the replica has joined another group.
-        before_exchange: Called ahead of each exchange, in one of TensorFlow's threads, if it is set. What it raises
+        group: The ranks; replaced when the replica joins another group.
+        before_exchange: Called before each exchange, in one of TensorFlow's threads, if it is set. An exception in it
             ends the step before it has changed a weight.
-        num_completed: Exchanges of gradients that were completed.
-        num_per_step: How many a step of a model that is watched has.
-        own_s: Seconds of the training call that were not spent in exchanges, up to the last one.
-        ledger: Is told when exchanges begin and end.
+        num_completed: Number of completed exchanges.
+        num_per_step: Number of exchanges in a step of a watched model.
+        own_s: Seconds of the training call spent outside exchanges, up to the last one.
+        ledger: Notified when exchanges begin and end.
     """
 
     def __init__(self, group: Group) -> None:
@@ -46,17 +46,17 @@ class ExchangeRecord:
         self.num_per_step = 1
         self.own_s = 0.0
         self.ledger: Ledger | None = None
-        self._left_at: float | None = None  # when the last exchange of the call was over
-        self._num_samples = 0.0  # of this rank, in all exchanges
+        self._left_at: float | None = None  # end of the last exchange of the call
+        self._num_samples = 0.0  # of this rank, summed over all exchanges
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
-        """Forget what was measured."""
+        """Reset the measurements of a call."""
         self.own_s, self._num_samples = 0.0, 0.0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Inside is a training call, or a part of one."""
+        """Measure a training call, or a part of one."""
         self._left_at = time.perf_counter()
         try:
             yield
@@ -64,18 +64,18 @@ class ExchangeRecord:
             self._left_at = None
 
     def own_so_far(self) -> float:
-        """Return `own_s` with the time since the last exchange, as while user code hangs."""
+        """Return `own_s` plus the time since the last exchange, which shows that user code hangs."""
         own_s, left_at = self.own_s, self._left_at
         return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
 
     @property
     def num_samples(self) -> int:
-        """Samples of this rank in the steps of the training call."""
+        """Number of this rank's samples in the steps of the training call."""
         return int(self._num_samples / self.num_per_step)
 
     @contextmanager
     def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Inside is an exchange, to which this rank comes with so many samples."""
+        """Count and time an exchange to which this rank contributes so many samples."""
         is_measured = self._left_at is not None
         if self._left_at is not None:
             self.own_s, self._left_at = self.own_so_far(), None
@@ -88,23 +88,23 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """Raise what an exchange raised, instead of the words that TensorFlow makes of it."""
+        """Raise the exception of an exchange itself, instead of the error that TensorFlow makes of it."""
         self._error = None
         try:
             yield
-        except Exception as error:  # TensorFlow makes errors of many classes of one
+        except Exception as error:  # TensorFlow replaces an exception by one of several classes
             cause, self._error = self._error, None
             if cause is None:
                 raise
             raise cause from error
 
     def note_error(self, error: BaseException) -> None:
-        """Remember what an exchange raised on its way through TensorFlow."""
+        """Remember an exception of an exchange, because TensorFlow replaces it."""
         self._error = self._error or error
 
     @contextmanager
     def noting(self, *kinds: type[BaseException]) -> Iterator[None]:
-        """Remember what of these kinds is raised inside: TensorFlow turns it into another error."""
+        """Remember exceptions of these classes, because TensorFlow replaces them."""
         try:
             yield
         except kinds as error:
@@ -113,9 +113,9 @@ class ExchangeRecord:
 
 
 class GradientLayout:
-    """The places of a step's gradients in the buffer; the last number is the weight.
+    """The positions of a step's gradients in a buffer, whose last number is the weight.
 
-    Buffers are used again once nothing refers to them.
+    Buffers are reused once nothing refers to them.
     """
 
     def __init__(self, gradients: Sequence[Array]) -> None:
@@ -132,11 +132,11 @@ class GradientLayout:
         self._buffers = HostBuffers()
 
     def free_buffer(self) -> Array:
-        """Return a buffer without views."""
+        """Return a buffer that nothing refers to."""
         return self._buffers.take_buffer(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
-        """Copy the gradients in, times the weight. What has no weight does not count, whatever it is, also NaN."""
+        """Copy the gradients into the buffer, times the weight. With weight 0 even NaN gradients do not count."""
         if not weight:
             buffer[:] = 0
             return
@@ -145,7 +145,7 @@ class GradientLayout:
         buffer[-1] = weight
 
     def split(self, buffer: Array) -> list[Array]:
-        """Return the gradients: views of the buffer where their kind of number is the buffer's."""
+        """Return the gradients: views of the buffer, or copies if the dtype differs."""
         return [
             buffer[place].reshape(shape).astype(dtype, copy=False)
             for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
@@ -155,14 +155,14 @@ class GradientLayout:
 class GradientAverager:
     """Averages the gradients of one optimizer.
 
-    A gradient is copied into the buffer with its weight in one pass, the buffer is added up over all ranks in place,
-    and TensorFlow uses the sums where they lie. The weight of a rank is its samples over those of a full step, which is
-    what the first step is taken for; the sum of the weights travels along. In full steps it is 1, and nothing more is
-    to be done.
+    Gradients are copied into the buffer times their weight, the buffer is summed over all ranks in place, and
+    TensorFlow uses the sums without a copy. The weight of a rank is its samples divided by those of a full step; the
+    first step is taken for a full one. The sum of the weights is exchanged too. In full steps it is 1, and no division
+    is needed.
 
     Args:
-        exchanges: Has the group, and counts.
-        traced: The step of a Keras loop.
+        exchanges: Has the group, and counts exchanges.
+        traced: The current step of a Keras loop.
         num_samples_of: See `GlobalLosses`.
     """
 
@@ -174,15 +174,15 @@ class GradientAverager:
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
-        """Take the next step for a full one: the ranks of a new group have none in common."""
+        """Take the next step for a full one, because the ranks of a new group have not agreed on one."""
         self._full_step = None
 
     def average(self, gradients: Sequence[Any], repeat: Exchange) -> list[Any]:
         """Return the mean of all ranks' gradients, as tensors; None stays None.
 
         Args:
-            gradients: Those of this rank.
-            repeat: Does the same without samples, where this rank has none in a later step.
+            gradients: The gradients of this rank.
+            repeat: Takes part in this exchange without samples, for a later step where this rank has none.
         """
         import tensorflow as tf
 
@@ -195,14 +195,14 @@ class GradientAverager:
         sent = [*dense, *sparse]
         exchange = partial(self._exchange, len(dense), repeat)
         found = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
-        received = tf.nest.flatten(found)  # eagerly, a single tensor comes without a list
+        received = tf.nest.flatten(found)  # eagerly, a single tensor is not in a list
         for index, (before, after) in enumerate(zip(sent, received, strict=True)):
             after.set_shape(before.shape if index < len(dense) else [None, *before.shape[1:]])
         averages, joined = iter(received), iter(received[len(dense) :])
         return [_like(gradient, averages, joined) for gradient in gradients]
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
-        """Run whenever the graph does, in one of TensorFlow's threads."""
+        """Exchange gradients whenever the graph runs, in one of TensorFlow's threads."""
         with self._exchanges.noting(BaseException):
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
@@ -227,7 +227,7 @@ class GradientAverager:
         return [*layout.split(buffer), *joined]
 
     def _joined(self, weight: float, parts: Sequence[Array]) -> list[Array]:
-        """Return the rows of all ranks in a row, as one process would have them: values and indices in turns."""
+        """Concatenate the rows of all ranks, as one process would have them: alternately values and indices."""
         group = self._exchanges.group
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
@@ -239,9 +239,9 @@ def _parts(gradient: Any) -> tuple[Any, Any]:
 
 
 def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
-    """Return the average in the form that the gradient had. A sparse one has the rows of all ranks, also those twice.
+    """Return the average in the form of the gradient. A sparse one has the rows of all ranks, including duplicates.
 
-    It makes a difference: optimizers treat rows that come twice, or not at all, in ways of their own.
+    Duplicates matter: optimizers treat rows that occur twice, or not at all, in special ways.
     """
     import tensorflow as tf
 

@@ -1,15 +1,15 @@
-"""Losses of a rank's share of a batch, so scaled that their average by samples is the loss of one process.
+"""Scales the losses of each rank's share of a batch so that their average by samples is the loss of one process.
 
-Gradients and losses of the ranks are averaged by samples, which is right for a loss that is the mean over the samples.
-A loss of Keras says where it is something else: by its `reduction`, by the mask of what it is given, by `ignore_class`.
-Such a loss is multiplied by
+Gradients and losses of the ranks are averaged by samples, which is right for a loss that is the mean over samples. A
+Keras loss shows if it is something else: by its `reduction`, the mask of its inputs, or `ignore_class`. Such a loss is
+multiplied by
 
-    (what it was divided by here / on all ranks) / (samples here / on all ranks)
+    (its divisor on this rank / on all ranks) / (samples on this rank / on all ranks)
 
-in one place: in `compute_loss` of a compiled model, or in the stock `forward` of an operator. Losses that say nothing,
-and cannot be checked, are refused.
+in one place: in `compute_loss` of a compiled model, or in the stock `forward` of an operator. Losses that do not show
+it, and cannot be checked, are refused.
 
-Why a loss is scaled by what it says: ADR 31.
+ADR 31 says why a loss is scaled by its own attributes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord
 from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
 
 SUM = "sum"
-"""Instead of what a loss was divided by: nothing."""
+"""Replaces the divisor of a loss that is a sum."""
 
 _BY_WEIGHTS = "mean_with_sample_weight"
 _ONE = np.float64(1.0)
 
 
 class GlobalLosses:
-    """Weighs what this rank computes by its samples.
+    """Scales the losses of this rank by its samples.
 
     Attributes:
-        evaluates_together: Whether a Keras loop that evaluates has all ranks at the same global batch.
+        evaluates_together: True if a Keras loop evaluates the same global batch on all ranks.
     """
 
     def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, step: TFStep, validation_step: TFStep) -> None:
@@ -48,10 +48,10 @@ class GlobalLosses:
         self.evaluates_together = False
 
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
-        """Return what our own loop knows, or what was counted in the batch; 1 where it is unknown: a plain mean.
+        """Return the samples of our own loop, or those counted in the batch; 1 if unknown, for a plain mean.
 
         Args:
-            counted: The samples counted in the batch; -1 where no step of Keras is traced.
+            counted: Samples counted in the batch; -1 if no Keras step is traced.
             repeat: Takes part in this exchange without samples.
         """
         known = self._step.use(repeat) if self._exchanges.group.size > 1 else self._step.num_samples
@@ -60,7 +60,7 @@ class GlobalLosses:
         return counted if counted >= 0 else 1
 
     def compute_loss_of(self, model: Any) -> Callable[..., Any]:
-        """Return what takes the place of the `compute_loss` of a model: each of its losses scaled by its weights."""
+        """Return a replacement for the `compute_loss` of a model. It scales each loss through its weights."""
         inner = model.compute_loss
 
         def compute_loss(
@@ -74,7 +74,7 @@ class GlobalLosses:
         return compute_loss
 
     def _scaled_weights(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """Return the weights that scale the losses of a model, and its losses that have to be sums for that."""
+        """Return the weights that scale the losses of a model, and the losses that must be sums for that."""
         import tensorflow as tf
 
         given = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
@@ -100,7 +100,7 @@ class GlobalLosses:
         return tf.nest.pack_sequence_as(y_pred, scaled), by_weights
 
     def _scale(self, keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return what the weights of a loss are multiplied by; of a mean by weights, those of a sum in its place."""
+        """Return the factor for a loss's weights. It also turns a mean by weights into a sum."""
         import tensorflow as tf
 
         if _reduction_of(loss) == SUM:
@@ -114,10 +114,10 @@ class GlobalLosses:
         return tf.math.divide_no_nan(scale, tf.cast(divisor, scale.dtype))
 
     def mean(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the loss of a batch of an operator, scaled.
+        """Return the scaled loss of a batch of an operator.
 
         Raises:
-            IncompatibleModelError: It is a function that returns a scalar.
+            IncompatibleModelError: The loss is a function that returns a scalar.
         """
         import tensorflow as tf
 
@@ -133,7 +133,7 @@ class GlobalLosses:
         return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
 
     def _refuse_over_batch(self, keras: Any, loss: Any, target: Any, output: Any) -> None:
-        """Refuse a loss without a value for each sample: ahead of training, or in the step that shows it."""
+        """Refuse a loss without a value for each sample: before training, or in the first step that shows it."""
         import tensorflow as tf
 
         if loss is None:
@@ -159,19 +159,19 @@ class GlobalLosses:
         tf.cond(is_uneven, lambda: tf.group(tf.numpy_function(refuse, [], [])), tf.no_op)
 
     def weighted(self, loss: Any, weight: Any) -> Any:
-        """Return a loss that is the mean over so much, scaled."""
+        """Return a scaled loss that is the mean over `weight`."""
         import tensorflow as tf
 
         return loss * tf.cast(self.factor(weight), loss.dtype)
 
     def factor(self, divisor: Any) -> Any:
-        """Return what a loss is to be multiplied by that was divided by so much, a tensor or `SUM`."""
+        """Return the factor for a loss with this divisor, a tensor or `SUM`."""
         is_sum = divisor is SUM
         self._traced.note_exchange(partial(self._compared, is_sum, 0.0))
         return self._compared(is_sum, 0.0 if is_sum else divisor)
 
     def _compared(self, is_sum: bool, divisor: Any) -> Any:
-        """Return the same factor, after the exchange of what the ranks' losses were divided by."""
+        """Return that factor, after exchanging the divisors of all ranks."""
         import tensorflow as tf
 
         compare = partial(self._compare, self._traced.is_test, is_sum)
@@ -181,7 +181,7 @@ class GlobalLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """Run whenever the graph does. What a rank without samples computes does not count."""
+        """Exchange divisors whenever the graph runs. The result of a rank without samples does not count."""
         if is_test and not self.evaluates_together:
             return _ONE
         with self._exchanges.noting(BaseException):
@@ -202,10 +202,10 @@ class GlobalLosses:
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:
-    """Refuse gradients that were clipped, or whose loss was divided, as if this rank were all of them.
+    """Refuse gradients that were clipped, or whose loss was divided, by values of this rank alone.
 
     Raises:
-        IncompatibleModelError: They were, in the graph that is being traced.
+        IncompatibleModelError: The graph that is being traced does this.
     """
     import tensorflow as tf
 
@@ -226,20 +226,20 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
 
 
 def _reduction_of(loss: Any) -> str | None:
-    """Return how a loss of Keras is reduced; None for a function, or a name."""
+    """Return the reduction of a Keras loss; None for a function, or a name."""
     reduction = getattr(loss, "reduction", None)
     return None if reduction is None and not hasattr(loss, "call") else str(reduction)
 
 
 def _ignored_by(loss: Any) -> int | None:
-    """Return the label whose samples a loss of Keras leaves out."""
+    """Return the label that a Keras loss ignores, or None."""
     return loss.get_config().get("ignore_class") if hasattr(loss, "get_config") else None
 
 
 def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-    """Return what a loss was divided by, a tensor; None for the number of samples, or if it was not divided.
+    """Return the divisor of a loss, a tensor; None if it is the number of samples, or there is none.
 
-    A loss that counts says it: Keras masks and weighs it as it does the one in question.
+    It is the value of a loss that counts: Keras masks and weights it like the loss in question.
     """
     import tensorflow as tf
 
@@ -258,7 +258,7 @@ def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> An
 
 
 def _is_masked(keras: Any, output: Any) -> bool:
-    """Return whether Keras would mask a loss of this output. It is not known eagerly, where ranks differ in shapes."""
+    """Return True if Keras would mask a loss of this output. Eagerly assume so, since shapes differ between ranks."""
     import tensorflow as tf
 
     ones = tf.ones([1] * max(1, (output.shape.rank or 2) - 1), output.dtype)
@@ -267,7 +267,7 @@ def _is_masked(keras: Any, output: Any) -> bool:
 
 
 def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
-    """Return a loss of these values."""
+    """Return a loss with these values."""
 
     class Counting(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -277,12 +277,12 @@ def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> 
 
 
 def _named(keras: Any, loss: Any) -> Any:
-    """Return the loss that a name stands for."""
+    """Return the loss with this name."""
     return keras.losses.get(loss) if isinstance(loss, str) else loss
 
 
 def _refuse_axes(loss: Any, output: Any) -> None:
-    """Refuse a loss of Keras that puts the samples of a batch together, over axes or by comparing them."""
+    """Refuse a Keras loss that mixes the samples of a batch, through its axes or by comparing them."""
     kind = _name_of(loss)
     default = None if kind.lower() in ("dice", "tversky") else -1
     axes = loss.get_config().get("axis", default) if hasattr(loss, "get_config") else default
@@ -302,14 +302,14 @@ def _without_values(loss: Any, advice: str) -> IncompatibleModelError:
 
 
 def _values_of(keras: Any, loss: Any, target: Any, output: Any) -> Any:
-    """Return what a loss of the user's has, before it is reduced."""
+    """Return the values of a user's loss before the reduction."""
     inner, found = getattr(loss, "call", loss), []
 
     def values(y_true: Any, y_pred: Any) -> Any:
         found.append(inner(y_true, y_pred))
         return found[-1]
 
-    _counting(keras, values, "none")(target, output)  # which makes of the arguments what Keras does
+    _counting(keras, values, "none")(target, output)  # converts the arguments as Keras does
     return found[-1]
 
 
@@ -326,7 +326,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
-    """Return what was given for each of the outputs of a model, as Keras finds it."""
+    """Return the part of `given` for each output of a model, matched as in Keras."""
     import tensorflow as tf
 
     num_outputs = len(tf.nest.flatten(outputs))
@@ -347,7 +347,7 @@ def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
 
 @contextmanager
 def _as_sums(losses: Sequence[Any]) -> Iterator[None]:
-    """Inside, losses are sums by weights that are already divided."""
+    """Turn losses into sums, whose weights are already divided."""
     for loss in losses:
         loss.reduction = SUM
     try:

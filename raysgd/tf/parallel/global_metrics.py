@@ -1,4 +1,4 @@
-"""Variables of all ranks brought together: metrics by their `aggregation`, statistics by their mean."""
+"""Combines variables of all ranks: metrics by their `aggregation`, statistics by their mean."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 
 
 class GlobalMetrics:
-    """Results of models that are those of all ranks.
+    """Replaces the results of models by those over all ranks.
 
-    Keras takes `get_metrics_result` for the results of an epoch where that has the names which the last step returned.
-    So it is given those: for the name of a metric its result over all ranks, for any other number its mean by samples.
+    Keras uses `get_metrics_result` for the results of an epoch if its names are those that the last step returned. So
+    it returns these names: a metric has its result over all ranks, any other number its mean by samples.
     """
 
     def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
         self._group, self._traced, self._evaluates_together = group, traced, evaluates_together
         self._is_merging = False
-        self._last: Any = None  # a variable: the samples in the last batch of a Keras loop; whether it was evaluation
-        self._returned: dict[bool, dict[str, Any]] = {}  # of training and evaluation: variables with the last numbers
-        self._batches: dict[bool, list[Array]] = {}  # the same: samples of each batch, and the means after it
+        self._last: Any = None  # a variable: samples in the last batch of a Keras loop, and 1 if it was evaluation
+        self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the last returned numbers
+        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: samples of each batch, and the means after it
 
     def note_batch(self, count: Any) -> None:
-        """Note how many samples the batch of the step that is traced has."""
+        """Note the number of samples in the batch of the step that is traced."""
         import tensorflow as tf
 
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Note what a step returned that the user wrote."""
+        """Note the numbers that the user's step returned."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -49,7 +49,7 @@ class GlobalMetrics:
         self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
 
     def note_means(self, model: Any, count: Any) -> None:
-        """Note the means of a model after a step, of which some may count batches and not samples."""
+        """Note a model's mean metrics after a step, because some of them may weight by batches instead of samples."""
         import tensorflow as tf
 
         means = _means_of(model)
@@ -60,19 +60,19 @@ class GlobalMetrics:
             tf.numpy_function(note, [values], [])
 
     def _note_batch(self, is_test: bool, values: Array) -> None:
-        """Run whenever the graph does."""
+        """Store a batch whenever the graph runs."""
         batches = self._batches.setdefault(is_test, [])
-        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():  # they began again
+        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():  # the metrics were reset
             batches.clear()
         batches.append(values)
 
     def _set_means_of_batches(self, model: Any, is_test: bool) -> None:
-        """Let means that count each batch as one have what one process would have, with global batches."""
+        """Set means that count each batch as one to the values of one process with the global batches."""
         means, group, batches = _means_of(model), self._group(), self._batches.pop(is_test, [])
         if group.size == 1 or not means or (is_test and not self._evaluates_together()):
             return
         own = np.zeros([int(group.largest(float(len(batches)))), 1 + 2 * len(means)])
-        if batches:  # fewer than others have, and their last ones, where this rank stepped in
+        if batches:  # this rank may have stepped in later, and have only the last ones
             own[-len(batches) :] = np.diff(batches, axis=0, prepend=0.0)
             own[-len(batches) :, 0] = [each[0] for each in batches]
         numbers, totals, counts = own[:, :1], own[:, 1::2], own[:, 2::2]
@@ -87,7 +87,7 @@ class GlobalMetrics:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Inside, the results of models that are watched are those of all ranks whenever an epoch ends."""
+        """Replace the results of watched models by those over all ranks whenever an epoch ends."""
         self._is_merging = True
         try:
             yield
@@ -95,7 +95,7 @@ class GlobalMetrics:
             self._is_merging = False
 
     def results_of(self, model: Any) -> Any:
-        """Return what takes the place of the `get_metrics_result` of a model."""
+        """Return a replacement for the `get_metrics_result` of a model."""
         inner = model.get_metrics_result
 
         def get_metrics_result() -> Any:
@@ -114,7 +114,7 @@ class GlobalMetrics:
         return get_metrics_result
 
     def _as_returned(self, known: Mapping[str, Any], results: Any, has_seen: Mapping[str, bool]) -> Any:
-        """Return the results under the names that the last step returned; as they are after a step of Keras's own."""
+        """Return the results under the names that the user's last step returned, or unchanged after a step of Keras."""
         count, is_test = (0, 0) if self._last is None else self._last.numpy()
         returned = self._returned.get(bool(is_test))
         if not returned:
@@ -132,7 +132,7 @@ class GlobalMetrics:
 
 
 def _means_of(model: Any) -> list[Any]:
-    """Return the metrics of a model that may count a batch as one: losses of single outputs, and functions."""
+    """Return the metrics of a model that may count each batch as one: losses of single outputs, and functions."""
     metrics: Any = registration.keras_of(model).metrics
     found = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]
     return [one for one in found if type(one) in (metrics.Mean, metrics.MeanMetricWrapper) and one.name != "loss"]
@@ -140,7 +140,7 @@ def _means_of(model: Any) -> list[Any]:
 
 @contextmanager
 def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
-    """Inside, the variables of metrics are those of all ranks, by their `aggregation`; this rank's own afterwards."""
+    """Set the variables of metrics to those of all ranks, by their `aggregation`, and restore them afterwards."""
     variables = [] if group.size == 1 else _variables_of(metrics)
     if not variables:
         yield
@@ -157,10 +157,10 @@ def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
 
 
 def check_aggregation(metrics: Sequence[Any]) -> None:
-    """Refuse metrics whose variables do not say how those of several workers become one.
+    """Check that the variables of metrics have an aggregation, so that those of several workers can be merged.
 
     Raises:
-        IncompatibleModelError: There is one.
+        IncompatibleModelError: A variable has none.
     """
     for metric in metrics:
         for variable in metric.variables:
@@ -175,14 +175,14 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
-    """Average what is not trained but changes in training, such as the moving averages of BatchNorm."""
+    """Average variables that change in training without a gradient, such as BatchNorm's moving averages."""
     variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
 
 
 def share_first(group: Group, variables: Sequence[Any]) -> None:
-    """Give every rank rank 0's values."""
+    """Copy rank 0's values to all ranks."""
     if group.size == 1:
         return
     for variable in variables:
@@ -195,13 +195,13 @@ def share_first(group: Group, variables: Sequence[Any]) -> None:
 
 
 def _aggregation_of(variable: Any) -> str:
-    """Return the aggregation of a variable: Keras 3 says it in small letters, TensorFlow as an enumeration."""
+    """Return the aggregation of a variable in lower case. Keras 3 stores it as a string, TensorFlow as an enum."""
     aggregation = getattr(variable, "aggregation", None)
     return str(getattr(aggregation, "name", aggregation)).lower()
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    """Return the variable with a value, which is made here if there is none of this shape."""
+    """Assign a value to the variable, creating it if there is none of this shape, and return it."""
     import tensorflow as tf
 
     if variable is None or variable.shape != value.shape:
@@ -212,7 +212,7 @@ def _assigned(variable: Any, value: Any) -> Any:
 
 
 def _variables_of(metrics: Sequence[Any]) -> list[Any]:
-    """Return the state of metrics, each variable once."""
+    """Return the variables of metrics, each once."""
     return list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
 
 
@@ -221,7 +221,7 @@ def _values(variables: Sequence[Any]) -> list[Array]:
 
 
 def _assign_sums(group: Group, variables: Sequence[Any], own: Sequence[Array], shares: Sequence[float]) -> None:
-    """Assign the sums over all ranks of what each has of its values."""
+    """Assign to each variable the sum over all ranks of its value times `shares`."""
     flat = np.concatenate([array.reshape(-1) * np.float64(share) for array, share in zip(own, shares, strict=True)])
     group.add_up(flat)
     start = 0
@@ -236,4 +236,4 @@ def _is_set(variable: Any) -> bool:
 
 
 def _is_float(variable: Any) -> bool:
-    return np.asarray(variable.numpy()).dtype.kind in "fV"  # V: bfloat16, whose kind NumPy does not know
+    return np.asarray(variable.numpy()).dtype.kind in "fV"  # V: bfloat16, which is no NumPy float

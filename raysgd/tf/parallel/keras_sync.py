@@ -1,14 +1,13 @@
-"""Keeps the replicas of Keras models equal: gradients are averaged around the optimizer, metrics merged by their state.
+"""Keeps replicas of Keras models equal: averages gradients around the optimizer, and merges metrics.
 
-Each process has its own model and no strategy. An optimizer that is watched averages the gradients of all ranks
-before it uses them: one exchange for each step, in one flat buffer. It works for Keras 3 and for tf_keras, for `fit`,
-`train_on_batch` and loops with a `GradientTape`, in graphs and eagerly.
+Each process has its own model and no strategy. A watched optimizer averages the gradients of all ranks before it uses
+them: one exchange per step, in one flat buffer. This works for Keras 3 and tf_keras, for `fit`, `train_on_batch` and
+loops with a `GradientTape`, in graphs and eagerly.
 
-The average is by samples: a rank's gradient counts by the samples that it is the mean of. So a step of N replicas is
-the step of one process on the global batch, however unevenly the samples fall on them. A rank without samples takes
-part with weight 0, and runs nothing of the user's for that.
+The average is weighted by samples. So a step of N replicas equals the step of one process on the global batch, however
+unevenly samples are divided. A rank without samples takes part with weight 0, without running user code.
 
-Why gradients are averaged around the optimizer instance: ADR 31.
+ADR 31 says why gradients are averaged around the optimizer instance.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ class Synchronizer:
     """Watches optimizers and models of one replica.
 
     Args:
-        world: The place among the replicas.
-        num_workers: How many replicas there are meant to be: others may join one that is alone.
-        counts_steps: Whether to watch models and optimizers also where it stays alone.
+        world: The rank and the number of ranks.
+        num_workers: The intended number of replicas: others may join one that is alone.
+        counts_steps: True to watch models and optimizers even if the replica stays alone.
 
     Attributes:
-        step: The step of training, where our own loop hands the batches out.
-        validation_step: The same in an evaluation, where each rank goes through its batches for itself.
+        step: The current training step, if our own loop draws the batches.
+        validation_step: The current validation step. Each rank goes through its batches independently.
         exchanges: Counts and times the exchanges of gradients.
-        losses: Scales losses that are no means over the samples; None where a replica stays alone.
-        watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
+        losses: Scales losses that are not means over samples; None if the replica stays alone.
+        watches: False if the replica stays alone, so that its models are left unchanged.
     """
 
     losses: GlobalLosses | None = None
@@ -58,28 +57,28 @@ class Synchronizer:
         self._traced = traced = TracedStep()
         self._losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
         self.losses = self._losses if is_one_of_many else None
-        self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
+        self._registered: Callable[[], Sequence[Any]] | None = None  # returns the models; None refuses no optimizer
         self._averagers: list[GradientAverager] = []
         self._metrics = GlobalMetrics(lambda: self.group, traced, lambda: self._losses.evaluates_together)
 
     @property
     def group(self) -> Group:
-        """The ranks."""
+        """The ranks that exchange gradients."""
         return self.exchanges.group
 
     def regroup(self, world: World) -> None:
-        """Go on with another group, which all its ranks have joined already; what is watched stays watched."""
+        """Continue in another group, which all its ranks have joined. Watched objects stay watched."""
         self.exchanges.group = group_of(world)
         if self.watches:
             for averager in self._averagers:
                 averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
-        """Refuse, from now on, optimizers that train variables of other models than those."""
+        """From now on, refuse optimizers that train variables of other models than the registered ones."""
         self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
-        """Make an optimizer average the gradients of all ranks; once, however often it is called."""
+        """Make an optimizer average the gradients of all ranks. Further calls do nothing."""
         name = _name_of_apply(optimizer)
         if not self.watches or registration.is_replaced(optimizer, name):
             return
@@ -88,11 +87,11 @@ class Synchronizer:
         wrapper = self._apply if name == "apply" else self._apply_gradients
         self._averagers.append(GradientAverager(self.exchanges, self._traced, self._losses.num_samples_of))
         wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
-        # Of the instance: its class, which a saved model names, does not change.
+        # Replaced on the instance: its class, which a saved model names, stays unchanged.
         registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
 
     def require_watched(self, optimizer: Any) -> None:
-        """Refuse an optimizer that would step with this rank's gradients alone.
+        """Refuse an optimizer that would step with the gradients of this rank alone.
 
         Raises:
             InvalidRegistrationError: It was not registered.
@@ -107,7 +106,7 @@ class Synchronizer:
             )
 
     def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Refuse to train what no registered model has: it would not be saved, or handed to a worker that steps in."""
+        """Refuse to train variables outside the registered models: they would not be saved or sent to new workers."""
         if self.exchanges.group.size == 1 or self._registered is None:
             return
         strangers = registration.variables_outside(self._registered(), variables)
@@ -119,7 +118,7 @@ class Synchronizer:
             )
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return what takes the place of `apply` of an optimizer of Keras 3."""
+        """Return a replacement for `apply` of a Keras 3 optimizer."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             import tensorflow as tf
@@ -128,7 +127,7 @@ class Synchronizer:
             if trainable_variables is None:
                 require_names(optimizer, "_trainable_variables")
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-            with tf.init_scope():  # what is made in a branch of a graph would stay without a value
+            with tf.init_scope():  # variables created in a branch of a graph would have no value
                 registration.build_optimizer(optimizer, variables)
             averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
@@ -137,7 +136,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return the same for `apply_gradients` of tf_keras."""
+        """Return a replacement for `apply_gradients` of a tf_keras optimizer."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
@@ -151,7 +150,7 @@ class Synchronizer:
     def _averaged(
         self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
     ) -> list[Any]:
-        """Return the gradients of all ranks. What is applied is noted of the step that is traced."""
+        """Return the average of all ranks' gradients, and note this exchange in the traced step."""
         with self.exchanges.noting(*REFUSALS):
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
@@ -164,11 +163,11 @@ class Synchronizer:
         """Make a compiled model train and evaluate together with those of the other ranks.
 
         Args:
-            model: The optimizers among its attributes are watched, its `train_step` tells how many samples a batch
-                has, its losses are scaled, and its metrics are those of all ranks when an epoch or an evaluation ends.
+            model: The model. The optimizers among its attributes are watched, its `train_step` counts the samples of a
+                batch, its losses are scaled, and its metrics are merged when an epoch or an evaluation ends.
 
         Raises:
-            IncompatibleModelError: It is compiled with XLA, whose code cannot call out; or a metric cannot be merged.
+            IncompatibleModelError: It is compiled with XLA, which cannot call Python; or a metric cannot be merged.
         """
         if not self.watches:
             return
@@ -190,7 +189,7 @@ class Synchronizer:
             registration.replace_method(model, name, function)
 
     def _training_step(self, model: Any) -> Callable[[Any], Any]:
-        """Return the `train_step` of a model, which is refused if it would train without the other ranks."""
+        """Return the `train_step` of a model. It raises if the model would train without the other ranks."""
         inner = model.train_step
 
         def train_step(data: Any) -> Any:
@@ -207,15 +206,15 @@ class Synchronizer:
         return train_step
 
     def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
-        """Return a step of a model with the number of samples noted, and with nothing to learn where there are none."""
-        usual_step: tuple[Sequence[Any], Any] = (), None  # its exchanges, and what it returned
+        """Return a step of a model that also counts samples, and repeats the usual exchanges if it has none."""
+        usual_step: tuple[Sequence[Any], Any] = (), None  # its exchanges and its result
         is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
 
         def inner(data: Any) -> Any:
             result = step_of_user(data)
             if is_own:
                 self._metrics.note_returned(result)
-            # Noted while a step is traced; an evaluation has no exchange of gradients, and says nothing.
+            # Set while a step is traced. An evaluation has no exchange of gradients, and keeps the number.
             self.exchanges.num_per_step = self._traced.num_applied or self.exchanges.num_per_step
             return result
 
@@ -246,25 +245,25 @@ class Synchronizer:
         return step
 
     def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
-        """Do without samples what this rank did with its last batch, or would do in a step on this one."""
+        """Take part without samples in the exchanges of this rank's last batch, or of a step on this batch."""
         import tensorflow as tf
 
         repeats = self.step.usual
         if not repeats:
             with self._traced.tracing(0, is_test=False):
-                tf.function(train_step).get_concrete_function(batch)  # traced, and not run
+                tf.function(train_step).get_concrete_function(batch)  # traced without running
                 repeats = list(self._traced.exchanges)
         for repeat in repeats:
             repeat()
         self.step.skip()
 
     def merging_metrics(self) -> AbstractContextManager[None]:
-        """Inside, the results of models that are watched are those of all ranks whenever an epoch ends."""
+        """Merge the results of watched models over all ranks whenever an epoch ends."""
         return self._metrics.merging() if self.watches else nullcontext()
 
     @contextmanager
     def fitting(self, before_exchange: Callable[[], None]) -> Iterator[None]:
-        """Inside, a Keras loop trains, and `before_exchange` is called ahead of each exchange of gradients."""
+        """Train with a Keras loop, and call `before_exchange` before each exchange of gradients."""
         self.exchanges.before_exchange = before_exchange
         try:
             yield
@@ -273,7 +272,7 @@ class Synchronizer:
 
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
-        """Inside, a Keras loop evaluates; all ranks the same global batches, or each one its own."""
+        """Evaluate with a Keras loop: all ranks the same global batches if `together`, else each its own."""
         self._losses.evaluates_together = together
         try:
             yield
@@ -282,10 +281,10 @@ class Synchronizer:
 
 
 def refuse_xla(model: Any) -> None:
-    """Refuse a model that was compiled with XLA, whose code cannot call out; "auto" does not count.
+    """Refuse a model compiled with `jit_compile=True`: XLA cannot call Python. "auto" is allowed.
 
     Raises:
-        IncompatibleModelError: It was.
+        IncompatibleModelError: The model was compiled in this way.
     """
     asked = getattr(model, "_compile_config", None)
     config = getattr(asked, "config", None) or {}
@@ -297,12 +296,12 @@ def refuse_xla(model: Any) -> None:
 
 
 def _name_of_apply(optimizer: Any) -> str:
-    """Return what applies gradients: of Keras 3, and of tf_keras."""
+    """Return the name of the method that applies gradients in Keras 3 or tf_keras."""
     return "apply" if hasattr(optimizer, "apply") else "apply_gradients"
 
 
 def _after(averaged: Sequence[Any]) -> Any:
-    """Return where nothing is done before the exchange is: a step that breaks off has not even counted itself."""
+    """Return a context that waits for the exchange: a step whose exchange fails must not even count itself."""
     import tensorflow as tf
 
     first = next((gradient for gradient in averaged if gradient is not None), None)
@@ -312,7 +311,7 @@ def _after(averaged: Sequence[Any]) -> Any:
 def _has_variables_to_train(model: Any) -> bool:
     try:
         return bool(model.trainable_variables)
-    except ValueError:  # of tf_keras, for a model that was not built and does without
+    except ValueError:  # from tf_keras, for a model that is used without being built
         return any(layer.trainable_variables for layer in model.layers)
 
 

@@ -1,4 +1,4 @@
-"""The step of a replica: the batch that our own loop has handed out, or the step of a Keras loop that is traced."""
+"""The step of a replica: for the current batch of our own loop, or a step of a Keras loop that is traced."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from raysgd.exceptions import IncompatibleModelError
 
 Exchange = Callable[[], object]
-"""Takes part, without samples, in the work that all ranks do together in a step."""
+"""Takes part, without samples, in an exchange of a step."""
 
 
 @dataclass
 class TFStep:
-    """The step that a replica is in, where our own loop hands the batches out.
+    """The current step of a replica if our own loop draws the batches.
 
     Attributes:
-        num_samples: This rank's samples in the step, 0 where it has none; None where the loop is Keras's and the batch
-            itself says.
-        num_global: Samples of all ranks in the step; 0 where that is not known.
-        weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
-        began_at: When drawing its batch began.
-        usual: The exchanges of the last batch that had some, each to be repeated without samples.
+        num_samples: This rank's samples in the step, 0 for none; None if Keras's loop draws the batches, whose size
+            then counts.
+        num_global: Samples of all ranks in the step; 0 if unknown.
+        weights: Sums of the sample weights, of this rank and of all ranks; 0 if there are none.
+        began_at: Time at which drawing the batch began.
+        usual: The exchanges of the last batch that had any, each to be repeated without samples.
     """
 
     num_samples: int | None = None
@@ -38,7 +38,7 @@ class TFStep:
     _is_last_waiting: bool = False
 
     def begin_batch(self, num_samples: int, num_global: int, weights: tuple[float, float]) -> None:
-        """Begin a batch, which is about to be handed out."""
+        """Begin a batch that is about to be yielded."""
         self.num_samples, self.num_global, self.weights = num_samples, num_global, weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
@@ -46,22 +46,22 @@ class TFStep:
         self._is_last_waiting = True
 
     def confirm(self) -> None:
-        """End the step: no batch is in use any more, if what was handed out was trained on."""
+        """End the step. Batches that were not trained on stay open."""
         if not self._waiting:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Say that no batch follows."""
+        """Do nothing at the end of the batches."""
 
     def forget(self) -> None:
-        """End a call: what user code does between two of them is no step over the data."""
+        """End a call: what user code does between two calls is no step over the data."""
         self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
     def use(self, exchange: Exchange | None = None) -> int | None:
-        """Note that a batch is trained on, and how to repeat that; return this rank's samples in it.
+        """Note that a batch is trained on, and how to repeat that. Return this rank's samples in it.
 
         Raises:
-            RuntimeError: Batches that count differently wait, and it is unknown which one it is.
+            RuntimeError: Several batches with different numbers of samples are open, so the batch is unknown.
         """
         if len(set(self._waiting)) > 1:
             counts = ", ".join(str(own) for own, _ in self._waiting)
@@ -76,13 +76,13 @@ class TFStep:
         return self.num_samples
 
     def skip(self) -> None:
-        """Say that no training follows for the batch that was drawn last; once, however often it is said."""
+        """Note that the last batch is not trained on. Further calls do nothing."""
         if self._is_last_waiting:
             self._waiting.pop()
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Return what the loss is to be multiplied by, as far as the batch says; 1 where nothing is known."""
+        """Return the factor for a loss from the counts of the batch; 1 if they are unknown."""
         own, joint = self.weights
         if not self.num_samples or not self.num_global:
             return 1.0
@@ -90,11 +90,11 @@ class TFStep:
             return self.num_global / self.num_samples
         return divisor / joint * self.num_global / self.num_samples if joint and np.isclose(divisor, own) else 1.0
 
-    is_boundary = True  # each batch is a step of the optimizer
+    is_boundary = True  # each batch is an optimizer step
 
     @property
     def batch(self) -> TFStep:
-        """See `PlaceInStep`: there is one at a time."""
+        """The current batch, which is the step itself; see `PlaceInStep`."""
         return self
 
     @property
@@ -104,7 +104,7 @@ class TFStep:
 
 
 def applying_zeros(optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchange:
-    """Return what lets an optimizer apply zeros, of the same kinds as what it is given in a step."""
+    """Return a function that lets an optimizer apply zeros instead of the gradients of a step."""
     makers = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
 
     def apply() -> None:
@@ -117,10 +117,10 @@ class TracedStep:
     """The step of a Keras loop that is being traced, or that runs eagerly.
 
     Attributes:
-        num_samples: Samples in its batch, a tensor of the graph; None where no such step is being traced.
-        exchanges: Those that it has had so far.
-        num_applied: How many of them applied gradients.
-        is_test: Whether it is a step of evaluation.
+        num_samples: Samples in its batch, a tensor of the graph; None if no such step is being traced.
+        exchanges: Its exchanges so far.
+        num_applied: Number of these that applied gradients.
+        is_test: True in a step of evaluation.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class TracedStep:
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
-        """Inside, a step on a batch of so many samples is traced."""
+        """Trace a step on a batch of so many samples."""
         self.num_samples, self.exchanges, self.num_applied, self.is_test = num_samples, [], 0, is_test
         try:
             yield
@@ -139,27 +139,27 @@ class TracedStep:
             self.num_samples, self.exchanges, self.num_applied, self.is_test = None, [], 0, False
 
     def note_exchange(self, exchange: Exchange, is_applied: bool = False) -> None:
-        """Note an exchange; only ranks whose Keras draws the batches may have to repeat it."""
+        """Note an exchange. Only ranks whose batches Keras draws may have to repeat it."""
         if self.num_samples is not None:
             self.exchanges.append(exchange)
             self.num_applied += is_applied
 
     def num_samples_or_unknown(self) -> Any:
-        """Return a tensor, also where no step is being traced: -1."""
+        """Return the number of samples as a tensor; -1 if no step is being traced."""
         import tensorflow as tf
 
         return tf.constant(-1, tf.int64) if self.num_samples is None else tf.cast(self.num_samples, tf.int64)
 
 
 def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
-    """Return a step without samples: as many exchanges and updates as the usual one, with gradients of zero.
+    """Run a step without samples: repeat the exchanges and updates of the usual one with zero gradients.
 
     Args:
-        exchanges: Those of the usual step.
-        result: What that returned; None if there was none.
+        exchanges: The exchanges of the usual step.
+        result: Its result; None if there was no usual step.
 
     Raises:
-        IncompatibleModelError: There was none.
+        IncompatibleModelError: There was no usual step.
     """
     import tensorflow as tf
 
@@ -173,9 +173,9 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
 
 
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
-    """Make a gradient of the same kind, of zero; later, because it may be needed in another graph.
+    """Return a function that makes a zero gradient of the same type, because another graph may need it later.
 
-    Its shape is the variable's: a graph may know less of that of the gradient.
+    It has the shape of the variable, because the shape of the gradient may be unknown in a graph.
     """
     import tensorflow as tf
 

@@ -1,21 +1,22 @@
 """The checkpoint file: written whole or not at all, and read only if it is what was written.
 
-The file is an ordinary `torch.save` archive of plain values, so a plain `torch.load(path)` reads it, also on a machine
-without raysgd; `plain_state` says what is plain. Two things are added. The state carries its format's version under
-`raysgd_format`; and the comment at the end of the archive, which torch and zip tools skip, holds a checksum of all
-before it, because torch itself loads a file with flipped bits without complaint. The comment is `raysgd:1:xxh128:` and
-32 hexadecimal digits: the XXH128 of the bytes before it, with zeros in the last two, which hold the comment's length.
-Other tools can verify it, see docs/checkpoints.md; why this checksum: docs/adr/0061-xxh128-for-checkpoint-files.md.
+The file is an ordinary `torch.save` archive of plain values, so a plain `torch.load(path)` reads it, even on a machine
+without raysgd; `plain_state` says what is plain. Two things are added. The state has the version of its format under
+`raysgd_format`. And the comment at the end of the archive, which torch and zip tools skip, holds a checksum of all
+bytes before it, because torch itself loads a file with flipped bits without complaint. The comment is
+`raysgd:1:xxh128:` and 32 hexadecimal digits: the XXH128 of the bytes before it, with zeros for the last two, which hold
+the comment's length.
+Other tools can verify it, see docs/checkpoints.md; docs/adr/0061-xxh128-for-checkpoint-files.md says why this checksum.
 
-A write goes to a temporary file beside the target, which takes the target's name only when all of it is on
-the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that a
-later write into the folder deletes.
+A write goes to a temporary file beside the target, which takes the target's name only when all of it is on disk. If the
+process is killed in the middle, the earlier checkpoint stays intact, and a file `.raysgd-*.tmp` is left. The next write
+into the folder deletes it.
 
 The checksum is compared before torch sees the file; 200 MiB take about 10 ms. Then there are two ways to read it.
-`read` copies it into new memory. `mapped` gives out tensors that lie in the file, for as long as it
-takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. This relies on
-no one writing into the file meanwhile. raysgd itself never does: it replaces files. A write by another program is
-detected afterwards; a program that cuts the file short may crash this process.
+`read` copies it into new memory. `mapped` gives out tensors that lie in the file, just long enough to copy them to
+where they belong: for a large state, allocating memory costs more than all the rest. This relies on nobody writing to
+the file meanwhile. raysgd itself never does: it replaces files. A write by another program is detected afterwards; a
+program that truncates the file may crash this process.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ if TYPE_CHECKING:
     import xxhash
 
 FORMAT_VERSION = 1
-"""The newest format that this version of raysgd reads, and the one that it writes."""
+"""Newest format that this version of raysgd reads, and the one that it writes."""
 
 FORMAT_KEY = "raysgd_format"
-"""The last key of a file's state, which says in which format it is."""
+"""Last key of a file's state; its value is the version of the format."""
 
 REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
-"""The keys that make a dict a training state."""
+"""Keys that make a dict a training state."""
 
 _ZIP_START = b"PK\x03\x04"
 _ZIP_END = b"PK\x05\x06"
@@ -69,13 +70,13 @@ _MAX_SEAL_BYTES = 128
 _LENGTH_BYTES = 2
 _PIECE_BYTES = 2**18
 _OLD_TORCH_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The start of files of `torch.save` from before it wrote zip archives: a pickled magic number."""
+"""First bytes of files that `torch.save` wrote before it used zip archives: a pickled magic number."""
 
 _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
     "so for other files."
 )
-_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in what PyTorch says
+_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in PyTorch's error message
 _allowing_former = threading.Lock()
 
 
@@ -83,11 +84,11 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
 
     Args:
-        path: Where to write: a path, whose folder must exist (a symbolic link is followed), or a URI.
-        state: The state, with at least the keys in `REQUIRED_KEYS`. Pass it through `packed` first.
+        path: Place to write to: a URI, or a path, whose folder must exist (a symbolic link is followed).
+        state: State with at least the keys in `REQUIRED_KEYS`. Pass it through `packed` first.
 
     Raises:
-        ValueError: `state` lacks keys that `read` insists on.
+        ValueError: `state` lacks keys that `read` requires.
         OSError: The file could not be written, for instance for lack of space. `path` is as it was before.
     """
     from raysgd.storage import files  # here, because workers only read
@@ -106,20 +107,18 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint, make sure that it is undamaged, and return the state that was written, on the CPU.
+    """Read a checkpoint, check that it is undamaged, and return the state that was written, on the CPU.
 
-    Files of the former library, and those that `torch.save` itself wrote, are read too; they have no
-    checksum.
+    This also reads files of the former library, and those that `torch.save` itself wrote; they have no checksum.
 
     Args:
         path: The file.
-        weights_only: Refuse everything but tensors, NumPy arrays, plain values and containers of them. With
-            False a file can run any code: only for files from a source that you trust.
+        weights_only: True to reject everything but tensors, NumPy arrays, plain values and containers of them. With
+            False a file can run any code: use it only for files from a source that you trust.
 
     Raises:
         FileNotFoundError: There is no such file.
-        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a
-            `RuntimeError`.
+        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a `RuntimeError`.
         UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
         ValueError: The content is not a training state, or in the format of a newer version of raysgd.
     """
@@ -131,16 +130,16 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
 def mapped(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Do what `read` does, but leave the tensors where they are: in the file, mapped into memory.
+    """Read a checkpoint like `read`, but leave its tensors where they are: in the file, mapped into memory.
 
-    Inside the `with` block they may be copied elsewhere. Keep none of them. Writing to one changes it in memory
-    only. Files without a checksum, and those of file systems that cannot map, are read as by `read`.
+    Copy what you need inside the `with` block, and keep none of the tensors. Writing to one changes it in memory only.
+    Files without a checksum, and those on file systems that cannot map, are read as by `read`.
 
     Args:
         path: The file.
         weights_only: As in `read`.
-        name: What errors call it, where it is a copy of something else.
-        maps: Whether to leave tensors there.
+        name: Name of the file in errors, if it is a copy of something else.
+        maps: False to copy the tensors into memory instead.
 
     Raises:
         CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
@@ -157,7 +156,7 @@ def mapped(
             if seal_of(checksum.hexdigest()) != seal:
                 raise corrupted(name, "its checksum does not match its content")
         maps = maps and seal is not None and _can_be_mapped(file)
-        by_descriptor = f"/dev/fd/{file.fileno()}"  # stays that of the open file, whatever file takes its name
+        by_descriptor = f"/dev/fd/{file.fileno()}"  # the open file, even if another file takes its name
         place = by_descriptor if os.path.exists(by_descriptor) else path
         if weights_only:
             with refusals_of(name, _IF_TRUSTED):
@@ -179,27 +178,27 @@ def mapped(
 
 
 def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
-    """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
+    """Load a file with PyTorch's unrestricted reader. Errors of an intact file, or of user code, stay as they are."""
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
-    except Exception as error:  # damaged bytes and user code may say anything
+    except Exception as error:  # damaged bytes and user code may raise anything
         if is_sealed or isinstance(error, OSError | AttributeError | ImportError | MemoryError):
             raise
         raise corrupted(name, f"torch cannot read it ({in_short(error)})") from error
 
 
 def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
-    """Return what PyTorch's strict reader makes of a file.
+    """Load a file with PyTorch's strict reader.
 
     Raises:
-        NotPlainError: It needs something that the reader does not know.
-        Exception: It is damaged.
+        NotPlainError: The file needs something that the reader does not know.
+        Exception: The file is damaged.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
-        if found is None:  # after much advice, what is wrong
+        if found is None:  # the message gives the reason after much advice
             finding = str(error).rpartition("WeightsUnpickler error:")[2].strip()
             raise DamagedFileError(finding.partition("\n")[0]) from error
         raise NotPlainError(found[1][:200]) from error
@@ -211,7 +210,7 @@ def _check_archive(source: str | IO[bytes], num_bytes: int) -> None:
 
 
 def _can_be_mapped(file: IO[bytes]) -> bool:
-    """Return whether a file lies where files can be mapped into memory."""
+    """Return True if the file system of an open file can map files into memory."""
     try:
         mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
     except OSError:
@@ -220,10 +219,10 @@ def _can_be_mapped(file: IO[bytes]) -> bool:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
-    """Return the tensors in a dict that `torch.save` wrote, mapped into memory where that can be.
+    """Return the tensors in a dict that `torch.save` wrote, mapped into memory if possible.
 
     Raises:
-        Exception: There is something else in it, or it is damaged.
+        Exception: The file has something else in it, or is damaged.
     """
     with open(path, "rb") as file:
         _check_archive(file, os.fstat(file.fileno()).st_size)
@@ -235,19 +234,19 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 
 @contextlib.contextmanager
 def _former_functions() -> Iterator[None]:
-    """Let PyTorch's reader read NumPy's values, as files of the old library hold them, by our functions."""
+    """Let PyTorch's reader load the NumPy values in files of the old library, with functions of our own."""
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
         yield
 
 
 def seal_of(hexdigest: str) -> bytes:
-    """Return the comment of an archive that holds a checksum."""
+    """Return the archive comment that holds a checksum."""
     return f"{_PREFIX}{hexdigest}".encode()
 
 
 def seal_at_end_of(tail: bytes) -> bytes | None:
-    """Return the seal of a file with these last bytes; None if it has none."""
+    """Return the seal of a file that ends with these bytes; None if it has none."""
     found = _COMMENT.search(tail)
     if found is None:
         return None
@@ -256,7 +255,7 @@ def seal_at_end_of(tail: bytes) -> bytes | None:
 
 
 def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
-    """Return the checksum of the first bytes of an unbuffered file, ready for more; of fewer, where it ends before."""
+    """Return the checksum of the first `num_bytes` of an unbuffered file, or of all if it has fewer; it takes more."""
     import xxhash
 
     checksum = xxhash.xxh3_128()
@@ -273,9 +272,9 @@ def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
 
 
 class _ChecksummedStream:
-    """The file as `torch.save` sees it: writes through, and computes the checksum on the way.
+    """The file as `torch.save` sees it: it writes through, and computes the checksum on the way.
 
-    Given a stream instead of a path, torch lets other threads run while it writes.
+    If torch gets a stream instead of a path, it lets other threads run while it writes.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -286,11 +285,11 @@ class _ChecksummedStream:
         self._failure: Exception | None = None
 
     def save(self, content: dict[str, Any]) -> None:
-        """Write the archive. Where that breaks off, torch alone would report an unexpected position instead.
+        """Write the archive, or raise the error that stops it: torch alone would report an unexpected position.
 
         Raises:
             OSError: A write failed.
-            KeyboardInterrupt: Ctrl-C; in the same way what a handler of another signal raises, as `SystemExit`.
+            KeyboardInterrupt: Ctrl-C. Likewise anything that a handler of another signal raises, such as `SystemExit`.
         """
         try:
             torch.save(content, self)  # type: ignore[arg-type]
@@ -311,19 +310,19 @@ class _ChecksummedStream:
         return num_written
 
     def flush(self) -> None:
-        """Hand what is buffered to the operating system; called by torch."""
+        """Hand buffered bytes to the operating system; called by torch."""
         self._file.flush()
 
 
 def _is_zip_end(tail: bytes) -> bool:
-    """Return whether these last bytes of a file end a zip archive that has no comment."""
+    """Return True if these last bytes of a file end a zip archive that has no comment."""
     return tail.startswith(_ZIP_END) and tail.endswith(bytes(_LENGTH_BYTES))
 
 
 def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]:
-    """Return the checksum of a file, None if `torch.save` itself wrote it, and whether it is a zip archive.
+    """Return the seal of a file, or None if `torch.save` itself wrote it, and True if the file is a zip archive.
 
-    Its first and last bytes tell. Archives came with torch 1.6.
+    The first and last bytes tell. torch writes archives since version 1.6.
     """
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _MAX_SEAL_BYTES))

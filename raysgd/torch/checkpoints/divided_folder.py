@@ -1,14 +1,14 @@
-"""The folder that a checkpoint of divided models is: how it becomes whole, and how it is read.
+"""The folder that holds a checkpoint of divided models: how it is written and read.
 
-Each rank writes its tensors into a file, which is what `torch.save` makes of a dict by their places in the state. All
-else is in two checkpoint files beside them, which the driver writes: what each rank has for itself, which ranks need
-not read, and the rest. That comes last, and also has an index of the tensors, and size and checksum of each rank's
-file. The folder takes its name when all of it is there.
+Each rank writes its tensors into a file: a dict by their places in the state, saved with `torch.save`. The driver
+writes everything else into two checkpoint files beside them. One has the random states of all ranks, which the ranks
+need not read. The other has the rest, an index of the tensors, and the size and checksum of each rank's file; it is
+written last. The folder takes its name when all of it is there.
 
-The index is plain data under a checksum. Its numbers are compared with the sizes of the files before anything is made,
-and what is in the files with the index.
+The index is plain data under a checksum. Before any memory is allocated, its numbers are compared with the sizes of the
+files. Then the content of the files is compared with the index.
 
-Why a folder: ADR 92. `raysgd.torch.checkpoints.divided_state` says what a rank has, and what it takes.
+ADR 92 says why it is a folder. `raysgd.torch.checkpoints.divided_state` says what a rank has, and what it takes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from raysgd.torch.objects.rng import RNG
 from raysgd.worker.state.replica_state import RESUME
 
 REST = "rest.pt"
-"""The file with everything but tensors, and but the random states."""
+"""File with everything but the tensors and the random states."""
 
 RANKS = "ranks.pt"
-"""The file with the random states of all ranks; the larger, the more there are."""
+"""File with the random states of all ranks; it grows with their number."""
 
 DIVIDED = "divided"
-"""Key in `REST` of what there is to know about the other files."""
+"""Key in `REST` of the facts about the other files."""
 
 FORMAT_VERSION = 3
-"""The layout of the folder."""
+"""Version of the folder's layout."""
 
 FileFacts = tuple[int, str]
 """Number of bytes and checksum of a file."""
@@ -60,8 +60,8 @@ class StateInFolder:
     """Stands for the state in a folder, which each rank reads by itself.
 
     Attributes:
-        path: The folder.
-        weights_only: Whether to refuse what could run code.
+        path: Path of the folder.
+        weights_only: True to reject content that could run code.
     """
 
     path: str
@@ -73,10 +73,10 @@ class WrittenPart:
     """The facts about a rank's part of a folder.
 
     Attributes:
-        rest: The state without tensors, from rank 0; None from others.
-        index: What the tensors are, from rank 0; None from others.
-        own: What the rank has for itself.
-        file: The facts about the file that it wrote.
+        rest: State without tensors, from rank 0; None from other ranks.
+        index: Index of the tensors, from rank 0; None from other ranks.
+        own: State that belongs to this rank alone.
+        file: Facts about the file that the rank wrote.
     """
 
     rest: dict[str, Any] | None
@@ -91,7 +91,7 @@ def part_name(rank: int) -> str:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether this is such a folder."""
+    """Return True if `path` is the folder of such a checkpoint."""
     return Path(path, REST).is_file()
 
 
@@ -99,13 +99,13 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> WrittenPart:
-    """Write a rank's part of the state into a folder; return what the driver needs to know.
+    """Write a rank's part of the state into a folder, and return the facts that the driver needs.
 
     Args:
-        folder: The folder.
-        state: The state with what this rank has of divided tensors.
-        own: What the rank has for itself.
-        rank: Its number.
+        folder: Path of the folder.
+        state: State with this rank's rows of the divided tensors.
+        own: State that belongs to this rank alone.
+        rank: The rank.
     """
     content, path = content_of(state, rank), Path(folder, part_name(rank))
     torch.save(_each_with_its_memory(content["tensors"]), path)
@@ -114,7 +114,7 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Copy tied tensors and views: a file would hold the memory of the former once, and all of that behind a view."""
+    """Copy tied tensors and views: a file would hold the memory of tied ones once, and all memory behind a view."""
     apart, seen = {}, set[int]()
     for path, tensor in tensors.items():
         memory = tensor.untyped_storage()
@@ -132,10 +132,10 @@ def _facts_of(path: Path) -> FileFacts:
 
 @contextlib.contextmanager
 def making(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder beside `path` that takes its name when the block ends well, also in the place of an earlier one.
+    """Make a folder beside `path` that takes its name if the block succeeds, replacing an earlier checkpoint.
 
     Raises:
-        OSError: It could not be written, or there is something else at `path`.
+        OSError: The folder could not be written, or there is something else at `path`.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir() and not is_folder(target) and any(target.iterdir()):
@@ -156,26 +156,26 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # a file of before, whole; there is no way to swap the two in one step
+        target.unlink()  # an earlier checkpoint in one file; nothing can swap a file and a folder in one step
     folder.rename(target)
-    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # of killed saves too
+    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # also those of killed saves
     for former in target.parent.glob(formers):
         shutil.rmtree(former, ignore_errors=True)
     flush_to_disk(target.parent)
 
 
 def emptied(folder: Path) -> str:
-    """The path of a folder for one attempt to write into it."""
+    """Empty a folder for another attempt to write into it, and return its path."""
     for entry in folder.iterdir():
         entry.unlink()
     return str(folder)
 
 
 def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> None:
-    """Write the rest, when all ranks have written their parts.
+    """Write the driver's files, after all ranks have written their parts.
 
     Raises:
-        OSError: A part is not where the driver can see it, or the rest could not be written.
+        OSError: The driver cannot see a part, or could not write its own files.
     """
     files = {part_name(rank): part.file for rank, part in enumerate(parts)}
     missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]
@@ -204,14 +204,14 @@ def _size_of(path: Path) -> int | None:
 
 
 class DividedFolder(DividedState):
-    """A folder that was opened. Call `check` before anything is read of the tensors."""
+    """An open folder. Call `check` before you read any tensor."""
 
     def __init__(self, path: str, rest: dict[str, Any], index: Index, files: Sequence[FileFacts]) -> None:
         super().__init__(rest, index, len(files), self._read_part)
         self._path, self._files = path, files
 
     def check(self, rank: int, num_ranks: int) -> None:
-        """Compare checksums: of every `num_ranks`-th file, since together the ranks look at all.
+        """Compare the checksum of every `num_ranks`-th file; together the ranks check all of them.
 
         Raises:
             CheckpointCorruptedError: A file is missing or was changed.
@@ -222,7 +222,7 @@ class DividedFolder(DividedState):
                 raise self.corrupted(f"`{path.name}` is missing or does not match its checksum")
 
     def read_whole(self) -> dict[str, Any]:
-        """Return the whole state, in this process."""
+        """Return the whole state, put together in this process."""
         self.check(0, 1)
         return self.whole()
 
@@ -232,7 +232,7 @@ class DividedFolder(DividedState):
             self._check_part(rank, found)
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # damaged bytes may say anything
+        except Exception as error:  # damaged bytes may raise anything
             raise self.corrupted(f"`{part_name(rank)}` cannot be read ({str(error)[:100]})") from error
         return found
 
@@ -247,20 +247,20 @@ class DividedFolder(DividedState):
             require(is_it, "a tensor is another one than the index says")
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
-        """Return what to raise where the folder is not what was written."""
+        """Return the error for a folder that is not as it was written."""
         return corrupted(self._path, finding)
 
 
 def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedFolder:
-    """Read everything but tensors.
+    """Read everything but the tensors.
 
     Args:
-        path: The folder.
-        weights_only: Whether to refuse what could run code.
-        for_rank: Whether to leave out the random states of all ranks: one rank needs its own, which the driver has.
+        path: Path of the folder.
+        weights_only: True to reject content that could run code.
+        for_rank: True to leave out the random states of all ranks: a rank needs only its own, which the driver has.
 
     Raises:
-        CheckpointCorruptedError: It is damaged, or no such folder.
+        CheckpointCorruptedError: The folder is damaged, or of another format.
         UnsafeCheckpointError: The operator's own state needs `weights_only=False`.
     """
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
@@ -279,10 +279,10 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
 
 
 def _check_index(index: Any, files: Any) -> None:
-    """Refuse an index that would make more than the files hold.
+    """Raise if the index describes more data than the files hold.
 
     Raises:
-        ValueError, TypeError: It would, or it is no index.
+        ValueError, TypeError: It describes more, or is no index.
     """
     require(type(index) is dict and type(files) is list and len(files) > 0, "it has no list of tensors or files")
     num_there = sum(num_bytes for num_bytes, _ in files)
@@ -305,15 +305,15 @@ def _rank_states(path: str) -> Any:
 
 
 def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
-    """Return the state in a folder, divided as it is here; nothing is changed. All ranks do this at the same time.
+    """Return the state in a folder, divided as the models are here; nothing is changed. All ranks call this together.
 
     Args:
         place: The folder.
         make_room: Makes the tensors that this rank has of a state.
-        group: A process group of all ranks, for small tensors in host memory.
+        group: Process group of all ranks, for small tensors in host memory.
 
     Raises:
-        CheckpointCorruptedError: The folder is damaged; on every rank.
+        CheckpointCorruptedError: The folder is damaged; raised on every rank.
         ValueError, KeyError: The state does not fit.
     """
     folder = opened(place.path, place.weights_only, for_rank=True)
@@ -324,14 +324,14 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Let each rank do its share. Where one cannot, all ranks raise, so that none waits for others."""
+    """Let each rank do its share. If one fails, all ranks raise, so that none waits for another."""
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # of any class: raised below, on all ranks
+    except Exception as error:  # any class: raised below, on all ranks
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
     if found is not None or verdict.item():
         told = found or folder.corrupted("a file is missing, cannot be read, or was changed, another worker says")
-        raise told.with_traceback(None)  # on every rank from this line: workers that failed alike are kept
+        raise told.with_traceback(None)  # all ranks raise from this line: workers that fail alike are kept

@@ -1,11 +1,11 @@
 """States of models that are divided over the ranks: an index, and the tensors that each rank has.
 
-A rank has its rows of each tensor that is divided, as `torch.chunk` cuts them, and rank 0 what is not divided, too. The
-parts of a snapshot lie in the object store, where they outlive the workers; those of a checkpoint are files. A rank of
-any later group takes the rows that it needs of them. A process that has to have the whole state, because somebody asked
-for it, puts it together.
+A rank has its rows of each divided tensor, cut as by `torch.chunk`. Rank 0 also has the tensors that are not divided.
+The parts of a snapshot lie in the object store, where they outlive the workers; those of a checkpoint are files. A rank
+of any later group takes from them the rows that it needs. The whole state is put together only in a process that was
+asked for it.
 
-Why no rank gathers a state: ADR 92.
+ADR 92 says why no rank gathers a state.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from raysgd._state.state_codec import decode
 from raysgd.engine.transfers import DividedValue
 
 Path_ = tuple[str | int, ...]
-"""The place of a tensor in a state."""
+"""Place of a tensor in a state."""
 
 Tensors = Mapping[Path_, torch.Tensor]
 
 Index = Mapping[Path_, tuple[torch.dtype, tuple[int, ...], bool]]
-"""What each tensor is: its kind, its shape, and whether it is divided."""
+"""Dtype and shape of each tensor, and True if it is divided."""
 
 MakeRoom = Callable[[Mapping[str, Any], Sequence[Path_]], dict[Path_, torch.Tensor]]
-"""Makes the tensors that a rank has of a state: of its outline, and the paths in it where they belong."""
+"""Makes a rank's tensors of a state, given the state's outline and the tensors' paths in it."""
 
 _PARTS = ("models", "criterion", "optimizers")
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
-    """Return a state without the tensors of its models and optimizers, and these.
+    """Return a state without the tensors of its models and optimizers, and the tensors by their paths.
 
     Examples:
         >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
@@ -58,7 +58,7 @@ def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any
 
 
 def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[[Path_], Any]) -> dict[str, Any]:
-    """Return the state with its tensors.
+    """Return the state with its tensors put back.
 
     Examples:
         >>> joined({"models": [{}]}, [("models", 0, "weight")], str)
@@ -75,7 +75,7 @@ def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """Return a copy of the containers alone, one of each."""
+    """Copy the containers alone, each of them once."""
     if not isinstance(value, Mapping | list):
         return value
     if id(value) in made:
@@ -90,7 +90,7 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return what a rank keeps of its state, not copied yet: `rest` and `index`, of rank 0 alone, and `tensors`."""
+    """Return a rank's part of its state, not copied yet: `tensors`, and from rank 0 alone `rest` and `index`."""
     rest, tensors = split(state)
     is_divided = {path: _is_divided(tensor) for path, tensor in tensors.items()}
     kept = {path: _local(tensor) for path, tensor in tensors.items() if not rank or is_divided[path]}
@@ -101,16 +101,17 @@ def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 class DividedState:
-    """A state in parts, each of which is read when it is needed.
+    """A state in parts; each part is read when it is needed.
 
     Args:
-        rest: Everything but tensors.
-        index: What the tensors are.
-        num_parts: How many ranks it was divided by.
-        read_part: Returns what the rank with this number had.
+        rest: Everything but the tensors.
+        index: Index of the tensors.
+        num_parts: Number of ranks that the state was divided over.
+        read_part: Returns the tensors of the rank with this number.
 
     Attributes:
-        rest, index: The same.
+        rest: Everything but the tensors.
+        index: Index of the tensors.
     """
 
     def __init__(self, rest: dict[str, Any], index: Index, num_parts: int, read_part: Callable[[int], Tensors]) -> None:
@@ -118,7 +119,7 @@ class DividedState:
         self._part = cache(read_part)
 
     def outline(self) -> dict[str, Any]:
-        """Return the state with tensors that have a shape and no memory."""
+        """Return the state with tensors that have a shape but take no memory."""
 
         def shape_of(path: Path_) -> torch.Tensor:
             dtype, size, _ = self.index[path]
@@ -127,7 +128,7 @@ class DividedState:
         return joined(self.rest, self.index, shape_of)
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole state, in separate memory."""
+        """Return the whole state, in memory of its own."""
 
         def tensor_of(path: Path_) -> torch.Tensor:
             if not self.index[path][2]:
@@ -137,7 +138,7 @@ class DividedState:
         return joined(copy.deepcopy(self.rest), self.index, tensor_of)
 
     def make_room(self, make: MakeRoom) -> dict[Path_, torch.Tensor]:
-        """Return tensors to fill, divided as they are here; nothing is changed.
+        """Return tensors to fill, divided as the models are here; nothing is changed.
 
         Raises:
             ValueError, KeyError: The state does not fit.
@@ -146,7 +147,7 @@ class DividedState:
 
     @torch.no_grad()
     def fill(self, room: Tensors) -> None:
-        """Read into tensors what this rank has of them."""
+        """Read this rank's rows of the tensors into `room`."""
         for path, tensor in room.items():
             local, (_, size, is_divided) = _local(tensor), self.index[path]
             if not is_divided and not _is_divided(tensor):
@@ -164,7 +165,7 @@ class DividedState:
 
 
 def of_snapshot(parts: DividedValue) -> DividedState:
-    """Return the state in the parts of a snapshot."""
+    """Return the divided state in the parts of a snapshot."""
 
     @cache
     def content(rank: int) -> dict[str, Any]:
@@ -176,18 +177,18 @@ def of_snapshot(parts: DividedValue) -> DividedState:
 
 
 def whole(shared_state: Any, copy: bool) -> Any:
-    """Return the whole state that a snapshot has in the driver.
+    """Return the whole state in a snapshot that the driver holds.
 
     Args:
-        shared_state: That of a snapshot.
-        copy: Whether its tensors have memory of their own. Those of ranks that divide it always have.
+        shared_state: State of the snapshot.
+        copy: True to give the tensors memory of their own. Tensors of a divided state always have it.
     """
     is_divided = isinstance(shared_state, DividedValue)
     return of_snapshot(shared_state).whole() if is_divided else decode(shared_state, copy=copy)
 
 
 def outline(shared_state: Any) -> Any:
-    """Return the same for a look at what it is made of."""
+    """Return the state in a snapshot for a look at its structure: tensors of a divided state have only a shape."""
     is_divided = isinstance(shared_state, DividedValue)
     return of_snapshot(shared_state).outline() if is_divided else decode(shared_state, copy=False)
 
@@ -196,7 +197,7 @@ def outline(shared_state: Any) -> Any:
 
 
 def _placement(tensor: Any) -> Any:
-    """Return how a tensor lies on the ranks; None if each has all of it. No import: it loads parts of PyTorch."""
+    """Return a tensor's placement; None if each rank has all of it. Importing DTensor would load more of PyTorch."""
     placements = getattr(tensor, "placements", None)
     return None if placements is None else placements[0]
 
@@ -209,27 +210,27 @@ def _is_divided(tensor: Any) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return what this process has of a tensor."""
+    """Return this process's part of a tensor."""
     local: torch.Tensor = tensor if _placement(tensor) is None else tensor.to_local()
     return local
 
 
 def _begin_here(tensor: Any) -> int:
-    """Return where the rows of this rank begin in a divided tensor."""
+    """Return the index of this rank's first row in a divided tensor."""
     mesh = tensor.device_mesh
     return begin_of(tensor.shape[0], mesh.size(), mesh.get_local_rank())
 
 
 def begin_of(total: int, num_ranks: int, rank: int) -> int:
-    """Return where the part of a rank begins: parts are as those of `torch.chunk`."""
+    """Return the index at which a rank's part begins, with parts as in `torch.chunk`."""
     return min(total, rank * -(-total // num_ranks))
 
 
 def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Return which ranks have something between two positions: rank, first position, and the one behind the last.
+    """Return the ranks with rows between two positions: rank, first position, and the position after the last.
 
     Examples:
-        >>> overlaps(10, 3, 2, 9)  # they have 4, 4 and 2
+        >>> overlaps(10, 3, 2, 9)  # the ranks have 4, 4 and 2 rows
         [(0, 2, 4), (1, 4, 8), (2, 8, 9)]
     """
     found = []

@@ -1,8 +1,8 @@
-"""Plain states: what a checkpoint file holds, so that PyTorch's `weights_only` reader gives it back.
+"""Plain states: the content of a checkpoint file, in a form that PyTorch's `weights_only` reader can give back.
 
 A plain state consists of tensors, numbers, text, bytes, and containers of them. The reader runs no code. It knows no
-NumPy, and to allow it NumPy's functions would open a hole: an array of objects takes its pointers out of the file. So
-an array is written as a tensor, the only value of a dict with the key `raysgd_numpy`. Everything else is written as
+NumPy, and allowing NumPy's functions would open a hole: an array of objects takes its pointers from the file. So an
+array is written as a tensor, the only value of a dict with the key `raysgd_numpy`. Everything else is written as
 `torch.save` writes it.
 """
 
@@ -21,25 +21,25 @@ from raysgd._reading.former_pickles import FormerValue
 from raysgd._reading.strict_reading import check_depth, require
 
 NUMPY_KEY = "raysgd_numpy"
-"""The one key of a dict that stands for a NumPy array."""
+"""Only key of a dict that stands for a NumPy array."""
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MAX_INT_BITS = 2000
-"""PyTorch's reader does not know the opcode of larger ones."""
+"""PyTorch's reader does not know the opcode for larger numbers."""
 
 _MAX_EXPANSION = 16
-"""The most by which all that a file gives may exceed the file: several tensors may lie in the same memory."""
+"""Largest ratio of a state's size to its file's: several tensors in a file may share memory."""
 
 
 def packed(state: Any, *, allow_pickle: bool = False) -> Any:
     """Return a copy of the structure of `state` that can be written and loaded back; tensors are not copied.
 
-    NumPy's numbers become Python's, its arrays tensors with a mark. Whatever is not known to be plain is tried out, so
-    that classes which were allowed through `torch.serialization.add_safe_globals` count as plain.
+    NumPy's numbers become Python's; its arrays become tensors with a mark. Any value not known to be plain is tried,
+    so classes that were allowed through `torch.serialization.add_safe_globals` count as plain.
 
     Args:
-        state: What is going to be written.
-        allow_pickle: Refuse nothing. The file may then need `weights_only=False` when it is read.
+        state: State to write.
+        allow_pickle: True to accept anything. Reading the file may then need `weights_only=False`.
 
     Raises:
         ValueError: Something could not be loaded back with `weights_only=True`. The message says where it is.
@@ -50,21 +50,21 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
 
 
 class _Packing:
-    """Copies a structure and makes sure that all of it can be loaded back."""
+    """Copies a structure and checks that all of it can be loaded back."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
         self._copies: dict[int, Any] = {}
 
     def of(self, value: Any, path: str) -> Any:
-        """Return the copy of `value`, which is found at `path`."""
+        """Return the copy of `value`, which is at `path`."""
         kind = type(value)
         if kind in _PLAIN_TYPES or (kind is int and value.bit_length() <= _MAX_INT_BITS):
             return value
         if kind is bytes:
             return value or _NoBytes()
         if kind in (dict, collections.OrderedDict, list, np.ndarray):
-            if id(value) not in self._copies:  # one copy for all the places where it is found
+            if id(value) not in self._copies:  # one copy for all places with this value
                 self._copies[id(value)] = kind() if kind is not np.ndarray else self._array(value, path)
                 self._fill(self._copies[id(value)], value, path)
             return self._copies[id(value)]
@@ -79,7 +79,7 @@ class _Packing:
         return value
 
     def _fill(self, copy: Any, value: Any, path: str) -> None:
-        """Copy what is in a container, which may contain itself."""
+        """Copy the content of a container, which may contain itself."""
         if isinstance(value, list):
             copy.extend(self.of(item, f"{path}[{i}]") for i, item in enumerate(value))
         elif isinstance(value, dict):
@@ -92,7 +92,7 @@ class _Packing:
                 vars(copy).update(self.of(vars(value), f"vars({path})"))
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
-        """Return what stands for an array; the array itself where no tensor can hold it and pickles are allowed."""
+        """Return the marked tensor of an array; the array itself if no tensor can hold it and pickles are allowed."""
         try:
             native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
             return {NUMPY_KEY: torch.from_numpy(native)}
@@ -113,7 +113,7 @@ class _Packing:
             torch.save(sample, stream)
             stream.seek(0)
             torch.load(stream, weights_only=True)
-        except Exception as error:  # objects of users raise what they like
+        except Exception as error:  # objects of users may raise anything
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
                 "cannot give back without running code. Allowed are tensors, arrays of numbers, numbers, strings, "
@@ -123,7 +123,7 @@ class _Packing:
 
 
 class _NoBytes:
-    """Empty bytes, pickled as other bytes are: PyTorch's reader does not know how pickle writes empty ones."""
+    """Empty bytes, pickled like other bytes: PyTorch's reader does not know how pickle writes empty ones."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin1")
@@ -134,29 +134,29 @@ def _quoted(key: Any) -> str:
 
 
 def unpacked(loaded: Any, num_bytes: int) -> Any:
-    """Return what was packed, of what PyTorch's reader made of a file.
+    """Undo `packed` on a state that PyTorch's reader has loaded.
 
     Args:
-        loaded: What that made. Containers are changed.
+        loaded: Loaded state. Its containers are changed in place.
         num_bytes: Size of the file.
 
     Raises:
-        DamagedFileError: It is nested too deeply, or would be many times as large as the file in another process.
+        DamagedFileError: The state is nested too deeply, or would take many times the file's size if sent elsewhere.
     """
     check_depth(loaded)
     return _Unpacking(num_bytes * _MAX_EXPANSION).of(loaded)
 
 
 class _Unpacking:
-    """Gives back NumPy arrays, and adds up how large everything is."""
+    """Turns marks back into NumPy arrays, and adds up the size of everything."""
 
     def __init__(self, num_bytes_left: int) -> None:
         self._num_bytes_left = num_bytes_left
         self._places: set[Any] = set()
-        self._done: dict[int, tuple[Any, Any]] = {}  # what was there and what became of it, by the identity
+        self._done: dict[int, tuple[Any, Any]] = {}  # each container and its replacement, by the container's identity
 
     def of(self, value: Any) -> Any:
-        """Return what stands for `value`."""
+        """Return the value that `value` stands for."""
         if isinstance(value, FormerValue):
             return value.value
         if isinstance(value, torch.Tensor):
@@ -203,6 +203,6 @@ class _Unpacking:
 
 
 def _check_attributes(value: Any) -> None:
-    """Refuse attributes that stand in the place of a method."""
+    """Raise if an attribute has the name of a method."""
     names: Iterable[str] = getattr(value, "__dict__", ())
     require(not any(hasattr(type(value), name) for name in names), "an attribute has the name of a method")

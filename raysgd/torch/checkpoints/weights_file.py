@@ -1,7 +1,7 @@
-"""Files of weights in the format of safetensors: the models alone, for any program that reads such files.
+"""Weights files in the format of safetensors: the models alone, for any program that reads such files.
 
-A file of one model has the names of its `state_dict`; of several models, the index and a dot stand before each name.
-Of weights that are tied, the first name holds the tensor, and the others are listed in the metadata.
+In a file of one model, tensors have the names of its `state_dict`. With several models, the model's index and a dot
+come before each name. For tied weights, the first name holds the tensor, and the metadata lists the others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED = "raysgd_models", "raysgd_tied"
 _HEADER_AT = 8
-"""The place of the header, which is JSON: behind its length."""
+"""Position of the header, which is JSON: it follows its length."""
 _MAX_MODELS = 10_000
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the models of a state to `path`, a path or a URI; at any moment it is the whole old file or the new one.
+    """Write the models of a state to a path or a URI; at any moment the file is the whole old one or the whole new one.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -38,26 +38,26 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
 
 
 def check_writable() -> None:
-    """Refuse to write such files where the package is missing."""
+    """Raise if the package that writes these files is missing."""
     _library("safetensors.torch")
 
 
 def is_weights_file(path: str) -> bool:
-    """Return whether a file begins like one of safetensors."""
+    """Return True if a file begins like one of safetensors."""
     with open(path, "rb") as file:
         start = file.read(_HEADER_AT + 1)
     return start[_HEADER_AT:] == b"{"
 
 
 def read(path: str, name: str) -> list[dict[str, torch.Tensor]]:
-    """The states of the models in a file, on the CPU.
+    """Return the state of each model in a file, on the CPU.
 
     Args:
         path: The file.
-        name: What errors call it.
+        name: Name of the file in errors.
 
     Raises:
-        CheckpointCorruptedError: It is damaged.
+        CheckpointCorruptedError: The file is damaged.
     """
     library = _library("safetensors")
     try:
@@ -73,7 +73,7 @@ def read(path: str, name: str) -> list[dict[str, torch.Tensor]]:
 
 
 def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of a model with the names that are missing in it, but are tied to others in the model itself."""
+    """Return a model's saved state, completed with names that are tied in the model itself to others in the state."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in own.items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -85,7 +85,7 @@ def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flat(models: Sequence[Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors by name, each once, and the metadata."""
+    """Return all tensors by name, each of them once, and the metadata."""
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}

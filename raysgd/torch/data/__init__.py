@@ -1,1 +1,1 @@
-"""Loaders and datasets of PyTorch: divided over the workers, and the position in them."""
+"""PyTorch loaders and datasets: how they are divided over the workers, and the position in them."""

@@ -1,17 +1,16 @@
 """The position in the data: which samples of a pass come next, for a group of any size.
 
-All ranks step together. A *pass* is one order of all samples, the same on every rank. One *step* takes the
-next `world_size * batch_size` samples of that order and divides them over the ranks, contiguously and
-evenly. So what has been used is always a prefix of the order, and a position is just (pass index,
-samples consumed): it stays valid when the group shrinks or grows, and each sample of a pass is used exactly
-once whatever happens to the group.
+All ranks step together. A *pass* is one order of all samples, the same on every rank. One *step* takes the next
+`world_size * batch_size` samples of that order and divides them over the ranks, contiguously and evenly. So the used
+samples are always a prefix of the order, and a position is just (pass index, samples consumed). It stays valid when
+the group shrinks or grows, and each sample of a pass is used exactly once whatever happens to the group.
 
-It also means that N workers see in a step exactly what one process with an N times larger batch would see, in
-the same order, down to the short last step. There the ranks' shares may differ; `Share.weight` is what makes
-the mean of the ranks' gradients the mean over the samples.
+It also means that N workers see in a step exactly what one process with an N times larger batch would see, in the same
+order, down to the short last step. There the ranks' shares may differ. `Share.weight` makes the mean of the ranks'
+gradients equal to the mean over the samples.
 
-Nothing here counts what was consumed: a `DataLoader` reads ahead, so only the training loop knows. It passes
-the number back in when a pass is resumed. The plan for the rest of a pass is arithmetic on positions, without any data.
+Nothing here counts consumed samples: a `DataLoader` reads ahead, so only the training loop knows their number. It
+passes the number in when it resumes a pass. Planning the rest of a pass is arithmetic on positions and needs no data.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches,
 
 
 class Share(NamedTuple):
-    """One rank's share of a step, or of one of several batches of it.
+    """A rank's share of a step, or of one of the step's batches.
 
     Attributes:
         start: First position of the rank's samples in the order of the pass.
         stop: Position after its last sample.
-        num_samples: Samples that count: `stop - start`, or 0 where the slice is only padding.
-        weight: Factor for this rank's gradient before the plain mean over ranks is taken. 1.0 exactly when
-            all ranks have the same number of samples; the weights of a step's ranks always average to 1.
-        num_global: Samples of all ranks together.
-        is_first: Whether the step begins with it; a rank may take several batches for a step, one after the other.
-        is_last: Whether the step ends with it.
+        num_samples: Number of samples that count: `stop - start`, or 0 if the slice is only padding.
+        weight: Factor for this rank's gradient before the plain mean over ranks is taken. It is 1.0 exactly when all
+            ranks have the same number of samples; the weights of a step's ranks always average to 1.
+        num_global: Number of samples of all ranks together.
+        is_first: True if this is the rank's first batch of the step; it may take several, one after the other.
+        is_last: True if this is the rank's last batch of the step.
     """
 
     start: int
@@ -58,16 +57,17 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PassPlan:
-    """The division of the rest of a pass over a group, by global batches of one size, or of given ones.
+    """The division of the rest of a pass over a group, in global batches of one size or with given bounds.
 
     Attributes:
-        num_samples: Samples in the whole pass.
-        consumed: Samples already used, by whatever group used them.
-        division: How a global batch is divided.
-        drop_last: Leave out a last step that is not full.
-        pad: What a rank does that has no sample where others have some. True: it repeats samples of that step with
+        num_samples: Number of samples in the whole pass.
+        consumed: Number of samples already used, by a group of any size.
+        division: Division of a global batch.
+        drop_last: True to leave out a last step that is not full.
+        pad: Decides what a rank without samples does while others have some. True: it repeats samples of that step with
             weight 0 (training). False: it has no batch (evaluation).
-        bounds: Where global batches of the whole pass begin, and where the last one ends; None for those of one size.
+        bounds: Positions where the global batches of the whole pass begin, and where the last one ends; None if all
+            have one size.
 
     Raises:
         ValueError: A number is out of range.
@@ -95,7 +95,7 @@ class PassPlan:
 
     @cached_property
     def _starts(self) -> Sequence[int]:
-        """The places where the global steps that are still to come begin."""
+        """Positions where the remaining global steps begin."""
         if self.bounds is not None:
             return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]][:-1]
         size = self.division.global_size
@@ -103,18 +103,18 @@ class PassPlan:
 
     @property
     def num_steps(self) -> int:
-        """Global steps still to come in this pass."""
+        """Number of global steps left in this pass."""
         return len(self._starts)
 
     def _span(self, step: int) -> tuple[int, int]:
-        """Return where a global step begins and ends in the order of the pass."""
+        """Return the first position of a global step in the order of the pass, and the position after its last."""
         start, coming = self._starts[step], step + 1
         if coming < len(self._starts):
             return start, self._starts[coming]
         return start, min(start + self.division.global_size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
-        """Return the position in the pass after `steps` more global steps; after the last one the pass is over.
+        """Return the position in the pass after `steps` more global steps; after the last step the pass is over.
 
         Raises:
             ValueError: `steps` is negative or more than are left.
@@ -124,28 +124,28 @@ class PassPlan:
 
     @property
     def has_single_samples(self) -> bool:
-        """True if a batch of a rank has one sample somewhere in the rest, because sizes leave no other split."""
+        """True if some remaining batch of a rank has just one sample, because the sizes allow no other split."""
         cap = self.division.cap
         return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in self._sizes)
 
     @property
     def has_empty_shares(self) -> bool:
-        """True if a batch of a rank has no sample somewhere in the rest."""
+        """True if some remaining batch of a rank has no sample."""
         ranks = range(self.division.world_size)
         parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank))
         return any(part.start == part.stop for part in parts)
 
     @cached_property
     def _sizes(self) -> Counter[int]:
-        """The number of global batches of each size in the rest."""
+        """Number of remaining global batches of each size."""
         sizes, first = Counter[int](), 0
-        if self.bounds is None and self.num_steps > 1:  # all but the last have one size
+        if self.bounds is None and self.num_steps > 1:  # all but the last have equal size
             first = sizes[self.division.global_size] = self.num_steps - 1
         sizes.update(stop - start for start, stop in map(self._span, range(first, self.num_steps)))
         return sizes
 
     def shares(self, rank: int) -> Iterator[Share]:
-        """Return the batches of `rank`, one after the other, also those without a sample.
+        """Yield the shares of `rank`, one after the other, including those without a sample.
 
         Raises:
             ValueError: There is no such rank.
@@ -160,7 +160,7 @@ class PassPlan:
                 yield Share(start + share.start, start + share.stop, *share[2:])
 
     def num_batches(self, rank: int) -> int:
-        """Return how many batches `rank` sees in the rest of the pass."""
+        """Return the number of batches that `rank` sees in the rest of the pass."""
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         return sum(
             num_steps * sum(share.stop > share.start for share in self._shares_of_batch(rank, size))
@@ -168,7 +168,7 @@ class PassPlan:
         )
 
     def _shares_of_batch(self, rank: int, size: int) -> list[Share]:
-        """Return what a rank takes of a global batch, with positions counted from its first sample."""
+        """Return a rank's shares of a global batch, with positions counted from the batch's first sample."""
         parts = self.division.parts(size, rank)
         return [self._share(size, index, parts) for index in range(len(parts))]
 
@@ -177,7 +177,7 @@ class PassPlan:
         own, place = stop - first, (index == 0, index == len(parts) - 1)
         if own:
             return Share(first, stop, own, own * self.division.world_size / together, together, *place)
-        # Real samples, so that the forward pass is an ordinary one; two, because batch norms refuse a single one.
+        # Real samples, so that the forward pass is an ordinary one. Two, because batch norms reject a single one.
         num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
         return Share(0, num_shown, 0, 0.0, together, *place)
 
@@ -195,12 +195,12 @@ _WHEN_LOADED = 1
 
 @dataclass(frozen=True)
 class GlobalBatchRule:
-    """Says that the batch size of a loader is that of all ranks together.
+    """Rule that a loader's batch size is that of all ranks together.
 
     Attributes:
-        cap: The most samples in a batch of one rank.
-        num_shards: How many logical shards a global batch has; 0 where it is divided by ranks.
-        multiple: The global batch has as many times the size of the loader.
+        cap: Largest number of samples in one batch of a rank, if there is a limit.
+        num_shards: Number of logical shards in a global batch; 0 if it is divided by ranks.
+        multiple: Number of loader batches that make up a global batch.
     """
 
     cap: int | None = None
@@ -209,11 +209,11 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """Divides those of streams, whose size is always that of all workers."""
+        """Function that divides the global batches of streams, whose size is always that of all workers."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
-        """Return how global batches of a size are divided."""
+        """Return the division of global batches of a size."""
         if not self.num_shards:
             return Division(global_size, world_size, self.cap)
         cap = self.cap or (global_size // self.multiple if self.multiple > 1 else None)
@@ -222,7 +222,7 @@ class GlobalBatchRule:
 
 
 class SeededIndices(list[int]):
-    """The indices of a logical shard, with the seed of what is random when it is loaded."""
+    """The indices of a logical shard, with the seed for random operations while it is loaded."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
@@ -235,24 +235,24 @@ class SeededIndices(list[int]):
 class ElasticBatchSampler(Sampler[list[int]]):
     """The batches of one rank, from any position in a pass and for any size of the group.
 
-    Pass it to a `DataLoader` as `batch_sampler`. Before each iteration say where it starts with `begin_pass`.
-    An iterator belongs to the plan it was started with: it may run ahead of training, and a later
-    `begin_pass` or `reshape` does not disturb it.
+    Pass it to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` to say where it starts.
 
-    Iterated by hand, before any pass was begun, it goes over all samples once, each time in another order if the
-    order is shuffled. The orders are the same on all ranks whatever their seeds are, because the ranks have no
-    common one yet.
+    An iterator keeps the plan that it was started with: it may run ahead of training, and a later `begin_pass` or
+    `reshape` does not disturb it.
+
+    If you iterate before any pass was begun, you get all samples once, each time in another order if the order is
+    shuffled. These orders are equal on all ranks whatever their seeds are, because the ranks have no common seed yet.
 
     Attributes:
-        order: The order of the samples.
-        batch_size: Samples per rank in a full step; with `rule` those of all ranks. Without a meaning where the order
-            is one of batches.
-        drop_last: Leave out a last global step that is not full.
-        pad: Give a rank without samples in the last step some to repeat, see `PassPlan`.
-        rank: This worker's place in the group.
+        order: Order of the samples.
+        batch_size: Number of samples per rank in a full step; with `rule`, that of all ranks. Not used if `order`
+            consists of batches.
+        drop_last: True to leave out a last global step that is not full.
+        pad: True to give a rank without samples in the last step some to repeat, see `PassPlan`.
+        rank: This worker's rank in the group.
         world_size: Size of the group.
-        rule: How global batches of one size are divided; None where the size of a rank's batch is given.
-        plan: The pass begun last, or None before the first and after `reshape`.
+        rule: Rule that divides global batches of one size; None if the batch size is per rank.
+        plan: Plan of the latest pass; None before the first pass and after `reshape`.
 
     Raises:
         ValueError: A number is out of range.
@@ -297,9 +297,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
         Args:
             pass_index: Number of the pass, from 0.
-            seed: Decides the order together with `pass_index`. Must be the same on every rank.
-            consumed: Samples of this pass that were used already, by a group of whatever size.
-            order: That of this pass, where it is another one. Must be the same on every rank.
+            seed: Decides the order together with `pass_index`. It must be the same on every rank.
+            consumed: Number of samples of this pass that were already used, by a group of any size.
+            order: Order for this pass, if it differs from the usual one. It must be the same on every rank.
 
         Raises:
             ValueError: `consumed` is outside the pass, or the user's sampler cannot be used.
@@ -309,18 +309,18 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self.plan
 
     def fingerprint(self) -> int | None:
-        """A number for the order of the pass begun last, where a user's sampler drew it; None where it cannot vary."""
+        """Return a number that identifies the latest pass's order, if a user's sampler drew it; else None."""
         if self._fingerprint is None and isinstance(self.order, SamplerOrder):
             drawn = self._indices
             content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
-            digest = hashlib.blake2b(content, digest_size=5).digest()  # so short that sums over all ranks fit 63 bits
+            digest = hashlib.blake2b(content, digest_size=5).digest()  # short, so that sums over all ranks fit 63 bits
             self._fingerprint = int.from_bytes(digest, "big")
         return self._fingerprint
 
     def reshape(self, rank: int, world_size: int, batch_size: int | None = None) -> None:
-        """Take another place in another group; `batch_size=None` keeps the samples per rank.
+        """Take another rank in another group; `batch_size=None` keeps the samples per rank.
 
-        The pass in progress ends here: call `begin_pass` with the position to go on from.
+        This ends the pass in progress: call `begin_pass` with the position to resume it.
 
         Raises:
             ValueError: A number is out of range.
@@ -335,7 +335,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.plan = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Iterate over this rank's batches in the rest of the pass; with no pass begun, in one by hand."""
+        """Yield this rank's batches in the rest of the pass; if no pass was begun, those of a whole pass."""
         if self.plan is not None and self.num_shards:
             assert self._drawn_for is not None, "a pass was begun"
             return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])
@@ -346,7 +346,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return _batches(indices, self._plan(len(indices), consumed=0), self.rank)
 
     def __len__(self) -> int:
-        """Return this rank's batches in the pass as begun; with no pass begun, in a whole one."""
+        """Return the number of this rank's batches in the pass as begun; if no pass was begun, in a whole pass."""
         if self.plan is None and isinstance(self.order, BatchesOrder):
             return self.order.num_samples
         plan = self.plan or self._plan(self.order.num_samples, consumed=0)
@@ -354,14 +354,14 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def most_batches(self) -> int:
-        """The number of batches that a rank takes for a full step, one after the other; 2 for several of any number."""
-        if isinstance(self.order, BatchesOrder):  # each pass may have others
+        """Number of batches that a rank takes in turn for a full step; 2 stands for any number above 1."""
+        if isinstance(self.order, BatchesOrder):  # batch sizes may change with each pass
             return 1 if self.rule is None or self.rule.cap is None else 2
         return self._division.num_batches(self._division.global_size)
 
     @property
     def num_shards(self) -> int:
-        """The number of logical shards of a global batch; 0 where it is divided by ranks."""
+        """Number of logical shards in a global batch; 0 if it is divided by ranks."""
         division = self._division
         return division.num_shards if isinstance(division, ShardedGlobalBatch) else 0
 
@@ -379,7 +379,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, bounds)
 
     def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
-        # Resuming a pass is the common case in recovery: the order is known and drawing may cost seconds.
+        # Recovery usually resumes a pass: its order is known already, and drawing it again may take seconds.
         if self._drawn_for != (order, seed, pass_index):
             self._indices = order.indices(seed, pass_index)
             self._drawn_for, self._fingerprint = (order, seed, pass_index), None

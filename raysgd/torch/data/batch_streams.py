@@ -1,7 +1,7 @@
-"""Sources of the batches of a replica, and the stream over them.
+"""Sources of a replica's batches, and the stream over them.
 
-The sources differ in what is known beforehand: a loader that the library divides knows every rank's share of every
-step; any other loader does not, so the ranks agree step by step, one step ahead of the training and beside it.
+The sources differ in how much is known beforehand. For a loader that the library divides, every rank's share of every
+step is known. For any other loader the ranks agree on each step, one step ahead of training and beside it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class DrawnItem(NamedTuple):
 
     Attributes:
         batch: The batch.
-        weight: The weight of its gradient.
-        num_samples: Real samples in it, if known.
-        total: The same of all ranks together.
-        is_first: Whether the global step begins with it.
-        is_last: Whether the global step ends with it.
-        seeds: Where random numbers of the training come from, in a logical shard and after the last one; None if they
-            go on.
-        is_last_of_pass: Whether the pass ends with it; None where that is not known yet.
+        weight: Weight of its gradient.
+        num_samples: Number of real samples in it, if known.
+        total: Number of real samples of all ranks together, if known.
+        is_first: True if the global step begins with this item.
+        is_last: True if the global step ends with this item.
+        seeds: Seeds for training: in this logical shard, and after the step's last shard. None if the generators are
+            not seeded again.
+        is_last_of_pass: True if the pass ends with this item; None if that is not known yet.
     """
 
     batch: Any
@@ -60,17 +60,17 @@ class DrawnItem(NamedTuple):
 class DividedLoaderSource:
     """A loader that the library divides over the ranks.
 
-    A loader draws a seed for its processes whenever it is opened. Here it draws that from a generator of the rank, so
-    that ranks do not repeat each other's augmentation, and a pass that was interrupted and resumed leaves the model's
-    random numbers as they would have been.
+    A loader draws a seed for its processes whenever it is opened. Here it draws from a generator of the rank. So ranks
+    do not repeat each other's augmentation, and a pass that was interrupted and resumed leaves the model's generators
+    as if it had run through.
 
     Args:
         sharded: The rebuilt loader.
         seed: Decides the order of every pass; the same on all ranks.
 
     Attributes:
-        order: That of every pass. It belongs to the seed: a saved position brings both.
-        check_plan: Called whenever a pass is opened or resumed, with the plan for the rest of it.
+        order: Order of every pass. It belongs to the seed: a saved position brings both.
+        check_plan: Called with the plan for the rest of a pass whenever one is opened or resumed.
     """
 
     is_divided, left_out = True, 0
@@ -94,12 +94,12 @@ class DividedLoaderSource:
         self._ranks = ranks
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
-        """See to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
+        """Check that a user's sampler draws the same on all ranks, and after a resumption the same as before."""
         own, before = self._sharded.sampler.fingerprint(), self._order_before
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
         if start_sum is not None and not _are_alike(own, start_sum, world_size):
-            kind = DistNetworkError if is_resumed else ValueError  # a restart makes all samplers again
+            kind = DistNetworkError if is_resumed else ValueError  # a restart makes all samplers anew
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
                 "samples, which the sampler has to draw alike on every worker: from the global generators of torch, "
@@ -131,28 +131,28 @@ class DividedLoaderSource:
 
     @property
     def _size(self) -> dict[str, int]:
-        """The size of a pass as positions carry it; of samples in global batches of any size, that of the batches."""
+        """Size of a pass as stored in positions: in batches if a user's batch sampler forms them, else in samples."""
         is_of_batches = isinstance(self.order, BatchesOrder)
         return {"num_batches" if is_of_batches else "num_samples": self.num_samples}
 
     @property
     def most_batches(self) -> int:
-        """The number of batches that a rank takes for a global step, one after the other."""
+        """Number of batches that a rank takes for a global step, one after the other."""
         return self._sharded.sampler.most_batches
 
     @property
     def num_shards(self) -> int:
-        """The number of logical shards of a global batch; 0 where it is divided by ranks."""
+        """Number of logical shards in a global batch; 0 if it is divided by ranks."""
         return self._sharded.sampler.num_shards
 
     @property
     def has_own_order(self) -> bool:
-        """True if a sampler of the user draws the order, which may be another one the next time."""
+        """True if a user's sampler draws the order, which may differ the next time."""
         return isinstance(self.order, SamplerOrder)
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """True if another worker draws the same order: a sampler of the user's may count its passes by itself."""
+        """True if another worker draws the same order; a user's sampler may count its passes by itself."""
         is_so = not isinstance(self.order, SamplerOrder) or self.order.is_repeatable(self.seed)
         if not is_so and self._ranks is not None and self._ranks.rank == 0:
             logger.warning(
@@ -162,7 +162,7 @@ class DividedLoaderSource:
 
     @property
     def num_samples(self) -> int:
-        """Samples of a pass, of all ranks."""
+        """Number of samples in a pass, over all ranks."""
         return self._sharded.num_samples
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
@@ -205,27 +205,27 @@ class DividedLoaderSource:
 
 
 def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
-    """Return whether all ranks have the same number, of 40 bits; each of them has to ask, and all hear the same."""
-    halves = divmod(own, 2**20)  # so short that sums of squares fit
+    """Return True if all ranks have the same number of 40 bits. All ranks have to ask, and get the same answer."""
+    halves = divmod(own, 2**20)  # small enough that sums of squares fit
     numbers = torch.tensor([(half, half**2) for half in halves])
     start_sum(numbers)()
     return all(squares * world_size == total**2 for total, squares in numbers.tolist())
 
 
 class PlainSource:
-    """Any iterable, as it is: a single replica, an evaluation, or replicas that step together in lockstep.
+    """Any iterable, as it is: for a single replica, an evaluation, or replicas that step in lockstep.
 
     In lockstep, a rank that has run out repeats its last batch with weight 0 until all have run out, so no rank hangs.
 
     Args:
         loader: This rank's batches.
-        is_in_lockstep: Whether ranks step together, however many batches each of them has.
+        is_in_lockstep: True if the ranks step together, however many batches each of them has.
 
     Attributes:
-        is_divided: Whether the library divides the data; see `raysgd.worker.data.feed.Feed`.
-        left_out: Rows that could not be read and were left out.
-        most_batches: The number of batches that a rank takes for a global step, one after the other.
-        num_shards: The number of logical shards of a global batch; 0 where it is divided by ranks.
+        is_divided: True if the library divides the data; see `raysgd.worker.data.feed.Feed`.
+        left_out: Number of rows that could not be read and were left out.
+        most_batches: Number of batches that a rank takes for a global step, one after the other.
+        num_shards: Number of logical shards in a global batch; 0 if it is divided by ranks.
     """
 
     is_divided, left_out = False, 0
@@ -237,7 +237,7 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: Ranks) -> None:
-        """Called ahead of a call, with the group that it is in."""
+        """Join the group of the coming call."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
@@ -248,11 +248,11 @@ class PlainSource:
         return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
 
     def num_steps(self) -> int | None:
-        """Steps of the pass that was opened last, if known."""
+        """Return the number of steps in the latest pass, if known."""
         return length_of(self._loader)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Samples of the pass used up, by all ranks, after that many steps since it was opened; 0 if unknown."""
+        """Return how many samples all ranks use in that many steps since the pass was opened; 0 if unknown."""
         return 0
 
 
@@ -272,7 +272,7 @@ def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) 
             )
         own = count_samples(last) if has_own else 0
         coming = next(batches, _END) if has_own else _END
-        hear = ask(start_sum, _samples_in(coming))  # answered while this step is computed
+        hear = ask(start_sum, _samples_in(coming))  # the answer arrives while this step is computed
         yield DrawnItem(last, own * world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 
@@ -284,11 +284,11 @@ def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int
     """Ask, ahead of a step, how many ranks have a batch and how many samples these hold together.
 
     Args:
-        start_sum: How the ranks add up.
-        num_samples: The samples of this rank's batch; None without one.
+        start_sum: Starts a sum over the ranks.
+        num_samples: Number of samples in this rank's batch; None if it has no batch.
 
     Returns:
-        What waits for the answer.
+        A function that waits for the two numbers.
     """
     counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
     wait = start_sum(counts)
@@ -306,19 +306,19 @@ def _samples_in(batch: Any) -> int | None:
 
 
 class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
-    """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
+    """Hands out the batches of a source, and counts samples by the arithmetic of the sampler that divides them."""
 
     _num_steps_in_pass = _began_at = 0
-    _before: tuple[int | None, int] | None = None  # due and used, where the group was left: another one plans again
+    _before: tuple[int | None, int] | None = None  # samples due and used when the group was left; the next plans anew
 
     @property
     def completed(self) -> int:
         return self.ledger()[1]
 
     def ledger(self) -> tuple[int | None, int, int]:
-        """Samples due in this pass, if known, used so far, and in the step that is not done, over all ranks.
+        """Return the samples due in this pass, if known, used so far, and in the unfinished step, over all ranks.
 
-        May be called from a second thread, while the first works.
+        A second thread may call this while the first works.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         if self._before is not None:
@@ -363,7 +363,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:
-    """Tell a sampler that wants to know which pass begins."""
+    """Tell the loader's sampler which pass begins, if it has `set_epoch`."""
     for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)

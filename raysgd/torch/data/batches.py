@@ -1,8 +1,8 @@
-"""Parts of a batch, and of what `forward` and a model return, as the stock rungs see them; batches made of rows.
+"""Parts of a batch, and of what `forward` and a model return, as the stock methods see them; batches made of rows.
 
-A batch is a sequence with the target last; or a mapping of names to tensors, as collators for language models make it,
-or a dataclass with such fields. A model returns its output; or a mapping, or an object with attributes, that may hold
-the loss too.
+A batch is a sequence with the target last; or a mapping of names to tensors, as collators for language models make it;
+or a dataclass with such fields. A model returns its output; or a mapping or an object with attributes, which may also
+hold the loss.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from raysgd.torch.parallel.strategy import unwrap
 _MOST_BYTES_COPIED = 2**20
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-"""Under which of these names a batch that has names holds its target; the first one that is there counts."""
+"""Names of the target in a batch that has names; the first one found counts."""
 
 
 def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """Inputs and target of a batch.
+    """Return the inputs and the target of a batch.
 
-    A mapping or a dataclass is one input; its target is None where it has no known name. The fields of a named tuple
-    are inputs one by one, but for the target: the field with such a name, or else the last one.
+    A mapping or a dataclass is one input; its target is None if it has none of the known names. The fields of a named
+    tuple are inputs one by one, except the target: the field with a known name, or else the last one.
 
     Raises:
-        TypeError: The batch has no parts that could be told apart.
+        TypeError: The batch has no parts to tell apart.
     """
     if type(batch) in (list, tuple) and batch:
         return tuple(batch[:-1]), batch[-1]
@@ -56,7 +56,7 @@ def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def by_name(value: Any) -> Mapping[str, Any] | None:
-    """Return what a mapping or a dataclass holds, by name; None for anything else."""
+    """Return the values of a mapping or a dataclass by name; None for anything else."""
     if isinstance(value, Mapping):
         return value
     if not is_dataclass(value) or isinstance(value, type):
@@ -65,7 +65,7 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
 
 
 def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
-    """The output of a model. A single input with names is passed by keyword, without a target that it does not take."""
+    """Return a model's output. A single input with names is passed by keyword, without targets it does not take."""
     named = by_name(features[0]) if len(features) == 1 else None
     if named is None:
         return model(*features)
@@ -75,13 +75,13 @@ def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
 
 
 def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: Any) -> Sequence[Any]:
-    """Return what a model gets of a batch to predict, without the target, if there is one.
+    """Return a model's inputs for a prediction, without the target, if there is one.
 
     Args:
         prepare: Splits a batch into inputs and target.
         batch: The batch.
-        has_target: Whether the last part of a tuple is one. Else `prepare` gets None in its place.
-        model: What is called: of a batch with names it gets those targets only that it cannot do without.
+        has_target: True if the last part of a tuple is the target; else `prepare` gets None as the target.
+        model: The model. From a batch with names it gets only those targets that its signature requires.
     """
     if by_name(batch) is not None:
         features, _ = prepare(batch)
@@ -101,7 +101,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """The names of targets that the forward pass of such a model does not take."""
+    """Return the names of targets that the model's forward pass does not take."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()
@@ -109,13 +109,13 @@ def _targets_not_taken(model_class: Any) -> frozenset[str]:
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
-    """The loss that a model computed by itself; None where its output has none."""
+    """Return the loss that a model computed by itself; None if its output has none."""
     loss = _named(output, "loss")
     return loss if isinstance(loss, torch.Tensor) else None
 
 
 def prediction(output: Any) -> Any:
-    """Return what is compared with the target: the logits, where an output names such; else all of it."""
+    """Return the part to compare with the target: the logits if the output names them, else all of it."""
     if isinstance(output, torch.Tensor):
         return output
     logits = _named(output, "logits")
@@ -123,7 +123,7 @@ def prediction(output: Any) -> Any:
 
 
 def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return what `forward` returned without the metrics at its end, and these."""
+    """Split what `forward` returned into everything but the metrics at its end, and the metrics."""
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
         return returned, {}
     *parts, metrics = returned
@@ -131,10 +131,10 @@ def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def parts_of_forward(returned: Any, operator_cls: type[Any]) -> tuple[Any, torch.Tensor, Any]:
-    """Output, loss and weight, each None where `forward` did not return it.
+    """Return output, loss and weight, each None if `forward` did not return it.
 
     Raises:
-        TypeError: It returned none of what it may return.
+        TypeError: It returned nothing that is allowed.
     """
     if isinstance(returned, torch.Tensor) and returned.ndim == 0:
         return None, returned, None
@@ -159,11 +159,11 @@ def _named(output: Any, name: str) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch of any shape, at the cost of looking at sizes only.
+    """Return the number of samples in a batch of any shape, looking only at sizes.
 
-    The last array in a tuple or list is usually the target, whose first dimension counts samples more
-    reliably than that of an input. Where the target is a list of dicts, as in detection, each is one sample.
-    Failing that the first array anywhere inside counts, then the length of a list; anything else is one sample.
+    The last array in a tuple or list is usually the target, and its first dimension counts samples more reliably than
+    that of an input. If the target is a list of dicts, as in detection, each dict is one sample. Otherwise the first
+    array anywhere inside counts, then the length of a list; anything else is one sample.
 
     Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
@@ -177,7 +177,7 @@ def count_samples(batch: Any) -> int:
 
 
 def samples_of(batch: Any, otherwise: int) -> int:
-    """Return what `count_samples` finds; `otherwise` where there is no array, and no list of samples."""
+    """Return the number of samples as `count_samples` does; `otherwise` if there is no array and no list of samples."""
     last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(last, torch.Tensor) and last.ndim:
         return len(last)
@@ -186,7 +186,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 
 
 def _counted(batch: Any) -> Any:
-    """Return what has an entry for each sample; None if there is no array and no list of samples."""
+    """Return the part of a batch with an entry for each sample; None if there is no array and no list of samples."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -200,7 +200,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Return whether it is a list of dicts or dataclasses with the same names, which were not joined to one."""
+    """Return True for a list of dicts or dataclasses with equal names, which were not joined into one."""
     first = by_name(value[0]) if isinstance(value, (tuple, list)) and value else None
     if first is None:
         return False
@@ -208,7 +208,7 @@ def _is_list_of_samples(value: Any) -> bool:
 
 
 def _first_counted(parts: Iterable[Any]) -> Any:
-    """The first array or list of samples anywhere in them."""
+    """Return the first array or list of samples, at any depth; None if there is none."""
     for part in parts:
         if _is_array(part) or _is_list_of_samples(part):
             return part
@@ -227,11 +227,11 @@ class TensorCollate:
         return default_collate(rows)
 
     def join(self, batches: list[Any]) -> Any:
-        """Return one batch of one or several."""
+        """Return several batches as one."""
         return batches[0] if len(batches) == 1 else _joined_batches(batches)
 
     def begin_process(self) -> None:
-        """Let PyTorch compute with one thread: those of OpenMP do not survive a fork. Small tensors travel as bytes."""
+        """Limit PyTorch to one thread, since OpenMP threads do not survive a fork, and send small tensors as bytes."""
         torch.set_num_threads(1)
         ForkingPickler.register(torch.Tensor, _reduced)
 
@@ -239,9 +239,9 @@ class TensorCollate:
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return how a loader process sends a tensor.
 
-    PyTorch shares its memory, which takes an answer of the process that made it: a copy of little costs less.
+    PyTorch would share its memory, which needs an answer from the sending process. A copy of a small tensor is cheaper.
     """
-    with suppress(TypeError, RuntimeError):  # such as bfloat16, and what is not plain memory
+    with suppress(TypeError, RuntimeError):  # for dtypes such as bfloat16, and tensors outside plain memory
         if tensor.nbytes <= _MOST_BYTES_COPIED:
             return torch.from_numpy, (tensor.numpy(),)
     shared: tuple[Any, ...] = reduce_tensor(tensor)

@@ -1,4 +1,4 @@
-"""Data of PyTorch for one call: to train and validate on, made and divided in each worker, and to predict."""
+"""PyTorch data for one call: to train and validate on, made and divided in each worker, and to predict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from raysgd.torch.data.sampling import ShardedLoader, ending_with_parent, kept_o
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of data for a call; None for what none can use."""
+    """Return the kind of data for a call; None if it cannot be used."""
     kind = data_kinds.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):
         return "batches"
@@ -46,7 +46,7 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def has_samples(dataset: Any) -> bool:
-    """Return whether it gives samples by their numbers: a map-style dataset, something like one, or a list of dicts."""
+    """Return True for data with numbered samples: a map-style dataset, something like one, or a list of dicts."""
     if isinstance(dataset, list):
         return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
     has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -54,11 +54,11 @@ def has_samples(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Return the data of a call, ready for workers; None for what none can use.
+    """Return the data of a call, ready for workers; None if it cannot be used.
 
     Args:
-        dataset: What the call was given.
-        config: That of one worker.
+        dataset: Data that the call was given.
+        config: Config of one worker.
 
     Raises:
         ValueError: There is no batch size, or arrays differ in their number of rows.
@@ -68,13 +68,13 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
         return CallData(kind, dataset)
     if kind != "rows":
         return data_kinds.call_data_of(dataset, config)
-    if data_kinds.kind_of(dataset) != "rows":  # but samples by their numbers
+    if data_kinds.kind_of(dataset) != "rows":  # numbered samples
         size = size_of(f"a `{type(dataset).__name__}`", None, config)
         return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
     data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
     size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
     arrays = as_arrays(data.data, in_columns=data.feature_columns is not None)
-    num_rows_of(arrays)  # refuses arrays that differ in it
+    num_rows_of(arrays)  # raises if their numbers of rows differ
     options = {"batch_size": size, "shuffle": data.shuffle, "drop_last": data.drop_last}
     return CallData(kind, partial(_loader_over_arrays, arrays, data.form, options))
 
@@ -109,7 +109,7 @@ class ArrayRows(Dataset[Any]):
         return self._num_rows
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """A batch."""
+        """Return the batch of the rows at these indices."""
         return self._make_batch(trees.mapped(self._arrays, lambda array: _taken(array, indices)))
 
     def __getitem__(self, index: int) -> Any:
@@ -121,11 +121,11 @@ def _taken(array: Any, indices: list[int]) -> Any:
 
 
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
-    """The batches of a worker's share; those of whole data are not divided yet.
+    """Return the batches of a worker's share. A creator or an object that holds the whole data is not divided yet.
 
     Args:
-        share: What this worker was given.
-        collate_fn: Makes batches of samples, where the data do not say what does.
+        share: Data that this worker was given.
+        collate_fn: Makes batches of samples, if the data has no function of its own.
         make_batch: Makes batches of arrays.
 
     Raises:
@@ -150,7 +150,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
 
 
 def _in_tensors(batch: Any) -> Any:
-    """A list of tuples of tensors as one tensor for each place."""
+    """Turn a list of tuples of tensors into one tuple, with all tensors of a position joined."""
     if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
         return tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
     return batch
@@ -162,7 +162,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def collate_fn_of(loaders: Iterable[Any]) -> Any:
-    """Return the `collate_fn` of the first of these loaders that makes batches of samples; None where none does."""
+    """Return the `collate_fn` of the first loader that makes batches of samples; None if there is none."""
     found = (each for each in loaders if isinstance(each, DataLoader) and each.batch_sampler is not None)
     return next((loader.collate_fn for loader in found), None)
 
@@ -170,10 +170,10 @@ def collate_fn_of(loaders: Iterable[Any]) -> Any:
 def divided(
     loader: Any, rank: int, world_size: int, training: bool, rule: GlobalBatchRule | None = None
 ) -> ShardedLoader | Any:
-    """The loader as this worker uses it: divided by samples, or else dealt by batches.
+    """Return the loader as this worker uses it: divided by samples, or else every `world_size`-th batch.
 
     Raises:
-        ValueError: It is to be divided by global batches, and cannot be.
+        ValueError: It must be divided by global batches, and cannot be.
     """
     sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training, rule=rule)
     if isinstance(sharded, ShardedLoader):
@@ -194,11 +194,11 @@ KINDS = (
 
 
 def source_to_predict(data: Any, asked: BatchRequest) -> Found:
-    """Return where the batches come from, and what the results are returned in.
+    """Return the source of the batches, and the container that the results are returned in.
 
     Raises:
-        TypeError: It is of an unknown kind.
-        ValueError: The order of its rows cannot be kept.
+        TypeError: The data is of an unknown kind.
+        ValueError: The order of the rows cannot be kept.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
     found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
@@ -228,14 +228,14 @@ def _is_of_tensors(data: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """An array as a separate tensor; text stays an array."""
+    """Return a NumPy array of numbers as a tensor with memory of its own; return anything else unchanged."""
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
         return array
     return torch.from_numpy(np.ascontiguousarray(trees.own(array)))
 
 
 def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
-    """A map-style loader: every worker loads its own rows. `drop_last` has no effect, so that no row is lost."""
+    """Return a source in which every worker loads its own rows; it ignores `drop_last`, so that no row is lost."""
     batches = loader.batch_sampler
     if batches is None:
         raise ValueError(
@@ -271,7 +271,7 @@ def _check_iterable(loader: DataLoader[Any]) -> None:
 
 
 def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The batches of a loader; what it draws for its processes is not drawn from the generator that training uses."""
+    """Yield the batches of a loader. Opening it leaves the generator that training uses unchanged."""
     before = torch.get_rng_state()
     batches = iter(loader)
     torch.set_rng_state(before)
@@ -282,23 +282,23 @@ class PredictionLoader:
     """The batches of one worker, for one prediction after the other.
 
     Args:
-        collate_fn: Returns what makes batches of samples, where the data do not say it.
+        collate_fn: Returns the function that makes batches of samples, if the data has none.
         make_batch: Makes batches of arrays.
     """
 
     def __init__(self, collate_fn: Callable[[], Any], make_batch: AsBatch = as_batch) -> None:
         self._collate_fn, self._make_batch = collate_fn, make_batch
         self._key: str | None = None
-        self._indices: list[list[int]] = []  # a loader with processes goes on living between rounds, and looks here
+        self._indices: list[list[int]] = []  # a loader with processes lives on between rounds, and reads them here
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, request: PredictRequest, work: Work, make_loader: Any) -> Iterator[tuple[Any, int]]:
-        """The batches of a round, and the rows of each.
+        """Yield the batches of a round, and the number of rows of each.
 
         Args:
             request: The round.
             work: This worker's part of it.
-            make_loader: Makes a loader over the rows of a dataset; None but for the first round over one.
+            make_loader: Makes a loader over the rows of a dataset; None except in the first round over one.
         """
         if request.key != self._key:
             self.close()
@@ -315,7 +315,7 @@ class PredictionLoader:
             self.close()
 
     def close(self) -> None:
-        """Let go of the dataset, and of the processes that load it."""
+        """Release the dataset and the processes that load it."""
         self._key = self._loader = None
 
 
@@ -331,7 +331,7 @@ def _loader_to_predict(
 
 
 def plain(value: Any) -> Any:
-    """A tensor as an array; other values as they are. NumPy has no bfloat16, so that becomes float32."""
+    """Turn a tensor into an array, and return other values unchanged. NumPy has no bfloat16: it becomes float32."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()

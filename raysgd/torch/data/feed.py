@@ -1,4 +1,4 @@
-"""Loaders as the data of one replica: which source is for which loader, and the order that all ranks must share."""
+"""Loaders as the data of one replica: picks a source for each loader, and keeps the order equal on all ranks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class TorchFeed(feed.Feed):
     """Hands out the streams over loaders.
 
     Args:
-        data_of: What is registered under "train" or "validation".
-        parallel: How the replicas are kept equal.
-        world_size: How many replicas there are.
-        undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
-        rank: The place among them.
-        rule: How loaders are divided by global batches; None where the size of a worker's batch is given.
+        data_of: Returns the data registered under "train" or "validation".
+        parallel: Keeps the replicas equal.
+        world_size: Number of replicas.
+        undo: Called before a batch of padding in training; returns a function that undoes the batch's side effects.
+        rank: This replica's rank.
+        rule: Rule that divides loaders by global batches; None if the batch size is per worker.
         make_batch: Makes batches of arrays that a call brings.
     """
 
@@ -97,7 +97,7 @@ class TorchFeed(feed.Feed):
         return call_data.batches_of(self.data_of_call[name], self.collate_fn(name), self._make_batch)
 
     def collate_fn(self, name: str) -> Any:
-        """Return the `collate_fn` of the loader under "train" or "validation", or else of the other one."""
+        """Return the `collate_fn` of the loader under "train" or "validation"; if it has none, that of the other."""
         other = "train" if name == "validation" else "validation"
         return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
 
@@ -132,13 +132,13 @@ class TorchFeed(feed.Feed):
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
 
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
-        """Divide the data again, for a place in a group of another size.
+        """Divide the data again, for a rank in a group of another size.
 
         Args:
-            rank: The place.
-            size: The size.
-            batch_size: How many samples of a global batch are this worker's share from now on; None if unknown.
-            instead_of: How many were; loaders with another batch size keep theirs.
+            rank: The new rank.
+            size: Size of the group.
+            batch_size: This worker's new share of a global batch, in samples; None if unknown.
+            instead_of: The share before. Loaders with another batch size keep theirs.
         """
         self._group = Ranks(self._parallel, rank, size)
         self._of_call = None, None
@@ -181,6 +181,6 @@ class TorchFeed(feed.Feed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Stand for a loader that was not registered: an error only once somebody draws from it."""
+    """Stand in for a loader that was not registered, and raise only once it is used."""
     way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
     raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

@@ -1,4 +1,4 @@
-"""Arrays and batches of Ray Data as tensors."""
+"""Ray Data arrays and batches as tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = (
 
     Args:
         arrays: The arrays.
-        form: What becomes of them.
-        models: The models that get the batch. Floating-point numbers become those of the first parameter that has any.
+        form: Form of the batch.
+        models: Models that get the batch. Floating-point numbers get the dtype of the first floating-point parameter.
     """
     dtypes = (each.dtype for model in models for each in model.parameters() if each.is_floating_point())
     return formed(trees.mapped(arrays, partial(as_tensor, dtype=next(dtypes, None))), form, _joined)
 
 
 def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
-    """An array as a tensor, floating-point numbers in `dtype`, if given, else float64 in PyTorch's default float.
+    """Return an array as a tensor; text stays an array.
 
-    Text stays an array.
+    Floating-point numbers become `dtype`, if given; without it, float64 becomes PyTorch's default dtype.
     """
     values = stacked(values)
     if values.dtype.kind not in "biuf":
@@ -38,5 +38,5 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
-    """Columns side by side; one of single numbers is one wide."""
+    """Return the columns side by side; a column of single numbers is one wide."""
     return torch.cat([column.unsqueeze(1) if column.ndim == 1 else column for column in columns], dim=1)

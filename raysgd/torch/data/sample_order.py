@@ -1,13 +1,14 @@
-"""The order in which a pass visits the samples: the dataset's own, shuffled, or what a user's sampler draws.
+"""The order in which a pass visits the samples: the dataset's own, shuffled, or drawn by a user's sampler.
 
 Each order is a function of a seed and the index of the pass, so all ranks arrive at the same one by themselves.
 
-A shuffled range of large data is computed where it is read, and never stored: opening it costs nothing, and neither
-does reading it from the middle. A number is written as row and column of a table that is about square. In turn, one of
-the two is moved by a hash of the other, which can be undone, so different numbers stay different (a Feistel network).
-What lands in the last row past the end of the range is moved again until it is inside (cycle walking).
+A shuffled range of large data is computed where it is read, and never stored. So opening it costs nothing, and neither
+does reading from the middle. Each number is written as row and column of a table that is about square. In turns, one of
+the two is shifted by a hash of the other. Each shift can be undone, so different numbers stay different (a Feistel
+network). A number that lands past the end of the range, in the last row, is moved again until it is inside (cycle
+walking).
 
-Why the loader's own order is kept, and why large data is shuffled in another way: ADR 2.
+ADR 2 says why the loader's own order is kept, and why large data is shuffled in another way.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _READ_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Permutation(Sequence[int]):
-    """The numbers from 0 to `length - 1`, each once, in an order that the seed decides.
+    """The numbers from 0 to `length - 1`, each once, in an order that depends on the seed alone.
 
     It is the same on every machine.
 
     Attributes:
-        length: How many numbers there are.
-        seed: What is hashed into the order.
+        length: Number of numbers.
+        seed: Text that the order is derived from.
 
     Examples:
         >>> numbers = Permutation(10, seed="7")
@@ -68,7 +69,7 @@ class Permutation(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
-        """Return what stands at a place, or at each place of a slice."""
+        """Return the number at a place, or the numbers at the places of a slice."""
         places = range(self.length)[index]
         if isinstance(places, int):
             return int(self.at(np.array([places], np.uint64))[0])
@@ -76,19 +77,19 @@ class Permutation(Sequence[int]):
         return found
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate in order, some thousand numbers at a time."""
+        """Yield the numbers in order, computing a few thousand at a time."""
         for start in range(0, self.length, _READ_AT_ONCE):
             yield from self[start : start + _READ_AT_ONCE]
 
     def at(self, places: Numbers) -> Numbers:
-        """Return what stands at each of these places, which must be from 0 to `length - 1`."""
+        """Return the numbers at these places, which must be from 0 to `length - 1`."""
         numbers = self._moved(places)
         while (outside := numbers >= self.length).any():
             numbers[outside] = self._moved(numbers[outside])
         return numbers
 
     def _moved(self, numbers: Numbers) -> Numbers:
-        """One way through the network: of the whole table onto itself."""
+        """Send numbers once through the network, which maps the whole table onto itself."""
         one, other = np.divmod(numbers, self._width)
         size, other_size = self._height, self._width
         for key in self._keys:
@@ -111,7 +112,7 @@ class Permutation(Sequence[int]):
 
 
 def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
-    """32 bits for each number; what goes past 64 bits on the way is dropped."""
+    """Return a hash of 32 bits for each number. Overflow past 64 bits is dropped on the way."""
     mixed = (numbers ^ key) * _FIRST
     mixed ^= mixed >> _HALF
     mixed *= _SECOND
@@ -120,7 +121,7 @@ def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
 
 
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
-"""The order of one pass: anything with `len` and slices. A tensor needs a quarter of a list's memory."""
+"""Order of one pass: anything with `len` and slices. A tensor takes a quarter of a list's memory."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class JoinedBatches(Sequence[Any]):
 
     Attributes:
         samples: The samples.
-        bounds: Where batches begin, and where the last one ends.
+        bounds: Positions where the batches begin, and where the last one ends.
     """
 
     samples: Sequence[Any]
@@ -143,7 +144,7 @@ class JoinedBatches(Sequence[Any]):
 
     @property
     def largest(self) -> int:
-        """The samples of the largest batch."""
+        """Number of samples in the largest batch."""
         return max((stop - start for start, stop in pairwise(self.bounds)), default=1)
 
 
@@ -152,13 +153,13 @@ _DRAWN_BELOW = 2**20
 
 @dataclass(frozen=True)
 class SequentialOrder:
-    """The dataset's own order, every pass."""
+    """The dataset's own order, in every pass."""
 
     name = "sequential"
     num_samples: int
 
     def indices(self, seed: int, pass_index: int) -> range:
-        """Return the indices of the dataset in the order of a pass: here seed and pass make no difference."""
+        """Return the indices of the dataset in their own order, whatever the seed and the pass are."""
         return range(self.num_samples)
 
 
@@ -167,9 +168,9 @@ class ShuffledOrder:
     """A new permutation of the dataset in every pass.
 
     Attributes:
-        num_samples: Samples in a pass.
-        drawn_below: With fewer samples, the whole permutation is drawn when a pass begins; else it is computed where it
-            is read.
+        num_samples: Number of samples in a pass.
+        drawn_below: With fewer samples than this, the whole permutation is drawn when a pass begins; else it is
+            computed where it is read.
     """
 
     name = "shuffled"
@@ -177,11 +178,11 @@ class ShuffledOrder:
     drawn_below: int = _DRAWN_BELOW
 
     def indices(self, seed: int, pass_index: int) -> Indices:
-        """Return the permutation of this pass. No random state outside is used or changed."""
+        """Return the permutation of this pass, without using or changing any global random state."""
         if self.num_samples >= self.drawn_below:
             return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
         generator = torch.Generator("cpu").manual_seed(seed_of(seed, pass_index))
-        # On the CPU whatever `torch.set_default_device` says: indices are needed where the data is.
+        # On the CPU whatever `torch.set_default_device` says: the indices are needed where the data is.
         return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
 
@@ -189,28 +190,28 @@ class ShuffledOrder:
 class SamplerOrder:
     """The order that a user's own sampler draws.
 
-    The sampler is drawn once per pass, with the generators of torch, `random` and numpy, and the sampler's own
-    `generator` of torch, seeded from (seed, pass index). They get their state back afterwards. A sampler with
-    `set_epoch` is told the pass index first. Randomness of any other kind may give each rank another order, which the
-    ranks notice.
+    The sampler is drawn once per pass. Before that, the generators of torch, `random` and NumPy, and the sampler's own
+    `generator` of torch, are seeded from the seed and the pass index; afterwards they get their state back. A sampler
+    with `set_epoch` is told the pass index first. Any other kind of randomness may give each rank another order, which
+    the ranks notice.
     """
 
     sampler: Any
 
     @property
     def num_samples(self) -> int:
-        """The length that the sampler announces now."""
+        """Length that the sampler announces now."""
         return len(self.sampler)
 
     @property
     def name(self) -> str:
-        """The class of the sampler."""
+        """Name of the sampler's class."""
         return f"sampler {type(self.sampler).__name__}"
 
     def indices(self, seed: int, pass_index: int) -> Indices:
-        """Return what the sampler draws in this pass: an array, or a list where its indices are not integers.
+        """Return the sampler's indices for this pass: an array, or a list if they are not integers.
 
-        A sampler may draw less than its length, the pass is then that much shorter.
+        If a sampler draws fewer than its length, the pass is that much shorter.
 
         Raises:
             ValueError: The sampler draws more than its length, perhaps without end.
@@ -230,17 +231,17 @@ class SamplerOrder:
         return _compact(drawn)
 
     def is_repeatable(self, seed: int) -> bool:
-        """Return whether the sampler draws the same again for the same pass."""
+        """Return True if the sampler draws the same again for the same pass."""
         first, again = (self.indices(seed, 0) for _ in range(2))
         return first == again
 
 
 @dataclass(frozen=True)
 class BatchesOrder(SamplerOrder):
-    """The order of the samples in the batches that a user's batch sampler draws. Its length is in batches."""
+    """The order of the samples in the batches that a user's batch sampler draws. Its length counts batches."""
 
     def indices(self, seed: int, pass_index: int) -> JoinedBatches:
-        """Return the samples of what the batch sampler draws in this pass."""
+        """Return the samples of the batches that the batch sampler draws in this pass."""
         batches = [list(batch) for batch in super().indices(seed, pass_index)]
         bounds = accumulate((len(batch) for batch in batches if batch), initial=0)
         return JoinedBatches(_compact([*chain.from_iterable(batches)]), [*bounds])
@@ -249,13 +250,13 @@ class BatchesOrder(SamplerOrder):
 SampleOrder: TypeAlias = SequentialOrder | ShuffledOrder | SamplerOrder
 """The order in which a pass visits the samples: a function of seed and pass index, and nothing else.
 
-That is what lets every rank, and a worker that joins in the middle of a pass, arrive at the same order on its own. Each
-has a name for its kind, the same on every rank.
+So every rank, even a worker that joins in the middle of a pass, arrives at the same order on its own. Each order has a
+name for its kind, the same on every rank.
 """
 
 
 def order_of(sampler: Any) -> SampleOrder:
-    """Return the order of a sampler: the dataset's own, shuffled, or what it draws."""
+    """Return the order of a sampler: the dataset's own, shuffled, or whatever the sampler draws."""
     # Exact types: a subclass may draw anything.
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
@@ -269,7 +270,7 @@ def _draws_each_once(sampler: RandomSampler) -> bool:
 
 
 def length_of(sized: Any) -> int | None:
-    """Return the length of a loader, a dataset or a sampler; None if it does not say it."""
+    """Return the length of a loader, a dataset or a sampler; None if it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -277,24 +278,24 @@ def length_of(sized: Any) -> int | None:
 
 
 def divides_data(sampler: Any) -> bool:
-    """Return whether a sampler gives each rank a part of the samples already."""
-    # Many samplers that do what torch's DistributedSampler does, without deriving from it, use its names.
+    """Return True if a sampler already gives each rank a part of the samples."""
+    # Many samplers work like torch's DistributedSampler and use its names without deriving from it.
     by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
     return by_name or isinstance(sampler, DistributedSampler)
 
 
 def _compact(drawn: list[Any]) -> Sequence[Any]:
     if any(isinstance(each, torch.Tensor) and each.ndim for each in drawn[:1]):
-        return drawn  # batches; of a tensor with one number, an array would take that
+        return drawn  # batches: an array would turn a tensor with one number into that number
     try:
         return array("q", drawn)
     except (TypeError, OverflowError):
-        return drawn  # keys, tuples or integers beyond 64 bits, as the dataset wants them
+        return drawn  # keys, tuples or integers beyond 64 bits, for datasets that use them
 
 
 @contextmanager
 def _seeded(seed: int, own: Any) -> Iterator[None]:
-    """Seed the global generators, and one of torch that a sampler has, for the time of the block."""
+    """Seed the global generators, and a sampler's own torch generator, for the duration of the block."""
     drawn, own = rng.capture(), own if isinstance(own, torch.Generator) else torch.Generator()
     state = own.get_state()
     try:

@@ -1,8 +1,8 @@
-"""Division of a user's loader over the workers: it is rebuilt around our batch sampler, or left alone, with the reason.
+"""Division of a user's loader over the workers: it is rebuilt around our batch sampler, or left alone for a reason.
 
-Its processes end with the process that they load for, for which PyTorch lets them look every 5 s only.
+Its loader processes end with their worker; PyTorch alone would only check for that every 5 s.
 
-Why the loader's own order is kept: ADR 2.
+ADR 2 says why the loader's own order is kept.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class ShardedLoader:
     """A user's loader, rebuilt so that each rank loads its share.
 
     Attributes:
-        loader: Same dataset and options as the user's, with `sampler` as its `batch_sampler`.
-        sampler: Where to begin passes and change the group.
-        own_sampler: What draws the samples of the user's loader, or whole batches of them.
-        seed_hint: The seed the user gave, as far as this worker can tell. One rank's must be chosen for all.
-        num_samples: Samples in a pass over all ranks.
-        signature: What must be equal on all ranks for them to divide the same data.
+        loader: Has the dataset and options of the user's loader, and `sampler` as its `batch_sampler`.
+        sampler: Begins passes and follows changes of the group.
+        own_sampler: The user's sampler of samples or whole batches.
+        seed_hint: The user's seed, as far as this worker knows. One rank's seed must be used on all ranks.
+        num_samples: Number of samples in a pass, over all ranks.
+        signature: Must be equal on all ranks, so that they divide the same data.
     """
 
     loader: DataLoader[Any]
@@ -52,18 +52,18 @@ class ShardedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """That of the sampler; None where a user's batch sampler decides the sizes."""
+        """Batch size of the sampler; None if a user's batch sampler decides the sizes."""
         return None if isinstance(self.sampler.order, BatchesOrder) else self.sampler.batch_size
 
 
 @dataclass(frozen=True)
 class UndividedLoader:
-    """A loader that is used as it is: every rank iterates over all that it yields.
+    """A loader that is used unchanged: every rank iterates over everything that it yields.
 
     Attributes:
         loader: The user's object.
         reason: Why it was left alone, as a phrase for a log message.
-        warn: Whether the user may have expected otherwise.
+        warn: True if the user may have expected something else.
     """
 
     loader: Any
@@ -85,25 +85,24 @@ def shard_loader(
     pin_memory: bool = False,
     rule: GlobalBatchRule | None = None,
 ) -> ShardedLoader | UndividedLoader:
-    """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
+    """Rebuild a map-style `DataLoader` so that the group divides its samples, or return why it is left alone.
 
-    The loader's own order is respected: what is sequential in one process is sequential over many workers,
-    what is shuffled is shuffled again in each pass, a user's sampler draws the global order. `batch_size` is
-    that of one worker, as written; with `rule` it is that of all workers together, and each batch of a user's batch
-    sampler is a global one.
+    The loader's own order is kept. A sequential order stays sequential over many workers, a shuffled order is shuffled
+    in each pass, and a user's sampler draws the global order. `batch_size` is that of one worker. With `rule`, it is
+    that of all workers together, and each batch of a user's batch sampler is a global one.
 
-    All loading options are kept, but for `in_order=False`: batches that overtake each other would be counted
-    for the wrong step, so they arrive in order here (a warning says so).
+    All loading options are kept except `in_order=False`: a batch that overtakes another would be counted for the wrong
+    step, so batches arrive in order, and a warning says so.
 
     Args:
-        loader: Whatever the user registered.
-        rank: This worker's place in the group.
+        loader: The registered object.
+        rank: This worker's rank.
         world_size: Size of the group.
-        training: True pads ranks without samples in the last step so that all can take part in the gradient
-            exchange; False gives them no batch, so that evaluation sees every sample once.
-        pin_memory: Whether batches are put where a GPU can copy them from while it computes, also if the user's loader
-            does not ask for that.
-        rule: How global batches of one size are divided.
+        training: True pads ranks without samples in the last step, so that all can take part in the gradient exchange.
+            False gives them no batch, so that evaluation uses every sample once.
+        pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
+            the user's loader does not.
+        rule: Division of global batches of a fixed size.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -146,8 +145,8 @@ def _has_own_iteration(loader: DataLoader[Any]) -> bool:
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
-    """Return what draws the samples, or whole batches of them."""
-    # Not `loader.sampler`: that is only a default where the user passed `batch_sampler=BatchSampler(...)`.
+    """Return the sampler of samples, or of whole batches."""
+    # Not `loader.sampler`, which is only a default if the user passed `batch_sampler=BatchSampler(...)`.
     batches: Any = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else batches
 
@@ -160,8 +159,8 @@ def _divides(loader: DataLoader[Any]) -> bool:
 _DIVIDES = "its sampler divides the data"
 
 
-# What a loader is left alone for, why, and whether the user may have expected otherwise. In this order: each test may
-# rely on those before it.
+# Conditions under which a loader is left alone, the reasons, and True if the user may have expected otherwise. Each
+# test may rely on those before it.
 _RULES: tuple[tuple[Callable[[Any], bool], str, bool], ...] = (
     (lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", False),
     (lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", False),
@@ -191,7 +190,7 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
 
 
 def seed_of(loader: Any, seed: int) -> int:
-    """Return what the order of the samples comes from: the generator of the user's loader, or else `seed`."""
+    """Return the seed of the samples' order: that of a generator in the user's loader, or else `seed`."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     generators = (getattr(holder, "generator", None) for holder in holders)
@@ -211,12 +210,12 @@ _KEPT_OPTIONS = (
 
 
 def kept_options(loader: Any, *more: str) -> dict[str, Any]:
-    """Return how a user's `DataLoader` loads: what another loader over the same dataset is made with."""
+    """Return the loading options of a user's `DataLoader`, for another loader over the same dataset."""
     return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
 
 
 def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Return a `worker_init_fn` that calls the user's own, and lets the process end with the one it loads for."""
+    """Return a `worker_init_fn` that calls the user's own, and ends the loader process with its parent."""
     return partial(_begin_process, user_function)
 
 
@@ -227,12 +226,12 @@ def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) 
 
 
 class SeededRows(Dataset[Any]):
-    """A map-style dataset that gives whole batches, and seeds the generators for each of them.
+    """A map-style dataset that returns whole batches, and seeds the generators for each batch.
 
-    What `collate_fn` draws comes from there, too. Other attributes are those of the dataset inside.
+    This also covers random numbers in `collate_fn`. Other attributes are those of the wrapped dataset.
 
     Args:
-        dataset: The user's.
+        dataset: The user's dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -245,13 +244,13 @@ class SeededRows(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """The samples of a batch."""
+        """Return the samples of a batch."""
         if isinstance(indices, SeededIndices):
             rng.seed_alike(indices.seed)
         whole = getattr(self._dataset, "__getitems__", None)
         return whole(list(indices)) if whole else [self._dataset[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # while it is unpickled
+        if name == "_dataset":  # during unpickling
             raise AttributeError(name)
         return getattr(self._dataset, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from raysgd.torch.objects.loading import (
     check_optimizer,
     check_precision,
     check_schedulers,
+    load_model,
     plain,
     with_names_of,
     with_plain_names,
@@ -42,6 +43,7 @@ def _at(state: Any, path: Path_) -> Any:
 
 
 CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
+REMADE = "remade"  # key of what `setup` makes again and no state holds; see `raysgd.torch.objects.remade`
 # Keys in `RESUME` of what only snapshots carry.
 TRAINED = "trained"  # what `rewrap` has changed since `setup`
 GRADIENTS = "gradients"  # those that no optimizer has stepped with yet
@@ -72,12 +74,27 @@ class TorchState(ReplicaState):
         self._state_of = parallel.state_of
 
     def _parts(self) -> dict[str, Any]:
-        parts, precision = self.read_parts(), self._internals.precision
+        parts, precision, remade = self.read_parts(), self._internals.precision, self._internals.remade
+        if remade is not None:
+            parts = self._without_remade(parts, remade)
         if self._internals.registered.schedulers:
             parts["schedulers"] = [scheduler.state_dict() for scheduler in self._internals.registered.schedulers]
         if precision.state_key:
             parts[precision.state_key] = precision.state_dict()
         return parts
+
+    def _without_remade(self, parts: dict[str, Any], remade: Any) -> dict[str, Any]:
+        """Return the parts without what `setup` makes again, and with what stands in its place."""
+        models = parts["models"]
+        reduced = {**parts, "models": [remade.without(index, model) for index, model in enumerate(models)]}
+        if CRITERION in parts:
+            reduced[CRITERION] = remade.without(len(models), parts[CRITERION])
+        return {**reduced, REMADE: remade.record()}
+
+    def remade_tensors(self) -> list[dict[str, torch.Tensor]]:
+        """Return what states leave out of each module."""
+        remade = self._internals.remade
+        return [] if remade is None else remade.tensors()
 
     def _more_progress(self) -> dict[str, Any]:
         progress: dict[str, Any] = {TRAINED: self._internals.trained.since_setup}
@@ -189,27 +206,49 @@ class TorchState(ReplicaState):
         resume = state.get(RESUME) or {}
         if TRAINED in resume:  # of a snapshot: it fits once the optimizers have its groups
             self._internals.follow_trained(resume[TRAINED])
-        for model, saved in zip(registered.original_models, state["models"], strict=True):
-            check_model(model, with_names_of(model, saved))
+        remade = self._remade_for(state)
+        for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
+            self._check_model(index, model, saved, state, remade)
         for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             check_optimizer(optimizer, saved)
         if self.criterion is not None and CRITERION in state:
-            check_model(self.criterion, with_names_of(self.criterion, state[CRITERION]))
+            self._check_model(len(registered.original_models), self.criterion, state[CRITERION], state, remade)
         if registered.schedulers:
             check_schedulers(registered.schedulers, state["schedulers"])
         precision_state = saved_state(precision, dict(state))
         if precision_state is not None:
             check_precision(precision.state_dict(), precision_state)
 
+    def _remade_for(self, state: Mapping[str, Any]) -> Any:
+        """Return what `setup` makes again here; None where it says nothing of that.
+
+        Raises:
+            ValueError: The state leaves out what is not made again here.
+        """
+        remade = self._internals.remade
+        if remade is None and REMADE in state:
+            from raysgd.torch.objects.remade import refuse_left_out
+
+            refuse_left_out(state[REMADE], type(self._operator))
+        return remade
+
+    def _check_model(
+        self, index: int, model: torch.nn.Module, saved: Any, state: Mapping[str, Any], remade: Any
+    ) -> None:
+        left_out: Collection[str] = ()
+        if remade is not None:
+            saved, left_out = remade.fitting(index, with_plain_names(saved), state.get(REMADE))
+        check_model(model, with_names_of(model, saved), left_out)
+
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
         # What others are going to hold on to is copied first: no copy fails when something has been replaced.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
-        for model, saved in zip(registered.original_models, state["models"], strict=True):
-            self._parallel.load_model(model, with_names_of(model, saved))
+        for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
+            self._load_model(index, model, saved, state)
         if self.criterion is not None:
-            self._load_criterion(self.criterion, state.get(CRITERION))
+            self._load_criterion(self.criterion, state)
         for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):
@@ -217,11 +256,21 @@ class TorchState(ReplicaState):
         if precision_state is not None:
             precision.load_state_dict(precision_state)
 
-    def _load_criterion(self, criterion: Any, saved: Mapping[str, Any] | None) -> None:
-        if saved is None:
+    def _load_criterion(self, criterion: Any, state: Mapping[str, Any]) -> None:
+        if state.get(CRITERION) is None:
             logger.warning("the state has no parameters of the criterion, so they stay unchanged")
         else:
-            self._parallel.load_model(criterion, with_names_of(criterion, saved))
+            self._load_model(len(self.registered.original_models), criterion, state[CRITERION], state)
+
+    def _load_model(self, index: int, model: torch.nn.Module, saved: Any, state: Mapping[str, Any]) -> None:
+        remade = self._internals.remade
+        if remade is None:
+            self._parallel.load_model(model, with_names_of(model, saved))
+            return
+        saved, left_out = remade.fitting(index, with_plain_names(saved), state.get(REMADE))
+        remade.begin_loading(index, left_out)
+        load_model(model, with_names_of(model, saved), is_whole=False)
+        remade.end_loading(index, left_out)
 
 
 def _named(model: torch.nn.Module, name: Any) -> Any:

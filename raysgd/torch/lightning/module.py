@@ -1,4 +1,4 @@
-"""Facts about a `LightningModule`: its package, its hooks, its optimizers, what is around it, and what is refused."""
+"""Facts about a `LightningModule`: its package, hooks and optimizers, the objects around it, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
-PER_BATCH = ("step", "batch")  # intervals of schedulers; the second is the word of this library
+PER_BATCH = ("step", "batch")  # intervals of schedulers; "batch" is raysgd's own word
 PER_EPOCH = ("epoch",)
 NEVER_CALLED = {
     "on_train_end": "nothing tells that a training has ended: call what it does in your program",
@@ -27,16 +27,15 @@ NEVER_CALLED = {
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
     "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to divide a model",
 }
-"""Hooks of a training that are not called, and what to do about it. A module that has one gets a warning.
-
-Tests hold it to Lightning, and `docs/lightning.md` shows it to users."""
+"""Hooks of a training that are not called, with advice. A module that has one gets a warning. Tests compare this table
+with Lightning, and `docs/lightning.md` shows it to users."""
 
 _LENGTHS = ("estimated_stepping_batches", "max_epochs", "max_steps", "num_training_batches")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def lightning_base(module_cls: Any) -> type[Any]:
-    """The `LightningModule` that a class derives from, of `lightning` or of `pytorch_lightning`.
+    """Return the `LightningModule` that a class derives from, of `lightning` or `pytorch_lightning`.
 
     Raises:
         TypeError: It derives from neither.
@@ -49,14 +48,14 @@ def lightning_base(module_cls: Any) -> type[Any]:
 
 
 def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) -> Any:
-    """A module, made with `config=config` if its constructor has such a parameter, else with the entries that it names.
+    """Create a module with `config=config` if its constructor has this parameter, else with the config's entries.
 
-    Why the entries: ADR 86.
+    Each entry is passed to the parameter with its name; ADR 86 says why.
 
     Args:
         module_cls: The class.
         config: The config of the operator.
-        says_so: Whether to log which entries it gets, and which it does not.
+        says_so: True to log which entries it gets, and which it does not.
 
     Raises:
         TypeError: The constructor needs a parameter that the config does not have.
@@ -81,7 +80,7 @@ def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) ->
 
 
 class LightningHooks:
-    """The methods of a module that a trainer calls."""
+    """The methods of a module that Lightning's trainer calls."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -89,24 +88,24 @@ class LightningHooks:
         self._accepted: dict[str, tuple[int | None, list[str]]] = {}
 
     def has(self, name: str) -> bool:
-        """Return whether there is such a method at all."""
+        """Return True if the module has such a method."""
         return hasattr(self._module, name)
 
     def overrides(self, name: str) -> bool:
-        """Return whether the user wrote such a method."""
+        """Return True if the user wrote such a method."""
         return getattr(type(self._module), name, None) is not getattr(self._base, name, None)
 
     def wants(self, name: str, parameter: str) -> bool:
-        """Return whether there is such a method, with such a parameter."""
+        """Return True if the module has such a method, with such a parameter."""
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:
-        """Call a method that may not be there, with as many arguments as it takes.
+        """Call a method, if it exists, with as many arguments as it takes.
 
         Args:
             name: The method.
-            arguments: What it takes in Lightning 2; it may take fewer.
-            by_name: What else it takes if it has such a parameter, as methods for Lightning 1 do.
+            arguments: Its arguments in Lightning 2; it may take fewer.
+            by_name: Passed if it has parameters with these names, as methods for Lightning 1 do.
         """
         method = getattr(self._module, name, None)
         if method is None:
@@ -121,31 +120,31 @@ class LightningHooks:
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
     def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
-        """Call a method that the user wrote; where there is none, what it stands for."""
+        """Call a method if the user wrote it, else `otherwise`."""
         if self.overrides(name):
             self.call(name)
         else:
             otherwise()
 
     def part_of_package(self, name: str) -> Any:
-        """A submodule of the very package that the module's base class comes from."""
+        """Return a submodule of the package that the module's base class comes from."""
         return import_module(f"{self._base.__module__.removesuffix('.core.module')}.{name}")
 
 
 class TrainerStandIn(SimpleNamespace):
-    """The `self.trainer` of a module: says where the training is, and has nothing to steer it with."""
+    """The `self.trainer` of a module: shows the state of the training, but cannot control it."""
 
     @classmethod
     def of(
         cls, world: World, device: torch.device, precision_plugin: Any, backward: Callable[..., None]
     ) -> TrainerStandIn:
-        """The one of a replica.
+        """Return the stand-in of a replica.
 
         Args:
-            world: Its place.
-            device: Where it computes.
-            precision_plugin: Lightning's, which knows how to clip gradients.
-            backward: What `manual_backward` is to do.
+            world: The rank and the number of ranks.
+            device: The device of the replica.
+            precision_plugin: Lightning's plugin, which can clip gradients.
+            backward: Called by `manual_backward`.
         """
         flags = ("training", "validating", "testing", "predicting", "sanity_checking", "barebones")
         absent = ("progress_bar_callback", "gradient_clip_val", "gradient_clip_algorithm", "_results")
@@ -177,7 +176,7 @@ class TrainerStandIn(SimpleNamespace):
 
 
 class _NoLogger:
-    """The `self.logger` of a module: False, as where Lightning has none, and says what to write instead."""
+    """The `self.logger` of a module: false, as in Lightning without a logger. Its attributes raise with advice."""
 
     def __bool__(self) -> bool:
         return False
@@ -190,18 +189,18 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """An optimizer as hooks see it: its `step` does all that belongs to a step here."""
+    """An optimizer as hooks see it: its `step` does everything that belongs to a step in raysgd."""
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
         self.optimizer = optimizer
         self._step = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step; return what the closure returns."""
+        """Take a step, and return the result of the closure."""
         return self._step(self.optimizer, closure)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for `isinstance`, which Lightning asks as well
+    def __class__(self) -> Any:  # for `isinstance`, also in Lightning
         return type(self.__dict__["optimizer"])
 
     def __getattr__(self, name: str) -> Any:
@@ -209,13 +208,12 @@ class SteppingOptimizer:
 
 
 def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Call `run`, a step of `module`, from within the forward pass of what is wrapped around the module.
+    """Call `run`, a step of `module`, inside the forward pass of the module's wrapper.
 
-    There `DistributedDataParallel` gets ready for the backward pass. It sees the loss alone: whatever else a step
-    returns is none of its business.
+    There `DistributedDataParallel` prepares the backward pass. It only gets the loss, not the other results of a step.
 
     Returns:
-        The loss to run the backward pass on. None with manual optimization, where that has happened.
+        The loss for the backward pass. None with manual optimization, where the backward pass is already done.
     """
     is_manual = not module.automatic_optimization
     own = {name: value for name, value in vars(module).items() if name == "forward"}
@@ -225,12 +223,12 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
         vars(module).update(own)
 
     def in_place_of_forward(_: int) -> torch.Tensor | None:
-        put_back()  # the step may well call the real one
+        put_back()  # the step may call the real `forward`
         loss = run()
         if is_manual:
-            wrapper.require_backward_grad_sync = False  # `manual_backward` got ready by itself, each time
+            wrapper.require_backward_grad_sync = False  # each `manual_backward` prepared the wrapper itself
             return None
-        return _no_loss(wrapper, module) if loss is None else loss  # who leaves a batch out must not stall the others
+        return _no_loss(wrapper, module) if loss is None else loss  # other ranks wait for this one's gradients
 
     vars(module)["forward"] = in_place_of_forward
     try:
@@ -243,15 +241,15 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
 
 
 def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
-    """A loss that asks for no change of any parameter, and uses no more of them than it has to."""
+    """Return a loss with zero gradients, that uses no more parameters than necessary."""
     used = [each for each in module.parameters() if each.requires_grad]
-    if getattr(wrapper, "find_unused_parameters", False):  # gradients of 0 are some where other ranks have none
+    if getattr(wrapper, "find_unused_parameters", False):  # a zero gradient would count, even if other ranks have none
         used = used[:1]
     return torch.stack([(each * 0).sum() for each in used]).sum()
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """A loader, which may be alone in a list or dict.
+    """Return a loader, which may be the only one in a list or dict.
 
     Raises:
         ValueError: There are several.
@@ -265,14 +263,14 @@ def one_loader(given: Any, name: str) -> Any:
 
 
 def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Read what `configure_optimizers` returns, in any of its forms.
+    """Parse the result of `configure_optimizers`, in any of its forms.
 
     Returns:
         The optimizers, and for each scheduler a complete dict: `scheduler`, `interval`, `frequency`, `monitor`,
         `reduce_on_plateau`, `strict`.
 
     Raises:
-        TypeError: It has none of the forms.
+        TypeError: It has none of these forms.
         ValueError: The dict of a scheduler is wrong.
     """
     if returned is None:
@@ -320,11 +318,11 @@ def _is_optimizer(part: Any) -> bool:
 
 
 def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
-    """Say in the log which hooks of a module have no effect.
+    """Log which hooks of a module have no effect.
 
     Args:
-        hooks: Those of the module.
-        name: What its class is called.
+        hooks: The hooks of the module.
+        name: Name of its class.
     """
     for hook, advice in NEVER_CALLED.items():
         if hooks.has(hook) and hooks.overrides(hook):
@@ -332,10 +330,10 @@ def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
 
 
 def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse optimizers that would not train what the module says.
+    """Check that optimizers train as the module defines.
 
     Raises:
-        ValueError: There are several and nothing says when each of them steps; or one computes gradients by itself.
+        ValueError: There are several, and it is unclear when each of them steps; or one computes gradients itself.
     """
     name = type(module).__name__
     if len(optimizers) > 1 and module.automatic_optimization:

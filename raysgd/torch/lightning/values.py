@@ -1,4 +1,4 @@
-"""The values of an epoch of a `LightningModule`: what its steps return, and what it logs."""
+"""The values of an epoch of a `LightningModule`: the results of its steps, and what it logs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class EpochValues:
     """The values of one epoch.
 
     Args:
-        loss_name: The metric that a loss is counted as.
-        keeps_outputs: Whether the outputs of the steps are wanted at the end.
+        loss_name: Name of the metric for a loss.
+        keeps_outputs: True if the outputs of the steps are needed at the end.
 
     Attributes:
-        outputs: The outputs of the steps, if they are wanted.
-        of_batch: What was logged in the present batch.
+        outputs: The outputs of the steps, if they are needed.
+        of_batch: Values that were logged in the current batch.
     """
 
     def __init__(self, loss_name: str, keeps_outputs: bool) -> None:
@@ -37,16 +37,16 @@ class EpochValues:
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
-        """Take what comes for a new batch; not at all if that batch is not to be counted."""
+        """Assign the following values to a new batch, or drop them if the batch does not count."""
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
     def begin_values_of_epoch(self) -> None:
-        """From now on, logged values count for the epoch as a whole."""
+        """Assign the following values to the epoch as a whole."""
         self._is_in_batch, self._is_counted = False, True
 
     def metrics_of(self, output: Any) -> dict[str, Any]:
-        """The metrics of the present batch."""
+        """Return the metrics of the current batch."""
         if self._keeps_outputs and self._is_counted and output is not None:
             self.outputs.append(output)
         return {**numbers_in(output, self.loss_name), **self.of_batch}
@@ -55,7 +55,7 @@ class EpochValues:
     def listening_to(self, module: Any) -> Iterator[None]:
         """Receive the module's `self.log` and `self.log_dict`."""
 
-        # Functions and not methods: a module that is copied meanwhile must not copy this object along.
+        # Functions instead of methods, so that a copy of the module does not copy this object too.
         def log(
             name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
         ) -> None:
@@ -97,18 +97,18 @@ class EpochValues:
         return self._aggregates[name]
 
     def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
-        """The averages over the batches, and what was logged once."""
+        """Return the averages over the batches, and the values that were logged once."""
         batches = meters.summary()
         if not self._of_epoch:
             return batches
-        fresh.update(self._of_epoch, n=meters.n or 1)  # weighs as much as the data that it speaks of
+        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the data of the epoch
         once = fresh.summary()
         values = {**batches, **{name: once[name] for name in self._of_epoch}}
         return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})
 
 
 def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | float) -> dict[str, Any]:
-    """The result of an epoch that the module computed by itself, in the hook `name`; it counts by `num_samples`.
+    """Return the result of an epoch that the module computed itself in the hook `name`, weighted by `num_samples`.
 
     Raises:
         TypeError: It is neither a tensor nor a dict.
@@ -121,10 +121,10 @@ def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | 
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in what `training_step` returned; None where it left the batch out.
+    """Return the loss in the result of `training_step`; None if it skipped the batch.
 
     Raises:
-        RuntimeError: A dict has none.
+        RuntimeError: It is a dict without a loss.
         TypeError: It is neither a tensor nor a dict.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -138,14 +138,14 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def detached(output: Any) -> Any:
-    """The output of a step, without its graph."""
+    """Return the output of a step without its graph."""
     if isinstance(output, Mapping):
         return {name: detached(value) for name, value in output.items()}
     return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def numbers_in(output: Any, loss_name: str) -> dict[str, Any]:
-    """Return what can be averaged in the output of a step; a loss also under the name that every operator uses."""
+    """Return the numbers in the output of a step. A loss is also returned under the name that operators use."""
     if isinstance(output, torch.Tensor):
         return {loss_name: output}
     if not isinstance(output, Mapping):
@@ -162,13 +162,13 @@ _KEY = "raysgd_progress"
 
 
 class LightningProgress:
-    """Optimizer steps, which are not the batches of the library, and the batches since the epoch began.
+    """Counts optimizer steps, which may differ from batches, and the batches since the epoch began.
 
     Args:
-        counts_batches: Whether anything goes by the batches of an epoch. Only then do states carry them.
+        counts_batches: True if something depends on the batches of an epoch. Only then do states contain them.
 
     Attributes:
-        num_steps: How many steps optimizers have taken, what Lightning calls the global step.
+        num_steps: Number of optimizer steps, which is Lightning's global step.
     """
 
     def __init__(self, counts_batches: bool) -> None:
@@ -179,8 +179,8 @@ class LightningProgress:
         self._began_at = 0
 
     def begin_call(self, epoch: int, num_batches: int) -> None:
-        """Begin a call in an epoch, after so many batches since the start; an epoch may take several calls."""
-        if num_batches != self._num_batches:  # of a state that does not resume: it is for another training
+        """Begin a call in an epoch, after this number of batches in all. An epoch may take several calls."""
+        if num_batches != self._num_batches:  # the state belongs to another training
             self._ahead, self._epoch = 0, None
         self.num_steps = num_batches + self._ahead
         if epoch != self._epoch:
@@ -191,20 +191,20 @@ class LightningProgress:
         self.num_steps += 1
 
     def end_batch(self, num_batches: int) -> None:
-        """End a batch, the last one of so many since the start."""
+        """End a batch; `num_batches` is their number in all, including this one."""
         self._num_batches, self._ahead = num_batches, self.num_steps - num_batches
 
     def batches_of_epoch(self, num_batches: int) -> int:
-        """Return how many of so many batches belong to the present epoch."""
+        """Return how many of these batches belong to the current epoch."""
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a new worker has to know and cannot tell from the number of batches; may be empty."""
+        """Return what a new worker cannot infer from the number of batches; may be empty."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over such a state; one without it comes from a module that has nothing to count."""
+        """Load such a state. A state without counts comes from a module that has nothing to count."""
         default = (self._num_batches, 0, self._epoch, self._began_at)
         self._num_batches, self._ahead, self._epoch, self._began_at = state.get(_KEY, default)

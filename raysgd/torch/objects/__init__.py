@@ -1,1 +1,1 @@
-"""PyTorch's own objects by themselves: models, optimizers, losses, random numbers."""
+"""Operations on PyTorch's own objects: models, optimizers, losses, random numbers."""

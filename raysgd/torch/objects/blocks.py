@@ -1,9 +1,9 @@
-"""The blocks that a large model is made of, and recomputing them in the backward pass.
+"""The blocks that a large model consists of, and recomputing them in the backward pass.
 
-A block is an element of a `ModuleList` or `Sequential` that holds parameters: a layer of a transformer, a stage of a
-convolutional network. The outermost ones count; blocks do not contain one another.
+A block is an element of a `ModuleList` or `Sequential` that has parameters: a layer of a transformer, a stage of a
+convolutional network. Only the outermost elements count; blocks do not contain one another.
 
-Why models are changed in place: ADR 23.
+ADR 23 says why models are changed in place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.Module]:
-    """The blocks of `model`, each once, with at least `min_parameters` numbers to learn.
+    """Return the blocks of `model`, each once, with at least `min_parameters` parameter elements.
 
-    A block that shares a parameter with anything outside of it, or stands in two places, is left out: it is no unit.
+    A block that shares a parameter with anything outside of it, or occurs twice, is left out.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
@@ -41,7 +41,7 @@ def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.
 def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for child in module.children():
         is_element = isinstance(module, torch.nn.Sequential | torch.nn.ModuleList)
-        if is_element and not isinstance(child, torch.nn.ModuleList):  # a list is never called itself
+        if is_element and not isinstance(child, torch.nn.ModuleList):  # a list itself is never called
             yield child
         else:
             yield from _elements(child)
@@ -53,17 +53,17 @@ def _shares(block: torch.nn.Module, owners: Counter[int]) -> bool:
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run the forward pass of a block that keeps its inputs only; the backward pass computes it a second time."""
+    """Run the forward pass of a block and keep only its inputs; the backward pass computes it again."""
     if not torch.is_grad_enabled():
         return forward(*args, **options)
     return checkpoint(forward, *args, use_reentrant=False, **options)
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Let the blocks of `model` keep no activations for the backward pass; return how many blocks that are.
+    """Let the blocks of `model` keep no activations for the backward pass, and return the number of these blocks.
 
-    The names in the model's state stay as they are. A block with a batch norm is left alone: computed twice, it would
-    count each batch twice.
+    The names in the model's state do not change. A block with a batch norm is left alone, because computing it twice
+    would count each batch twice.
     """
     blocks = [block for block in blocks_of(model) if not any(map(_is_batch_norm, block.modules()))]
     for block in blocks:
@@ -78,13 +78,13 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:
-    """Return whether a module keeps statistics of its batches, also one of another library, or exchanges them."""
+    """Return True if a module keeps or exchanges statistics of batches, even one of another library."""
     has_statistics = any(name == "running_mean" for name, _ in part.named_buffers(recurse=False))
     return has_statistics or isinstance(part, torch.nn.SyncBatchNorm)
 
 
 def without_checkpointing(model: torch.nn.Module) -> torch.nn.Module:
-    """The same model, with its blocks as they were."""
+    """Undo `checkpoint_activations`, and return the model."""
     for part in model.modules():
         if getattr(vars(part).get("forward"), "func", None) is _recomputed:
             del part.forward

@@ -1,8 +1,8 @@
-"""The losses of PyTorch as criteria: how they read outputs, which labels their mean is over, and what is accurate.
+"""The losses of PyTorch as criteria: how they interpret outputs, which labels their mean is over, and the accuracy.
 
-Outputs alone do not tell where their classes are: scores of shape `(samples, 5, 5)` may hold five classes in either
-dimension, and a single number per sample may be a logit, a probability or a value. The losses of PyTorch say so, and
-what they are called with is watched. For any other criterion the shapes decide, where only one reading fits them.
+Outputs alone do not show where their classes are: scores of shape `(samples, 5, 5)` may have five classes in either
+dimension, and a single number per sample may be a logit, a probability or a value. The losses of PyTorch define this,
+so their calls are observed. For other criteria the shapes decide, if only one interpretation fits.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from raysgd._text.log_lines import Once
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The label that the losses of PyTorch ignore, unless they are told otherwise."""
+"""The label that PyTorch's losses ignore by default."""
 
 Reading = Literal["classes", "logits", "probabilities", "values"]
-"""The kinds of outputs, as a criterion takes them."""
+"""Meaning of the outputs to a criterion."""
 
 
 class LossCall(NamedTuple):
-    """A call of a loss of PyTorch.
+    """A call of a PyTorch loss.
 
     Attributes:
-        reading: What the output is to it.
-        output: What it was called with.
-        target: What it compared that with.
-        result: What it returned.
-        ignored: The label that does not count; None if it knows of none.
-        amount: What its mean was divided by: a number, or a tensor on a GPU; None for samples.
-        num_labels: Of how many labels, if all count alike.
+        reading: Meaning of the output to the loss.
+        output: The output of the model.
+        target: The target.
+        result: The result of the loss.
+        ignored: The label that does not count; None if the loss ignores none.
+        amount: Divisor of the mean: a number, or a tensor on a GPU; None for the number of samples.
+        num_labels: Number of labels, if all have equal weight.
     """
 
     reading: Reading
@@ -51,12 +51,12 @@ class LossCall(NamedTuple):
 
     @property
     def counting(self) -> torch.Tensor | None:
-        """A mask of the labels that count; None if it knows of none that do not."""
+        """Mask of the labels that count; None if the loss ignores none."""
         return None if self.ignored is None else self.target != self.ignored
 
     @property
     def is_uneven(self) -> Any:
-        """True if some labels count less than others in its mean; a tensor if that is not known in the host."""
+        """True if labels have different weights in the mean; a tensor if the host does not know yet."""
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
@@ -68,7 +68,7 @@ class _Loss(NamedTuple):
     counts_labels: bool = False
 
 
-_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # of later versions; its outputs are not scores yet
+_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # in later versions; it gets features instead of scores
 _LOSSES: dict[Any, _Loss] = {
     called: _Loss(*loss)
     for module, function, *loss in (
@@ -90,24 +90,24 @@ _LOSSES: dict[Any, _Loss] = {
     for called in (module.forward, function)
     if called is not None
 }
-"""By what is called: the method of a module, which subclasses may have, or the function."""
+"""Keyed by the callable: a module's `forward` (subclasses inherit it) or the function."""
 
 
 class LossCalls:
-    """Tells listeners how the losses of PyTorch in a criterion, itself included, are called."""
+    """Notifies listeners of calls of PyTorch losses in a criterion, including the criterion itself."""
 
     def __init__(self) -> None:
-        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # with whether it hears of labels only
+        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # each with its `only_labels`
         self._hooked: Any = None
 
     @contextmanager
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
-        """Let a listener hear of all calls inside the block.
+        """Notify a listener of all calls inside the block.
 
         Args:
-            criterion: What is called.
+            criterion: The criterion.
             listener: Called with each call.
-            only_labels: Whether it hears only of those that may leave labels out.
+            only_labels: True for only those losses that may ignore labels.
         """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
         for part in criterion.modules() if takes_hooks else ():
@@ -126,7 +126,7 @@ class LossCalls:
                 handle.remove()
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
-        """Call a criterion, of which listeners hear also if it has no hooks."""
+        """Call a criterion, and notify listeners even if it cannot have hooks."""
         result = criterion(output, target)
         if criterion is not self._hooked and self._listeners:
             whole = getattr(criterion, "_orig_mod", criterion)
@@ -138,18 +138,18 @@ class LossCalls:
 
 
 def counts_labels(criterion: Any) -> bool:
-    """Return whether a criterion is, or has, a loss of PyTorch that is a mean over labels."""
+    """Return True if a criterion is, or contains, a PyTorch loss whose mean is over labels."""
     parts = criterion.modules() if _takes_hooks(criterion) else (getattr(criterion, "_orig_mod", criterion),)
     return any(loss.counts_labels for loss in map(_known, parts) if loss is not None)
 
 
 def ignored_by(criterion: Any) -> int:
-    """Return the label that a criterion ignores, whatever it does with it."""
+    """Return the label that a criterion ignores, or PyTorch's default."""
     return _settings(criterion)[0]
 
 
 def refuse_sum(criterion: Any) -> None:
-    """Refuse a sum as the loss of the stock step, which takes the mean over all workers and batches of a step."""
+    """Refuse a criterion with `reduction="sum"`: the stock step averages over workers and batches."""
     if _settings(criterion)[1] == "sum":
         raise ValueError(
             'the registered criterion has `reduction="sum"`, and gradients are the mean over the batches of a step, so '
@@ -159,23 +159,23 @@ def refuse_sum(criterion: Any) -> None:
 
 
 def in_host(number: torch.Tensor) -> Any:
-    """Return the number where it can be read without waiting for a device; else the tensor."""
+    """Return the number itself if it is in host memory, else the tensor, to avoid waiting for a device."""
     return number.item() if number.device.type == "cpu" else number
 
 
 def are_classes(target: Any) -> TypeGuard[torch.Tensor]:
-    """Tell whether a target may hold the numbers of classes: floats are values or probabilities."""
+    """Return True if a target may contain class numbers; floats are values or probabilities."""
     return isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
 
 
 def _takes_hooks(criterion: Any) -> bool:
-    """Tell whether it is a module that a hook does not have compiled again."""
+    """Return True if it is a module, and a hook would not make it be compiled again."""
     is_compiled = hasattr(criterion, "_orig_mod") or getattr(criterion, "_compiled_call_impl", None) is not None
     return isinstance(criterion, torch.nn.Module) and not is_compiled
 
 
 def _known(part: Any) -> _Loss | None:
-    """Return what is known about a loss; nothing about a subclass that is called in another way."""
+    """Return what is known about a loss, or None, for example if a subclass overrides `forward`."""
     key = type(part).forward if isinstance(part, torch.nn.Module) else part.func if isinstance(part, partial) else part
     return _LOSSES.get(key) if callable(key) else None
 
@@ -188,7 +188,7 @@ def _tell(
     kwargs: dict[str, Any],
     result: Any,
 ) -> None:
-    """Tell of a call with these arguments, and of the labels that count in it, each by the weight of its class."""
+    """Notify a listener of a call, with the labels that count in it, each by the weight of its class."""
     output = args[0] if args else kwargs.get("input")
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if not loss.counts_labels or not are_classes(target):
@@ -205,14 +205,14 @@ def _tell(
         amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
         listener(LossCall(loss.reading, output, target, result, ignored, amount))
         return
-    # A look at the smallest label takes a fifth of the time, and in most batches it is that of a class.
+    # Computing the minimum takes a fifth of the time, and in most batches no label is ignored.
     are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
     amount = num_labels if are_all_classes else in_host((target != ignored).sum())
     listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
 
 
 def _settings(criterion: Any) -> tuple[int, Any, Any]:
-    """Return the label that it ignores, its reduction, and the weights of classes; each None where it names none."""
+    """Return the ignored label, the reduction, and the class weights of a criterion. The last two may be None."""
     if isinstance(criterion, partial):
         ignored, reduction, weight = map(criterion.keywords.get, ("ignore_index", "reduction", "weight"))
     else:
@@ -222,11 +222,11 @@ def _settings(criterion: Any) -> tuple[int, Any, Any]:
 
 
 class Accuracy(NamedTuple):
-    """The share of right predictions.
+    """The share of correct predictions.
 
     Attributes:
-        share: The share of the labels that are predicted right; NaN where nothing is classified.
-        num_labels: How many labels that is of; None where nothing is classified.
+        share: Share of the labels that are predicted correctly; NaN without classification.
+        num_labels: Number of labels; None without classification.
     """
 
     share: Any = math.nan
@@ -241,14 +241,14 @@ def accuracy(
     Labels that the criterion ignores do not count.
 
     Args:
-        output: What the model returned.
+        output: The output of the model.
         target: The target in the batch.
-        comparisons: What the criterion was called with.
-        weight: How much the batch counts, if user code says so.
-        ignored: The label that a criterion of the user's ignores.
+        comparisons: Calls of PyTorch losses in the criterion.
+        weight: Weight of the batch, if user code sets it.
+        ignored: The label that the user's criterion ignores.
 
     Returns:
-        Numbers, or tensors with one; None where it is not known what they are.
+        Numbers, or tensors with one element; None if it is unclear what the outputs are.
     """
     if len(comparisons) > 1:
         comparisons = [each for each in comparisons if each.output is output]
@@ -256,12 +256,12 @@ def accuracy(
         return _as_read(comparisons[0])
     if not isinstance(output, torch.Tensor) or not are_classes(target):
         return Accuracy()
-    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # no class has a negative number
+    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # class numbers are not negative
     return None if found is not None and _leaves_out(weight, found, len(target)) else found
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Return whether a weight is a number of labels, and not that of all of them: it is unknown which are ignored."""
+    """Return True if a weight seems to count labels, but not all of them: then it is unknown which are ignored."""
     if weight is None or found.num_labels is None:
         return False
     number = float(weight)
@@ -269,7 +269,7 @@ def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
 
 
 def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
-    """NaN for an accuracy that the library cannot tell, and a warning once, on the worker that `says_so`."""
+    """Replace an unknown accuracy by NaN, and warn once, on the worker that `says_so`."""
     if found is not None:
         return found
     if once.is_first("accuracy") and says_so:
@@ -306,7 +306,7 @@ def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tenso
 
 
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
-    """Return whether there is a target for each place, if the classes are in dimension `dim`."""
+    """Return True if there is a target for each position, given that the classes are in dimension `dim`."""
     places = [size for index, size in enumerate(output.shape) if index != dim]
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
 
@@ -322,7 +322,7 @@ def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: tor
 
 
 def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
-    """Compare true and false; targets between them are probabilities, of which none is right or wrong."""
+    """Compare true and false. Targets between 0 and 1 are probabilities, for which no prediction is right or wrong."""
     found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
     are_certain = ((target == 0) | (target == 1)).all()
     return found._replace(share=torch.where(are_certain, found.share, math.nan))

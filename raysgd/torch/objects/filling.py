@@ -1,9 +1,9 @@
-"""Models that are made without memory, on PyTorch's meta device, get memory and numbers: all at once, or part by part.
+"""Models on PyTorch's meta device, which have no memory, get memory and initial values: all at once, or part by part.
 
-The numbers are those that the `reset_parameters` of the modules give, as those of PyTorch do. Tensors stay the same
-objects, so optimizers that were made before step the right ones.
+The values come from the `reset_parameters` of the modules, as in PyTorch's own modules. Tensors stay the same objects,
+so optimizers that were created before step the right ones.
 
-Why a model may come without numbers: ADR 92.
+ADR 92 says why a model may have no values.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from raysgd._private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's modules for attention
+_RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's attention modules
 
 
 def is_empty(model: torch.nn.Module) -> bool:
-    """Return whether a model, or a part of it, is on the meta device."""
+    """Return True if a model, or a part of it, is on the meta device."""
     return any(tensor.is_meta for tensor in _tensors(model, recurse=True))
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Give the tensors of a model, or of a part of it, that are on the meta device memory on another one, and numbers.
+    """Give the tensors of a model or a part of it that are on the meta device memory on a real one, and values.
 
     Args:
-        part: The model or the part. What is not on the meta device is moved, or left alone where it is divided.
-        device: Where they are to be.
+        part: The model or the part. Other tensors are moved to the device, unless they are divided.
+        device: The device.
 
     Raises:
-        InvalidRegistrationError: A module does not say which numbers.
+        InvalidRegistrationError: A module does not initialize one of its tensors.
     """
     empty = [(module, list(_empty(module))) for module in part.modules()]
     for tensor in chain.from_iterable(tensors for _, tensors in empty):
-        if tensor.is_meta:  # else it is shared, and was met before
+        if tensor.is_meta:  # a shared tensor may be filled already
             torch.utils.swap_tensors(tensor, _room_like(tensor, device))
-    for module, tensors in reversed(empty):  # what is inside a module first, as when it is made
+    for module, tensors in reversed(empty):  # submodules first, as during construction
         if tensors:
             _reset(module, tensors)
     for tensor in _tensors(part, recurse=True):
@@ -48,10 +48,10 @@ def fill(part: torch.nn.Module, device: torch.device) -> None:
 
 
 def refuse_states(optimizers: Iterable[Any]) -> None:
-    """Refuse optimizers that keep something for parameters without numbers, from before their first step.
+    """Check that optimizers have no state for parameters without values before their first step.
 
     Raises:
-        InvalidRegistrationError: There is one.
+        InvalidRegistrationError: One of them has.
     """
     for optimizer in optimizers:
         entries = getattr(optimizer, "state", {}).values()
@@ -72,7 +72,7 @@ def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor, in which it shows whether anything was written there."""
+    """Return memory for a tensor, filled so that a later write can be detected."""
     room = torch.empty_like(tensor, device=device, requires_grad=False)
     if room.is_floating_point() or room.is_complex():
         room.fill_(float("nan"))
@@ -104,5 +104,5 @@ def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_untouched(tensor: torch.Tensor, version: int) -> bool:
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        return bool(tensor.isnan().all())  # `tensor.data` may have been written, which has no version
+        return bool(tensor.isnan().all())  # writing to `tensor.data` does not change the version
     return bool(tensor.numel()) and tensor._version == version

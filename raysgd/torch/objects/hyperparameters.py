@@ -1,7 +1,8 @@
-"""The hyperparameters of optimizers across configs: a state brings those it was trained with, a new config has others.
+"""The hyperparameters of optimizers after a change of config: a state has those it was trained with, a config new ones.
 
-A state that was loaded keeps its momenta and its place in the schedule; the numbers are those that `setup` chose. Where
-`config["lr"]` changes later, the rates that came from it follow. A new learning rate multiplies the whole schedule.
+A state that was loaded keeps its momenta and its position in the schedule, but the hyperparameters are those that
+`setup` chose. If `config["lr"]` changes later, learning rates that came from it follow. A new learning rate scales the
+whole schedule.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 Hyperparameters = Sequence[Mapping[str, Any]]
-"""Of one optimizer: for each group of parameters its numbers by name."""
+"""Of one optimizer: the hyperparameters of each parameter group, by name."""
 
-_RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # the last one is of `OneCycleLR`
+_RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # the last one is from `OneCycleLR`
 _RATES = frozenset({_RATE, _FIRST_RATE, _HIGHEST_RATE, "min_lr"})
 _CYCLED = frozenset({"momentum", "betas"})
-_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # of PyTorch's schedulers that do more than multiply the first rate
+_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # of PyTorch's schedulers that do more than scale the first rate
 
 
 def note_first_rates(schedulers: Iterable[Any]) -> None:
-    """Note the rates that schedules begin at. A `ReduceLROnPlateau` does not, and its cuts could not be told later."""
+    """Store the first rates of schedules, as `ReduceLROnPlateau` does not, so that later cuts can be recognized."""
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):
             if _is_plain(group[_RATE]):
@@ -31,7 +32,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return what optimizers are set to; of one that has no groups of parameters, nothing."""
+    """Return the hyperparameters of optimizers; an empty list for one without parameter groups."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -46,15 +47,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
-    """Set optimizers to what was read of them. A new first rate multiplies the rates of the schedule, now and later.
+    """Set the hyperparameters of optimizers. A new first rate scales the rates of the schedule, now and later.
 
     Args:
-        read_before: What `read` returned for these optimizers.
+        read_before: Hyperparameters of these optimizers, from `read`.
         optimizers: The optimizers.
         schedulers: The schedulers of their learning rates.
 
     Raises:
-        ValueError: What a new rate would make of a schedule is not known. Nothing is changed.
+        ValueError: It is unknown how a schedule follows a new rate. Nothing is changed.
     """
     moves = [
         (group, _moved(before, group))
@@ -71,15 +72,15 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
 def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hyperparameters]:
     """Return the learning rates that `setup` would have chosen with another `config["lr"]`, for `apply`.
 
-    A rate comes from the config if it had the value there. A worker that is new has chosen it with the new value.
+    A rate comes from the config if it has the config's former value or, on a new worker, the new value.
 
     Args:
-        chosen: What `read` returned after `setup`.
+        chosen: The result of `read` after `setup`.
         rate: The new value.
-        before: The value before.
+        before: The former value.
 
     Raises:
-        ValueError: The new value is no learning rate.
+        ValueError: The new value is not a valid learning rate.
     """
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate < math.inf
     usable = rate if is_number else before
@@ -97,7 +98,7 @@ def _followed(group: Mapping[str, Any], rate: Any, before: Any) -> dict[str, Any
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Only the numbers of `after` that are other ones than before, for `apply`."""
+    """Return only the hyperparameters of `after` that differ from those before, for `apply`."""
     found: list[Hyperparameters] = []
     for index, groups in enumerate(after):
         others = before[index] if index < len(before) else ()
@@ -107,13 +108,13 @@ def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in after.items() if name in before and before[name] != value}
-    if not found.keys().isdisjoint(_RATES):  # a scheduled rate needs all
+    if not found.keys().isdisjoint(_RATES):  # a scheduled rate needs all rates
         found.update({name: after[name] for name in _RATES if name in after})
     return found
 
 
 def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return what `setup` has chosen, with other numbers in it."""
+    """Return the hyperparameters that `setup` chose, updated with new values."""
     return [
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)
@@ -121,7 +122,7 @@ def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -
 
 
 def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[], None]:
-    """Return what puts all numbers back."""
+    """Return a function that restores all hyperparameters."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     numbers = [_plain(group) for group in groups]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
@@ -136,7 +137,7 @@ def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers from before, with those that a schedule moves as far along it as those of the group are."""
+    """Return the values from before, except that scheduled ones keep the group's position in the schedule."""
     moved = {name: value for name, value in before.items() if name in group}
     first, new = group.get(_FIRST_RATE), before.get(_FIRST_RATE)
     if new is not None and _RATE in group:
@@ -152,7 +153,7 @@ def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
 
 
 def _following(schedulers: Iterable[Any], changed: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the schedulers of groups whose rates change, if all do no more than multiply the first rate."""
+    """Return the schedulers of groups with new rates, after checking that they only scale the first rate."""
     following, scheduled = list[Any](), set[int]()
     for scheduler in schedulers:
         groups = {*map(id, _groups_of(scheduler, changed))}
@@ -187,7 +188,7 @@ def _groups_of(scheduler: Any, unknown: Sequence[Any]) -> Sequence[Any]:
 
 
 def _with_inner(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and those that it steps, as `SequentialLR` does."""
+    """Yield a scheduler and those that it contains, as `SequentialLR` does."""
     yield scheduler
     for value in getattr(scheduler, "__dict__", {}).values():
         for each in value if isinstance(value, list | tuple) else (value,):
@@ -196,7 +197,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 def _follow(scheduler: Any) -> None:
-    """Let a scheduler go on from the rates that its optimizer has now."""
+    """Let a scheduler continue from the current rates of its optimizer."""
     groups = scheduler.optimizer.param_groups
     known = scheduler.state_dict()
     rates = {

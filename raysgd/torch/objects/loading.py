@@ -1,15 +1,15 @@
-"""Saved states and what is registered: the checks that they fit, and the way into models and optimizers.
+"""Saved states: checks that they match the registered objects, and loading them into models and optimizers.
 
-All of a state is looked at before anything is replaced. What does not fit would show later in any case: with one model
-loaded and the next one not, or in the first step, or never. So the checks look at kinds and sizes, not only at what
-loading itself would stumble over. Names are those without what `torch.compile(model)` adds to them.
+The whole state is checked before anything is replaced. Otherwise a mismatch would show later: when one model is loaded
+and the next one is not, in the first step, or never. So the checks also compare types and sizes that loading itself
+does not check. Names are those without what `torch.compile(model)` adds to them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +19,30 @@ from raysgd._arguments import is_integer
 from raysgd.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
-"""The end of the keys under which modules keep what `get_extra_state` returned: their owners may hold on to it."""
+"""Suffix of keys with results of `get_extra_state`, which their owners may keep a reference to."""
 
 
-def load_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a model's state dict. `load_state_dict` copies the tensors; the rest is copied here."""
+def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bool = True) -> None:
+    """Load a model's state dict. `load_state_dict` copies the tensors; the rest is copied here.
+
+    Args:
+        model: The model.
+        saved: Its state, which was checked.
+        is_whole: Whether it leaves nothing out.
+    """
     copies = {
         id(value): value
         for name, value in saved.items()
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
     }
-    model.load_state_dict(copy.deepcopy(saved, copies))
+    model.load_state_dict(copy.deepcopy(saved, copies), strict=is_whole)
 
 
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state dict, into the tensors that it has now where these are of the same kind.
+    """Load an optimizer's state dict into its present tensors, if they have the same type and shape.
 
-    An optimizer keeps the tensors that `load_state_dict` is given. So it is given its own ones, filled with the
-    new values, and copies of the others.
+    An optimizer keeps the tensors that are passed to `load_state_dict`. So it gets its own ones with the new values,
+    and copies of the others.
     """
     groups = getattr(optimizer, "param_groups", ())
     taken = {_address(parameter) for group in groups for parameter in group["params"]}
@@ -47,7 +53,7 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None:
-    """Copy the tensors in `saved` over those at the same places in `own`; note which now stands for which."""
+    """Copy the tensors in `saved` into those at equal positions in `own`, and record the replacements in `copies`."""
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():
             _fill(own[key], saved[key], copies, taken)
@@ -57,7 +63,7 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Return whether both are ordinary tensors of one kind, and `own` has its memory to itself."""
+    """Return True if both are ordinary tensors with equal dtype and shape, and `own` does not share its memory."""
     if type(own) is not torch.Tensor or type(saved) is not torch.Tensor:
         return False
     kinds = [(tensor.layout, tensor.dtype, tensor.shape) for tensor in (own, saved)]
@@ -74,7 +80,7 @@ _COMPILED = "_orig_mod"
 
 
 def plain(name: Any) -> Any:
-    """Return the name that a parameter or a module has where nothing is compiled.
+    """Return the name that a parameter or a module has without `torch.compile`.
 
     Examples:
         >>> plain("encoder._orig_mod.0.weight")
@@ -84,12 +90,12 @@ def plain(name: Any) -> Any:
 
 
 def with_plain_names(state: Any) -> Any:
-    """Return the state of a model with plain names."""
+    """Return the state of a model with the names that it has without `torch.compile`."""
     return _renamed(state, plain, plain)
 
 
 def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
-    """Return a saved state with the names that it has in this model, compiled or not."""
+    """Return a saved state with the names that this model uses, compiled or not."""
     own = model.state_dict()
     names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
     return _renamed(
@@ -98,7 +104,7 @@ def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
 
 
 def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any], Any]) -> Any:
-    """The same state where no name changes. PyTorch keeps versions of modules beside the tensors."""
+    """Return the state with new names, including the versions of modules that PyTorch stores in `_metadata`."""
     if not isinstance(state, Mapping) or all(name_of(name) == name for name in state):
         return state
     renamed: Any = OrderedDict((name_of(name), value) for name, value in state.items())
@@ -108,15 +114,22 @@ def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any
     return renamed
 
 
-def check_model(model: torch.nn.Module, saved: Any) -> None:
-    """Refuse what is no state of this model.
+def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = ()) -> None:
+    """Check that a state matches this model.
+
+    Args:
+        model: The model.
+        saved: What may be its state.
+        left_out: Plain names that need not be there.
 
     Raises:
-        ValueError: It has other entries or other shapes.
+        ValueError: It has other entries or shapes.
     """
     require(isinstance(saved, Mapping), f"the state of a model is a `{type(saved).__name__}`, not a dict")
     own = model.state_dict()
     missing, extra = sorted(own.keys() - saved.keys()), sorted(map(str, saved.keys() - own.keys()))
+    if left_out:
+        missing = [name for name in missing if plain(name) not in left_out]
     shapes = [
         f"{name}: {_shown(saved[name])} instead of {_shown(tensor)}"
         for name, tensor in own.items()
@@ -131,7 +144,7 @@ def check_model(model: torch.nn.Module, saved: Any) -> None:
 
 
 def _takes(own: torch.Tensor, saved: Any) -> bool:
-    """Return whether a tensor can take the values of another; a lazy one takes its shape from what is loaded."""
+    """Return True if a tensor can take the values of another one. A lazy one gets its shape from it."""
     if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
         return False
     return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
@@ -144,7 +157,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_versions(metadata: Any) -> None:
-    """PyTorch keeps the versions of layers beside a model's state, and compares them while it loads."""
+    """Check the versions of layers, which PyTorch stores with a model's state and compares when it loads."""
     if metadata is None:
         return
     require(isinstance(metadata, Mapping), "the versions of a model's layers are not a dict")
@@ -155,10 +168,10 @@ def _check_versions(metadata: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, saved: Any) -> None:
-    """Refuse what is no state of this optimizer.
+    """Check that a state matches this optimizer.
 
     Raises:
-        ValueError: Its groups, its settings or its tensors are others.
+        ValueError: Its groups, settings or tensors differ.
     """
     require(isinstance(saved, Mapping), f"the state of an optimizer is a `{type(saved).__name__}`, not a dict")
     own = optimizer.state_dict()
@@ -186,7 +199,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
         name
         for name, value in getattr(optimizer, "defaults", {}).items()
         if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }  # others come and go with the versions of PyTorch, which sets those that are missing
+    }  # the other settings depend on the version of PyTorch, which sets missing ones
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
             "The state of an optimizer does not fit, nothing was loaded: it belongs to another kind of optimizer, "
@@ -197,7 +210,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check what an optimizer keeps for each parameter: a fused one reads it without a look at its size."""
+    """Check the state of each parameter, because fused optimizers use it without checking its size."""
     slots = saved.get("state", {})
     require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -214,11 +227,11 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Let a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly memory."""
+    """Load the state into a copy of a PyTorch optimizer, with tensors that use almost no memory."""
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
-    except Exception as error:  # what a file holds may break anything in it
+    except Exception as error:  # the content of a file may break anything
         raise ValueError(
             f"The state does not fit, nothing was loaded: `{type(optimizer).__name__}` cannot load it ({error!r:.200})."
         ) from error
@@ -238,10 +251,10 @@ def _is_large(value: Any) -> bool:
 
 
 def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
-    """Refuse what is no state of these schedulers.
+    """Check that states match these schedulers.
 
     Raises:
-        ValueError: There are more or fewer, or one is of another kind.
+        ValueError: The numbers differ, or a state has another type.
     """
     require(isinstance(states, list | tuple), "the states of the schedulers are not a list")
     strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
@@ -258,10 +271,10 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:
-    """Refuse what is no state of this way to compute in mixed precision.
+    """Check that a state matches this mixed precision.
 
     Raises:
-        ValueError: It lacks something, or is of another kind.
+        ValueError: An entry is missing, or has another type.
     """
     require(isinstance(saved, Mapping), "the state of mixed precision is not a dict")
     if saved:
@@ -280,7 +293,7 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
 
 
 def _is_of_kind(own: Any, saved: Any) -> bool:
-    """Return whether one may stand in the place of the other. What None stands for is not known."""
+    """Return True if one value may replace the other. None matches None, and may replace a bool."""
     if own is None or saved is None:
         return own is None or isinstance(own, bool)
     if _is_number(own):

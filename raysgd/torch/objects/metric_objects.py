@@ -1,11 +1,9 @@
-"""Metrics of torchmetrics that are accumulated on every worker and computed once, over everything.
+"""torchmetrics metrics that are accumulated on every worker and computed once, over everything.
 
-What this module promises: the states of any number of workers, merged, give what one metric fed with all the
-data gives (to float tolerance). Averaging the values of the workers does not: an F1 score, an AUROC or a
-correlation of the whole is not the mean of those of its parts.
+The merged states of any number of workers give the value of one metric that has seen all data, up to rounding. The mean
+of the workers' values does not: the F1 score, AUROC or correlation of the whole is not the mean of those of its parts.
 
-A `MetricState` is detached, on the CPU, and never communicates: it can be pickled, sent to the driver and
-merged there.
+A `MetricState` is detached, on the CPU, and never communicates. It can be pickled, sent to the driver and merged there.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class MetricState:
-    """The state of a metric, apart from the metric itself.
+    """The state of a metric, separate from the metric itself.
 
-    Merging only collects; the states are reduced when the value is computed. So the result does not depend
-    on how the merging was grouped, not even for states that torchmetrics keeps side by side instead of
-    reducing them.
+    Merging only collects states; they are reduced when the value is computed. So the result does not depend on how the
+    states were grouped, even for states that torchmetrics does not reduce.
 
     Attributes:
-        parts: One captured metric for each capture that went in, in the order they were merged.
+        parts: One copied metric for each `capture`, in the order of merging.
     """
 
     parts: tuple[Metric, ...]
@@ -49,19 +46,19 @@ class MetricState:
         return _plain(_joined(self.parts).compute())
 
     def merged_with(self, others: Sequence[MetricState], /) -> MetricState:
-        """Return the state of one metric that saw what this one saw, then what the others saw, in order."""
+        """Return the state of one metric that has seen this data, then that of the others, in order."""
         return MetricState(tuple(part for state in (self, *others) for part in state.parts))
 
 
 def capture(metric: Metric) -> MetricState:
-    """Take the state out of a metric and reset the metric, ready for the next pass.
+    """Copy the state of a metric, and reset the metric for the next pass.
 
     Args:
-        metric: A metric of torchmetrics, on any device. Its own synchronisation across processes is not used.
+        metric: A torchmetrics metric, on any device. Its own synchronization between processes is not used.
 
     Raises:
-        TypeError: If it is anything else.
-        ImportError: If torchmetrics is not installed.
+        TypeError: It is no such metric.
+        ImportError: torchmetrics is not installed.
     """
     metric_cls = _metric_class()
     if not isinstance(metric, metric_cls):
@@ -76,21 +73,21 @@ def capture(metric: Metric) -> MetricState:
 
 
 def remember(*holders: Any) -> Callable[[], None]:
-    """Remember what the metrics among the attributes of some objects have seen; return what lets them forget the rest.
+    """Remember the metrics among the attributes of objects, and return a function that restores them.
 
-    A metric that was reset in between has nothing to forget. Metrics in modules, lists, tuples and dicts are found.
+    A metric that was reset in between is left alone. Metrics in modules, lists, tuples and dicts are found.
     """
     return remember_all(_held_by_any(holders))
 
 
 def reset(*holders: Any) -> None:
-    """Reset the metrics among the attributes of some objects."""
+    """Reset the metrics among the attributes of objects."""
     for metric in _held_by_any(holders):
         metric.reset()
 
 
 def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
-    """Remember what some metrics have seen, and the metrics inside them; return what lets them forget the rest."""
+    """Remember the contents of metrics and the metrics inside them, and return a function that restores them."""
     inner_metrics = {id(inner): inner for metric in metrics for inner in _metrics_in(metric)}
     kept = [(metric, _contents(metric)) for metric in inner_metrics.values()]
 
@@ -108,7 +105,7 @@ def _held_by_any(holders: Sequence[Any]) -> Iterable[Metric]:
 
 
 def _held_by(value: Any) -> dict[int, Metric]:
-    """The metrics in a structure, by identity."""
+    """Return the metrics in a structure, by id."""
     if isinstance(value, torch.nn.Module):
         return {id(metric): metric for metric in _metrics_in(value)}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -116,7 +113,7 @@ def _held_by(value: Any) -> dict[int, Metric]:
 
 
 def _contents(metric: Metric) -> dict[str, Any]:
-    """Copies of all that updates change; of a list that they append to, a new list of the same tensors."""
+    """Return copies of everything that updates change. Of a list, copy only the list, since updates append to it."""
     kinds = (torch.Tensor, list, int, float, type(None))
     return {name: _copied(value) for name, value in vars(metric).items() if isinstance(value, kinds)}
 
@@ -134,13 +131,13 @@ def _metric_class() -> type[Metric]:
 
 
 def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
-    """Yield the metric and those inside it: a wrapper keeps nothing itself, its children do."""
+    """Yield the metric and those inside it, because the state of a wrapper is in its children."""
     metric_cls = _metric_class()
     return (module for module in metric.modules() if isinstance(module, metric_cls))
 
 
 def _prepare_for_copying(metric: Metric) -> None:
-    """Cut what cannot be copied or must not be: graphs, and values computed before now."""
+    """Remove what cannot or must not be copied: graphs, and cached values."""
     for inner in _metrics_in(metric):
         require_names(inner, "_computed", "_forward_cache", "_to_sync", "_update_count", "_reductions")
         inner._computed = None
@@ -156,8 +153,8 @@ def _detached(state: Any) -> Any:
 
 
 def _disconnected_copy(metric: Metric) -> Metric:
-    """Copy a metric to the CPU, without its ties to a process group."""
-    # A process group can be neither copied nor pickled. This memo makes the copy hold None instead.
+    """Copy a metric to the CPU, without its connection to a process group."""
+    # A process group can be neither copied nor pickled. With this memo, the copy has None instead.
     memo: dict[int, Any] = {id(inner.process_group): None for inner in _metrics_in(metric)}
     clone = copy.deepcopy(metric, memo).cpu()
     for inner in _metrics_in(clone):
@@ -167,8 +164,8 @@ def _disconnected_copy(metric: Metric) -> Metric:
 
 
 def _joined(parts: Sequence[Metric]) -> Metric:
-    """Return one metric that has seen what the parts have seen; the parts stay as they are."""
-    # A part that saw nothing holds only defaults, which some reductions would count as data.
+    """Return one metric that has seen the data of all parts, which are not changed."""
+    # A part without data has only defaults, which some reductions would count as data.
     used = [part for part in parts if _saw_anything(part)]
     joined = copy.deepcopy(used[0] if used else parts[0])
     if len(used) > 1:
@@ -182,13 +179,13 @@ def _saw_anything(metric: Metric) -> bool:
 
 
 def _fill(target: Metric, sources: Sequence[Metric]) -> None:
-    """Give a metric the global state of metrics like it."""
+    """Set the state of a metric to the combined state of similar metrics."""
     sources = [source for source in sources if source.update_called] or sources
     if type(target).merge_state is not _metric_class().merge_state:
         _fill_by_its_own_rule(target, sources)
     else:
-        # The stock `merge_state` takes two metrics at a time, refuses those with `full_state_update`, and
-        # weighs a "mean" state by the updates of one side only. The reductions have none of these limits.
+        # The stock `merge_state` merges two metrics at a time, refuses those with `full_state_update`, and
+        # weights a "mean" state by the updates of one side only. The reductions have none of these limits.
         counts = [source.update_count for source in sources]
         for name, reduction in target._reductions.items():
             setattr(target, name, _reduced([getattr(source, name) for source in sources], reduction, counts))
@@ -204,7 +201,7 @@ def _fill_by_its_own_rule(target: Metric, sources: Sequence[Metric]) -> None:
 
 
 def _reduced(states: list[Any], reduction: Any, counts: list[int]) -> Any:
-    """Reduce one state of several metrics as between processes, but with means weighted by updates."""
+    """Reduce one state of several metrics as between processes, but weight means by the number of updates."""
     utilities = require("torchmetrics.utilities.data", "metrics")
     if any(isinstance(state, list) for state in states):
         return [item for state in states for item in (state if isinstance(state, list) else [state])]
@@ -223,7 +220,7 @@ def _float_type_of(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _plain(value: Any) -> Any:
-    """Turn what a metric returns into numbers, lists and dicts."""
+    """Convert the result of a metric to numbers, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.ndim else float(value)
     if isinstance(value, dict):

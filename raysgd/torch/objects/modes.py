@@ -1,9 +1,9 @@
-"""Training and evaluation mode of models: what user code has set, kept through evaluation.
+"""Training and evaluation mode of models: the modes that user code has set are restored after evaluation.
 
-Each module of a model has its own mode: a frozen batch norm, or a teacher inside it, stays in evaluation mode
-while the rest trains. So `model.train()` does not undo `model.eval()`: the modes are noted and given back.
+Each module of a model has its own mode: a frozen batch norm, or a teacher in the model, stays in evaluation mode during
+training. So `model.train()` does not undo `model.eval()`. Instead, the modes are stored and restored.
 
-Why modes are given back: ADR 23.
+ADR 23 says why modes are restored.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 
 class ModuleModes:
-    """Puts models into evaluation mode, and gives every module in them its mode back later."""
+    """Puts models into evaluation mode, and later restores the mode of every module in them."""
 
     def __init__(self) -> None:
         self._before: list[tuple[torch.nn.Module, bool]] = []
         self._after: list[bool] = []
 
     def evaluate(self, models: Iterable[Any]) -> None:
-        """Put all models into evaluation mode; what is no module is left alone."""
+        """Put all models into evaluation mode. Objects that are not modules are left alone."""
         self.give_back()
         modules = [model for model in models if isinstance(model, torch.nn.Module)]
         parts = {id(part): part for model in modules for part in model.modules()}
@@ -32,11 +32,11 @@ class ModuleModes:
         self.note()
 
     def note(self) -> None:
-        """Note how the evaluation leaves the modules: user code that changes a mode after that wants it so."""
+        """Store the modes at the end of the evaluation: a later change is the user's intention."""
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
-        """Give the modules the modes that they had, but for those that were changed since `note`."""
+        """Restore the former modes of the modules, except for those that changed after `note`."""
         if not self._before:
             return
         wanted = [
@@ -44,15 +44,15 @@ class ModuleModes:
             for (part, before), after in zip(self._before, self._after, strict=True)
         ]
         self._before, self._after = [], []
-        for part, mode in wanted:  # parents come first, and what they do to their children is undone
+        for part, mode in wanted:  # parents come first, since they may change their children
             _set(part, mode)
 
 
 def begin_training(model: torch.nn.Module) -> None:
-    """Put a model into training mode if all of it is in evaluation mode, as pretrained ones come.
+    """Put a model into training mode if all of it is in evaluation mode, as pretrained models are.
 
-    A part in evaluation mode beside others in training mode was put there on purpose, and a model without anything to
-    train has no use for the mode.
+    If only some modules are in evaluation mode, this was done on purpose, and a model without trainable parameters
+    stays in evaluation mode.
     """
     if model.training:
         return
@@ -67,4 +67,4 @@ def _set(part: torch.nn.Module, mode: bool) -> None:
     if type(part).train is torch.nn.Module.train:
         part.training = mode
     else:
-        part.train(mode)  # it has more to do than to note the mode: some merge weights for evaluation
+        part.train(mode)  # its own `train` does more, such as merging weights for evaluation

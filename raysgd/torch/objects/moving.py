@@ -1,4 +1,4 @@
-"""Tensors on their way between host and device, and models on their way between processes."""
+"""Moves tensors between host and device, and models between processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy tensors in nested tuples, lists, dicts and dataclasses to `device`; do not wait if memory is pinned.
+    """Copy tensors in nested tuples, lists, dicts and dataclasses to `device`, without waiting if memory is pinned.
 
-    What has a method `to`, such as the batches of `transformers`, is moved by that.
+    An object with a method `to`, such as a batch of `transformers`, is moved by that method.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
@@ -27,7 +27,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _moved_dataclass(value, device)
     if isinstance(value, MutableMapping):
-        moved = copy.copy(value)  # whatever class of dict it is
+        moved = copy.copy(value)  # keeps the class of the dict
         moved.update((key, to_device(item, device)) for key, item in value.items())
         return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -38,19 +38,19 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def _moved_dataclass(value: Any, device: torch.device) -> Any:
-    """A copy of a dataclass, made without its `__init__`: that of a user may compute what is there already."""
+    """Copy a dataclass without calling its `__init__`, which may compute what is already there."""
     moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
-    if isinstance(value, MutableMapping):  # an output of `transformers`, which is both
+    if isinstance(value, MutableMapping):  # an output of `transformers`, which is a dict too
         remade: Any = replace(cast("Any", value), **moved)
         return remade
     copied = copy.copy(value)
     for name, item in moved.items():
-        object.__setattr__(copied, name, item)  # also of a frozen one
+        object.__setattr__(copied, name, item)  # works for frozen ones too
     return copied
 
 
 def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
-    """The values of tensors with one element, with one wait for the device."""
+    """Return the values of tensors with one element, waiting only once for the device."""
     if len({tensor.device for tensor in tensors}) > 1:
         return [float(tensor) for tensor in tensors]
     values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
@@ -58,10 +58,10 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def packed(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a copy of a model picklable, in place; `unpacked` completes it.
+    """Make a copy of a model picklable, in place; `unpacked` completes it in the other process.
 
-    PyTorch pickles no class that `torch.nn.utils.parametrize` made, so modules get the class that they had before. The
-    hooks with which `transformers` collects outputs hold a variable of its module, which is pickled by its name.
+    PyTorch cannot pickle classes made by `torch.nn.utils.parametrize`, so modules get their former class. The hooks
+    with which `transformers` collects outputs refer to a variable of its module, which is pickled by name.
     """
     for part in model.modules():
         if parametrize.is_parametrized(part):
@@ -72,10 +72,10 @@ def packed(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unpacked(model: torch.nn.Module) -> torch.nn.Module:
-    """Complete a model that was packed, perhaps in another process, in place.
+    """Complete a packed model, possibly in another process, in place.
 
-    Modules get the classes that their parametrizations need, and `transformers` the outputs to collect: it forgets what
-    it did not make in this process.
+    Modules get the classes of their parametrizations, and `transformers` gets the outputs to collect, which it only
+    knows for models that it created in this process.
     """
     registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
     parts: list[Any] = list(model.modules())

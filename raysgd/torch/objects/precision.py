@@ -1,13 +1,13 @@
-"""The number format in which a model is trained: one object, asked nowhere else.
+"""The number format in which a model is trained: one object, chosen in one place.
 
-`Precision` itself is plain fp32; the others override only what differs. One parser, at the end, turns the user's flags
-into an object, and reports a bad one.
+`Precision` itself is plain fp32; the others override only what differs. The functions at the end turn the user's flags
+into an object, and raise for a wrong one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -18,20 +18,21 @@ import torch
 logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
-_STATE_KEYS_OF_OLD = "amp"  # the name under which old checkpoints keep the state of Apex
+_SHORT = (torch.bfloat16, torch.float16)
+_STATE_KEYS_OF_OLD = "amp"  # the key of Apex's state in old checkpoints
 
 
 class Precision:
-    """Plain fp32, and the interface of the others.
+    """Plain fp32, and the interface of the other formats.
 
     Attributes:
-        is_mixed: Whether part of the computation runs in a shorter format.
-        flag: What operators find as `self.use_fp16`: False, True for PyTorch's own, or "apex".
-        state_key: Where a checkpoint keeps the state; None when there is none.
-        namespace: What operators find as `self._amp`; its `autocast` works with every precision but Apex.
-        scaler: What operators find as `self._amp_scaler`.
-        skips_overflows: Whether a step is left out where gradients have overflown.
-        can_defer: Whether the exchange of gradients may be put off to a later batch.
+        is_mixed: True if part of the computation uses a shorter format.
+        flag: The operators' `self.use_fp16`: False, True for PyTorch's own, or "apex".
+        state_key: Key of the state in a checkpoint; None if there is no state.
+        namespace: The operators' `self._amp`; its `autocast` works with every precision except Apex.
+        scaler: The operators' `self._amp_scaler`.
+        skips_overflows: True if a step is skipped when gradients have overflowed.
+        can_defer: True if the exchange of gradients may be deferred to a later batch.
     """
 
     is_mixed = False
@@ -45,11 +46,11 @@ class Precision:
     def prepare(
         self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
     ) -> tuple[list[torch.nn.Module], list[Any]]:
-        """Get models and optimizers ready, after they are on their device and before they are wrapped."""
+        """Prepare models and optimizers, after they are on their device and before they are wrapped."""
         return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:
-        """The context for forward passes and losses."""
+        """Return the context for forward passes and losses."""
         return _NOTHING
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
@@ -57,10 +58,10 @@ class Precision:
         loss.backward()
 
     def unscale(self, optimizer: Any) -> None:
-        """Bring the gradients to their true size, for code that looks at them before the step."""
+        """Scale the gradients to their true size, for code that reads them before the step."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return what `optimizer` steps, with the gradients that it steps with."""
+        """Return the parameters that `optimizer` steps, with the gradients that it uses."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(self, optimizer: Any) -> None:
@@ -71,18 +72,18 @@ class Precision:
         """Begin a training call."""
 
     def check_use(self) -> None:
-        """Called ahead of each step of an optimizer; raises where the requested format had no effect."""
+        """Raise if the requested format had no effect. Called before each optimizer step."""
 
     def has_skipped(self) -> bool:
-        """Return whether a step since the last time of asking was left out because of overflown gradients."""
+        """Return True if a step was skipped because of overflowed gradients since the last call of this method."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint, under `state_key`."""
+        """Return the state for a checkpoint, under `state_key`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over such a state."""
+        """Load such a state."""
 
 
 class NativeAmp(Precision):
@@ -90,9 +91,9 @@ class NativeAmp(Precision):
 
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
-        device: Where the model is.
-        enabled: False makes every part a no-op that still works, as the old library did on CPUs.
-        must_act: Whether to refuse steps whose losses were computed without it.
+        device: Device of the model.
+        enabled: False to turn it off, with the same interface, as the old library did on CPUs.
+        must_act: True to refuse steps whose losses were computed without it.
     """
 
     is_mixed = True
@@ -121,7 +122,7 @@ class NativeAmp(Precision):
         return models, optimizers
 
     def forward_context(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
-        """The context that operators find as `self._amp.autocast`."""
+        """Return the context for the operators' `self._amp.autocast`."""
         self._has_computed = True
         context: AbstractContextManager[Any] = self._autocast(*args, **options)
         return context
@@ -133,10 +134,10 @@ class NativeAmp(Precision):
         self._has_computed = self._has_scaled = not self._must_act
 
     def check_use(self) -> None:
-        """Raise, or warn where the backward pass was ours, so that the forward pass may have been what it should.
+        """Raise if the format had no effect, or warn if only the backward pass used it.
 
         Raises:
-            ValueError: Nothing of this training call went through this object.
+            ValueError: Nothing in this training call used this object.
         """
         if self._has_computed:
             return
@@ -157,14 +158,14 @@ class NativeAmp(Precision):
         self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: Any) -> None:
-        if id(optimizer) not in self._unscaled:  # the scaler itself allows it once
+        if id(optimizer) not in self._unscaled:  # the scaler allows it only once
             self._unscaled.add(id(optimizer))
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> None:
-        """Step the optimizer; all of them scale by one number, which changes when each has stepped.
+        """Step the optimizer. All optimizers share one scale, which is updated when each has stepped.
 
-        A change between their steps would leave gradients of the others, which wait, in the old scale.
+        An update between their steps would leave the gradients of later ones with the old scale.
         """
         if id(optimizer) in self._stepped:
             self._update()
@@ -179,7 +180,7 @@ class NativeAmp(Precision):
         self.scaler.update()
 
     def has_skipped(self) -> bool:
-        """Ask the scale, which falls at each step that is left out: also one by user code, or inside an optimizer."""
+        """Compare the scale, which decreases at each skipped step, even one by user code or inside an optimizer."""
         before, self._scale = self._scale, self.scaler.get_scale()
         return self._scale < before
 
@@ -195,10 +196,10 @@ class NativeAmp(Precision):
 
 
 class Apex(Precision):
-    """NVIDIA Apex's `amp`, which has to be built from a source version that still has it.
+    """NVIDIA Apex's `amp`, which must be built from a source version that still contains it.
 
-    It looks for overflown gradients at the end of each backward pass, and every rank has to see the same ones: so
-    nothing can be put off.
+    It checks for overflowed gradients at the end of each backward pass, and all ranks must see the same ones. So no
+    exchange can be deferred.
     """
 
     is_mixed = True
@@ -243,8 +244,36 @@ class Apex(Precision):
             self._scales = self._read_scales()
 
 
+def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
+    """Warn of optimizers of PyTorch that train weights in 16 bits, where small updates are rounded away.
+
+    Others may know a way, such as a copy in fp32.
+
+    Args:
+        optimizers: Those that are registered.
+        owner: The name of the operator.
+    """
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("torch.optim."):
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            short = [each for each in parameters if each.requires_grad and each.dtype in _SHORT]
+            if short:
+                bits = torch.finfo(short[0].dtype)
+                logger.warning(
+                    "`%s` trains %d parameters in %s with `%s`, which rounds each update to that format: one that is "
+                    "smaller than 1/%d of its weight changes nothing. Train in fp32: load the model with "
+                    "`from_pretrained(..., dtype=torch.float32)`, or call `model.float()` before you make the "
+                    'optimizer. `TorchTrainer(precision="bf16")` then computes in bf16',
+                    owner,
+                    len(short),
+                    bits.dtype,
+                    type(optimizer).__name__,
+                    round(2 / bits.eps),
+                )
+
+
 def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] | None:
-    """The part of a checkpoint that belongs to `precision`, also under the key of old files; None when it has none."""
+    """Return the state of `precision` in a checkpoint, also in an old one; None if there is none."""
     if precision.state_key is None:
         return None
     found = state.get(precision.state_key)
@@ -254,19 +283,19 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
 
 
 def choose_amp_backend(use_fp16: Any, native_amp: Any = None, apex_amp: Any = None) -> bool | str:
-    """Check `use_fp16` and say which way it means.
+    """Check `use_fp16`, and return the backend that it selects.
 
     Args:
         use_fp16: `False`, `True` or `"apex"`.
-        native_amp: PyTorch's mixed precision if it can be imported; None looks for it.
-        apex_amp: `apex.amp` if it can be imported; None looks for it.
+        native_amp: PyTorch's mixed precision; None to import it.
+        apex_amp: `apex.amp`; None to import it.
 
     Returns:
         `False` for no mixed precision, `True` for PyTorch's own, `"apex"` for Apex.
 
     Raises:
-        ValueError: For any other value, `None` included.
-        ImportError: If what it asks for is not there.
+        ValueError: Any other value, including `None`.
+        ImportError: The selected backend is not installed.
     """
     if not (isinstance(use_fp16, int) and use_fp16 in (0, 1)) and use_fp16 != "apex":
         raise ValueError(f'`use_fp16={use_fp16!r}`: allowed are `False`, `True` (PyTorch\'s own) and `"apex"`.')
@@ -284,18 +313,18 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex")
 
 
 def choose_precision(use_fp16: Any, precision: Any = None) -> str:
-    """Check both flags and say what they ask for.
+    """Check both flags, and return the format that they select.
 
     Args:
         use_fp16: The flag of the old library; see `choose_amp_backend`.
-        precision: One of `PRECISIONS`, or None to go by `use_fp16`.
+        precision: One of `PRECISIONS`, or None to use `use_fp16`.
 
     Returns:
-        One of `PRECISIONS`, or "legacy" for `use_fp16=True`: fp16 on a GPU, and switched off on a CPU.
+        One of `PRECISIONS`, or "legacy" for `use_fp16=True`: fp16 on a GPU, and off on a CPU.
 
     Raises:
-        ValueError: For any other value, or for both flags at a time.
-        ImportError: If what they ask for is not there.
+        ValueError: Any other value, or both flags are set.
+        ImportError: The selected format is not installed.
     """
     chosen = choose_amp_backend(use_fp16)
     if precision is None:
@@ -313,7 +342,7 @@ def choose_precision(use_fp16: Any, precision: Any = None) -> str:
 
 
 def make_precision(use_fp16: Any, device: torch.device, precision: Any = None) -> Precision:
-    """The object for the flags; see `choose_precision` for what is allowed."""
+    """Create the object for the flags; see `choose_precision` for allowed values."""
     chosen = choose_precision(use_fp16, precision)
     if chosen == "apex":
         return Apex()

@@ -1,7 +1,7 @@
-"""Copies and restores the state of the random number generators that training code draws from.
+"""Copies and restores the state of the random number generators that training code uses.
 
-The captured state is a flat dict of bytes, numbers and None. So two of them compare with `==` to a plain
-bool, and `torch.load(weights_only=True)` reads one back without trusting the file.
+The captured state is a flat dict of bytes, numbers and None. So two states can be compared by `==`, and
+`torch.load(weights_only=True)` can read one from an untrusted file.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 
 RNG = "rng"
-"""Key of the random states of all ranks, in a file."""
+"""Key of the random states of all ranks in a file."""
 
 _MERSENNE_TWISTER = "MT19937"
 _NUM_WORDS = 624
 _PYTHON_WORDS = struct.Struct(f"<{_NUM_WORDS + 1}I")
-"""The generator's words, and behind them its position: what Python's `random` reports as one tuple."""
+"""The generator's words, followed by its position: Python's `random` returns them as one tuple."""
 
 _TORCH_BYTES = 5056
 _TORCH_PLACE = struct.Struct("<iiQ")
 _TORCH_PLACE_AT = 8
-"""Words that are left, whether it was seeded, and the next one: in the state of PyTorch's generator on the CPU."""
+"""Number of words left, a flag for "seeded", and the next position: in the state of PyTorch's CPU generator."""
 
 _CUDA_BYTES = 16
 
@@ -44,12 +44,11 @@ _KEYS = (
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of torch's, Python's and numpy's global generators in this process.
+    """Return the states of the global generators of torch, Python and NumPy in this process.
 
-    Covers torch's CPU generator; the current CUDA device's, if this process uses CUDA; the `random` module;
-    and `numpy.random`'s legacy global generator. Entries of a generator that is not there
-    are None, as are numpy's when its global generator was exchanged for another kind than the Mersenne
-    Twister it comes with.
+    This includes torch's CPU generator, that of the current CUDA device if this process uses CUDA, the `random` module,
+    and `numpy.random`'s legacy global generator. Entries of a missing generator are None. So are NumPy's if its global
+    generator was replaced by one that is no Mersenne Twister.
     """
     version, words, gauss = random.getstate()
     return {
@@ -63,21 +62,22 @@ def capture() -> dict[str, Any]:
 
 
 def seed_alike(seed: int) -> None:
-    """Seed torch's, Python's and numpy's global generators, so that models begin equal on all ranks."""
+    """Seed the global generators of torch, Python and NumPy, so that models start equal on all ranks."""
     torch.manual_seed(seed)  # CUDA too
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def part_ways(seed: int, rank: int) -> None:
-    """Seed them so that what a rank draws from now on, for dropout for example, is its own."""
+    """Seed the generators so that later random numbers, such as those of dropout, differ between ranks."""
     seed_alike(_seed_of(str(seed).encode(), rank))
 
 
 def fork(state: Mapping[str, Any], number: int) -> None:
-    """Set the generators to a state that `capture` returned; above 0, to a branch of it that `number` decides.
+    """Set the generators to a captured state; above 0, to a branch of it that depends on `number`.
 
-    Every generator has its own successor: one that was seeded repeats its numbers also where another was not.
+    Each generator gets its own seed from its own state, so one that was seeded gives the same numbers even if another
+    was not.
     """
     restore(state)
     if number == 0:
@@ -94,21 +94,21 @@ def _seed_of(origin: bytes, number: int) -> int:
 
 
 def check(state: Any) -> None:
-    """Make sure that `restore(state)` is going to succeed; change nothing.
+    """Check that `restore(state)` will succeed, without changing anything.
 
     Raises:
-        ValueError: `state` lacks entries, or was captured from a generator of another kind or size, or is damaged.
+        ValueError: `state` lacks entries, is damaged, or comes from another kind of generator.
     """
     _checked(state)
 
 
 def restore(state: Any) -> None:
-    """Make every generator that `state` covers go on where it was when `capture` returned `state`.
+    """Restore every generator in `state` to where it was when `capture` returned `state`.
 
-    That of a CUDA device is left out where there is none.
+    The state of a CUDA device is ignored if there is none.
 
     Raises:
-        ValueError: As in `check`; no generator has changed.
+        ValueError: See `check`; no generator has changed.
     """
     writers: list[Any] = [torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state]
     for write, own in zip(writers, _checked(state), strict=True):
@@ -117,7 +117,7 @@ def restore(state: Any) -> None:
 
 
 def _checked(state: Any) -> list[Any]:
-    """Return the states as their generators take them: torch's, CUDA's, Python's, numpy's; None where not covered."""
+    """Return the states for the generators of torch, CUDA, Python and NumPy; None for those that are not covered."""
     missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:
         raise ValueError(f"`restore(state)`: `state` lacks {missing}. Pass what `capture()` returned.")
@@ -138,7 +138,7 @@ def _checked(state: Any) -> list[Any]:
 def _checked_torch(content: Any) -> torch.Tensor:
     state = _bytes_to_tensor(content)
     torch.Generator().set_state(state)
-    if len(content) == _TORCH_BYTES:  # PyTorch looks at each number by itself: together they may lead past the words
+    if len(content) == _TORCH_BYTES:  # PyTorch checks each number, but together they may point outside of the words
         num_left, _, position = _TORCH_PLACE.unpack_from(content, _TORCH_PLACE_AT)
         _require(num_left + position <= _NUM_WORDS + 1, "a position outside of its words")
     return state

@@ -1,6 +1,6 @@
-"""The parts of `raysgd.train.torch`: the process group of the workers, and helpers for functions that run in them.
+"""Parts of `raysgd.train.torch`: the process group of the workers, and helpers for functions that run in them.
 
-Users import it from there.
+Import them from `raysgd.train.torch`.
 """
 
 from raysgd._imports import require

@@ -34,14 +34,14 @@ class TorchCheckpoint(Checkpoint):
 
     @classmethod
     def from_model(cls, model: torch.nn.Module, *, preprocessor: Any = None) -> TorchCheckpoint:
-        """A checkpoint with a whole model, which is pickled: its class has to be there when it is read.
+        """Make a checkpoint with a whole model. It is pickled, so its class must be importable when it is read.
 
         Args:
-            model: The model, without or with the wrapper of `DistributedDataParallel`.
-            preprocessor: What its data goes through first.
+            model: The model, with or without its `DistributedDataParallel` wrapper.
+            preprocessor: The preprocessor of the model's inputs.
 
         Raises:
-            TypeError: It is no model.
+            TypeError: `model` is no PyTorch module.
         """
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"`model={model!r:.200}`: need a `torch.nn.Module`. For its state: `from_state_dict`.")
@@ -50,28 +50,28 @@ class TorchCheckpoint(Checkpoint):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], *, preprocessor: Any = None) -> TorchCheckpoint:
-        """A checkpoint with the state of a model.
+        """Make a checkpoint with the state of a model.
 
         Args:
-            state_dict: What `model.state_dict()` returns.
-            preprocessor: What its data goes through first.
+            state_dict: The result of `model.state_dict()`.
+            preprocessor: The preprocessor of the model's inputs.
 
         Raises:
-            TypeError: It is no state.
+            TypeError: `state_dict` is no mapping.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"`state_dict={state_dict!r:.200}`: need what `model.state_dict()` returns.")
         return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: dict(state_dict)})
 
     def get_model(self, model: torch.nn.Module | None = None) -> Any:
-        """The model that was saved; or `model` with the state that was saved.
+        """Return the saved model, or `model` with the saved state.
 
         Args:
-            model: A model to load the state into. Not needed when the whole model was saved, and not used then.
+            model: A model to load the state into. Not needed, and not used, if the whole model was saved.
 
         Raises:
             RuntimeError: The checkpoint has no model.
-            ValueError: It has a state only, and `model` was not passed.
+            ValueError: The checkpoint only has a state, and `model` was not passed.
         """
         saved = self._saved()
         if isinstance(saved, torch.nn.Module):
@@ -105,15 +105,15 @@ class TorchCheckpoint(Checkpoint):
 
 
 class TorchPredictor(TensorPredictor):
-    """Predicts with a PyTorch model, in evaluation mode. Override `call_model` if calling the model is not all.
+    """Predicts with a PyTorch model in evaluation mode. Override `call_model` if just calling the model is not enough.
 
     Args:
         model: The model.
-        preprocessor: A preprocessor of Ray Data that batches go through first; None for none.
-        use_gpu: Whether the model goes to the first GPU.
+        preprocessor: A preprocessor of Ray Data for the batches; None for none.
+        use_gpu: True to move the model to the first GPU.
 
     Raises:
-        RuntimeError: `use_gpu=True`, and PyTorch sees no GPU.
+        RuntimeError: `use_gpu=True`, but PyTorch sees no GPU.
 
     Examples:
         >>> import numpy as np
@@ -130,25 +130,25 @@ class TorchPredictor(TensorPredictor):
         self.model = model.to(self._device).eval()
 
     @classmethod
-    def from_checkpoint(  # type: ignore[override]  # a subclass takes what it needs
+    def from_checkpoint(  # type: ignore[override]  # each subclass takes its own arguments
         cls, checkpoint: Checkpoint, model: torch.nn.Module | None = None, use_gpu: bool = False
     ) -> TorchPredictor:
         """Return a predictor with the model of a checkpoint.
 
         Args:
             checkpoint: A checkpoint with the key `model`, as `TorchCheckpoint` makes it.
-            model: A model to load the state into. Not needed where the whole model was saved.
+            model: A model to load the state into. Not needed if the whole model was saved.
             use_gpu: See the class.
 
         Raises:
             RuntimeError: The checkpoint has no model, or one of another framework.
-            ValueError: It has a state only, and `model` was not passed.
+            ValueError: The checkpoint only has a state, and `model` was not passed.
         """
         saved = TorchCheckpoint.from_checkpoint(checkpoint)
         return cls(saved.get_model(model), saved.get_preprocessor(), use_gpu)
 
     def call_model(self, inputs: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return what the model says: a tensor, several by name, or a data frame of your own. Safe to override."""
+        """Return the model's output: a tensor, a dict of tensors, or a data frame of your own. Safe to override."""
         found: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
         return found
 

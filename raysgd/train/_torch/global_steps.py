@@ -1,9 +1,9 @@
-"""Steps of a function that all ranks take together, or none of them: what `elastic=True` makes of prepared parts.
+"""Steps that all ranks of a function take together, or none of them: prepared parts with `elastic=True`.
 
-Where an exchange of gradients fails because a worker was lost, nothing is raised in user code: the batch has failed,
-its optimizer does not step, and the loader yields its samples again.
+If an exchange of gradients fails because a worker was lost, user code sees no exception. The batch counts as failed,
+its optimizer does not step, and the loader yields the same samples again.
 
-Why it is so, and what decides whether a step counts: ADR 121.
+ADR 121 says why, and what makes a step count.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"
 _CPU = torch.device("cpu")
-_OF_EXCHANGES = (RuntimeError, OSError, ValueError)  # PyTorch's, those of connections, of a group that is gone
+_OF_EXCHANGES = (RuntimeError, OSError, ValueError)  # from PyTorch, from connections, from a group that is gone
 _NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
-_SAME = 1e-6  # so far may sums of equal numbers be apart
+_SAME = 1e-6  # relative rounding error of sums of equal numbers
 
 
 class GlobalSteps:
-    """The models and optimizers of a function that goes on where it is when other workers are lost.
+    """The models and optimizers of a function that continues in place when other workers are lost.
 
     Args:
-        session: That of the function, whose membership decides which steps count.
+        session: The session of the function. Its membership decides which steps count.
     """
 
     def __init__(self, session: RunningSession) -> None:
@@ -62,24 +62,24 @@ class GlobalSteps:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
         self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
-        self._digests: list[torch.Tensor] | None = None  # of the weights, behind the last step of the first batch
+        self._digests: list[torch.Tensor] | None = None  # of the weights, after the last step of the first batch
         self._num_steps = 0  # of optimizers in this batch
-        self._num_usual = 0  # the same in each batch, as the first one has shown; 0 before that
+        self._num_usual = 0  # steps of each batch, as the first batch showed; 0 before that
         self._weight = 1.0
-        self._at = 0  # that of the batch
-        self._open: BatchStart | None = None  # the batch whose end was not seen yet
+        self._at = 0  # number of the batch
+        self._open: BatchStart | None = None  # the batch whose end has not been seen yet
         self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
         self._comparisons = ComparisonPace()
         self._is_comparing = False
         self._agreed_at = time.perf_counter()
 
-    # ---------------------------------------------------------------------------------------------------- what there is
+    # ------------------------------------------------------------------------------------------------------------ parts
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: Mapping[str, Any]) -> torch.nn.Module:
-        """Return a model that averages its gradients over the ranks as long as no batch has failed.
+        """Return a model that averages its gradients over the ranks unless the batch has failed.
 
         Raises:
-            ValueError: An option that does not go together with that.
+            ValueError: An option does not work with `elastic=True`.
         """
         for name in ("process_group", COMM_HOOK):
             if name in options:
@@ -95,7 +95,7 @@ class GlobalSteps:
         return wrapped
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step only where the step counts, in place, so that there is no other way to step it."""
+        """Let an optimizer step only if the step counts. It is changed in place, so no other way to step it remains."""
         if hasattr(optimizer.step, _JOINT):
             return
         self._shared.append(optimizer)
@@ -115,22 +115,22 @@ class GlobalSteps:
         return True
 
     def share(self, *parts: Any) -> None:
-        """Take note of other things whose state has to be alike on all ranks."""
+        """Register other objects whose state must be equal on all ranks."""
         self._shared += parts
 
     def admit(self) -> None:
-        """The function counts its passes so that others can step in."""
+        """Admit new workers: the function counts its passes, so others can step in."""
         self._membership.admits = True
 
     def number(self, loader: Any) -> None:
-        """Take note of a loader, whose position others take over that step in."""
+        """Register a loader, so that workers that step in take over its position."""
         self._loaders.append(loader)
 
     def _check_prepared(self) -> None:
-        """Check, at the first exchange, that everything is prepared that has to be.
+        """Check, at the first exchange, that the models and loaders are prepared.
 
         Raises:
-            ValueError: Something is not.
+            ValueError: A model or a loader is not prepared.
         """
         if self._is_checked:
             return
@@ -144,16 +144,16 @@ class GlobalSteps:
                 "`elastic=True`: this batch comes from no prepared loader that divides global batches, so it could not "
                 "be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, leave `elastic` out."
             )
-        steps = weakref.ref(self)  # the hook is one of the process
+        steps = weakref.ref(self)  # the hook belongs to the whole process
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
         weakref.finalize(self, hook.remove)
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that trains a prepared model and is not prepared, nor a part of one that is.
+        """Refuse an optimizer that trains a prepared model, but is neither prepared nor part of a prepared optimizer.
 
         Raises:
-            ValueError: It is one.
+            ValueError: The optimizer is neither.
         """
         parts = (part for each in self._optimizers for part in (each, *vars(each).values()))
         if any(part is optimizer for part in parts):
@@ -166,12 +166,12 @@ class GlobalSteps:
                     "step with gradients that do not count. Call `prepare_optimizer(optimizer)` before the first batch."
                 )
 
-    # ------------------------------------------------------------------------------------------------------- a batch
+    # ---------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Wait for a group, connect the models with it, and return the place in it.
+        """Wait for a group, connect the models to it, and return this rank's place in it.
 
-        A function that is to step in takes over there what the others have, unless no step follows.
+        A worker that steps in receives the state of the others here, unless no steps follow.
         """
         while True:
             if self._membership.is_new and not takes_steps:
@@ -188,9 +188,9 @@ class GlobalSteps:
                 return place
 
     def _meet(self) -> Exception | None:
-        """Give ranks that step in what they lack, before the first batch of a group; return when all ranks have it.
+        """Send workers that step in the state of the others, before the first batch of a group.
 
-        All ranks do this in the same place: before the same batch.
+        All ranks do this before the same batch, and return when all have the state.
         """
         membership, world = self._membership, self._membership.place.world
         try:
@@ -216,7 +216,7 @@ class GlobalSteps:
             return self._as_lost(error)
 
     def _state(self) -> dict[str, Any]:
-        """Return what a rank that steps in takes over."""
+        """Return the state that a worker that steps in takes over."""
         return {
             "number": self._membership.place.number,
             "num_done": self._membership.num_done,
@@ -228,7 +228,7 @@ class GlobalSteps:
         }
 
     def _unfit(self, state: Mapping[str, Any]) -> str | None:
-        """Return why this rank cannot take a state over; None where it can."""
+        """Return why this rank cannot take over a state, or None if it can."""
         kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
         if kinds != others:
             return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
@@ -254,17 +254,17 @@ class GlobalSteps:
         self._membership.step_in(state["number"], state["num_done"])
 
     def open_batch(self, place: GroupPlace, weight: float, has_trained: bool, at: int) -> BatchStart:
-        """A batch begins.
+        """Begin a batch.
 
         Args:
-            place: Where its samples were divided.
-            weight: What its mean counts: its part of the global batch times the number of ranks.
-            has_trained: Whether steps were taken on batches of its loader before.
-            at: Its number, which is to be that of the other ranks' batches.
+            place: The group in which its samples were divided.
+            weight: Weight of its mean: its part of the global batch times the number of ranks.
+            has_trained: True if steps were taken on earlier batches of its loader.
+            at: Number of the batch, which must be equal on all ranks.
 
         Raises:
-            ValueError: Another batch waits for its step.
-            DistNetworkError: The function has left a pass in a batch that failed.
+            ValueError: Another batch still waits for its step.
+            DistNetworkError: The function left a pass during a batch that failed.
         """
         if self._open is not None:
             if not (self._is_left or self._num_steps):
@@ -287,7 +287,7 @@ class GlobalSteps:
         return mark
 
     def _begin_undo(self) -> None:
-        """Copy what the batch may change before its last step, with which it counts."""
+        """Copy what the batch may change before its last step, which makes it count."""
         num_parts = len(self._models), len(self._optimizers)
         if self._num_parts != num_parts:
             copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
@@ -298,18 +298,18 @@ class GlobalSteps:
         self._undo.begin_batch()
 
     def close_batch(self, mark: BatchStart) -> str:
-        """Return what became of a batch: "failed", "done", or "seen" where no step was taken.
+        """End a batch and return its outcome: "failed", "done", or "seen" if no step was taken.
 
         Raises:
-            DistNetworkError: It failed behind a step that counts.
-            ValueError: It had a sample twice, and no step by which that would not count.
+            DistNetworkError: It failed after a step that counts.
+            ValueError: The batch repeated another worker's sample, but no step followed that gives it weight zero.
         """
-        if mark is not self._open:  # another loader's batch followed its step
+        if mark is not self._open:  # a batch of another loader followed the step
             return "done"
         membership, self._open = self._membership, None
         self._undo.note_return()
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
-        if has_unsaid and not membership.has_repeated(mark):  # none was the last one: the first batch, or too few
+        if has_unsaid and not membership.has_repeated(mark):  # none was the last: the first batch, or too few
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
@@ -317,15 +317,15 @@ class GlobalSteps:
             if is_done or not self._undo.can_put_back(has_broken=True):
                 raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
             self._undo.put_back()
-            for optimizer in self._optimizers:  # user code may do so behind a step only, and skip that here
+            for optimizer in self._optimizers:  # user code may do this only after a step, and skip it here
                 optimizer.zero_grad()
             return "failed"
         self._undo.end_batch()
         if self._digests is not None and self._has_moved_since_step():
-            self._undo.copies_all = True  # by user code, which goes on behind a step that does not count
+            self._undo.copies_all = True  # user code changed them, and does so even after a step that does not count
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
-            if membership.begin_exchange():  # others that do step would wait for this rank, and get something else
+            if membership.begin_exchange():  # ranks that step would wait for this one, or receive something else
                 membership.end_exchange(self._compared(math.nan))
         if not (self._weight or self._has_exchanged or is_done or self._is_left):
             raise ValueError(
@@ -344,23 +344,23 @@ class GlobalSteps:
         return (parameter for model in self._models for parameter in model.parameters())
 
     def leave_batch(self, mark: BatchStart) -> bool:
-        """The function leaves the pass in the middle of a batch; returns whether a step was taken on that."""
+        """Leave a pass in the middle of a batch. Return True if a step was taken on the batch."""
         self._is_left = self._is_left or mark is self._open
         return mark is not self._open or self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
-        """Take note of how many steps each batch has."""
+        """Note how many steps each batch has."""
         self._num_usual = num_steps
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """A pass has batches with a step, and others without."""
+        """Note that a pass has batches with and without a step."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
-    # ------------------------------------------------------------------------------------------------------ exchanges
+    # -------------------------------------------------------------------------------------------------------- exchanges
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average gradients over the ranks; leave them as they are where the batch has failed."""
+        """Average gradients over the ranks. Leave them unchanged if the batch has failed."""
         self._check_prepared()
         gradients, membership = bucket.buffer(), self._membership
         if not membership.begin_exchange():
@@ -400,9 +400,9 @@ class GlobalSteps:
             self._membership.end_exchange(broken)
 
     def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer steps; with the last step of a batch all ranks come to the same answer.
+        """Return True if an optimizer steps. At the last step of a batch all ranks agree on the answer.
 
-        Which one is the last of the first batch is known at its end, where they do so instead.
+        During the first batch no one knows which step is the last, so ranks agree at the end of that batch.
         """
         self._check_prepared()
         self._num_steps += 1
@@ -416,7 +416,7 @@ class GlobalSteps:
         return self._membership.count_step(self._agree)
 
     def _agree(self) -> Exception | None:
-        """Say that all gradients are here, and exchange all that is left of a step; return when all ranks did."""
+        """Confirm that all gradients are here, exchange what else a step needs, and wait for all ranks to do so."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         broken = self._compared(float(sum(group.get("lr", 0.0) for group in groups)))
         if broken is not None:
@@ -424,20 +424,20 @@ class GlobalSteps:
         try:
             self._compare_weights()
             for model in self._models:
-                _rebuild_buckets(model)  # the next forward pass would do it, where user code would fail
-            for model in self._with_buffers:  # for the same reason they do not go with the forward pass
+                _rebuild_buckets(model)  # otherwise the next forward pass does it, and may fail in user code
+            for model in self._with_buffers:  # not exchanged in the forward pass, for the same reason
                 repeat_first(model.module.buffers())
         except _OF_EXCHANGES as error:
             return self._as_lost(error)
         return None
 
     def _compared(self, rates: float) -> Exception | None:
-        """Compare a batch, its steps and learning rates with those of the other ranks; NaN for no step.
+        """Compare the batch, its steps and its learning rates with the other ranks; `rates` is NaN for no step.
 
-        All ranks are there then.
+        All ranks must take part.
 
         Returns:
-            What is wrong, if something is.
+            An error if the ranks differ or the exchange failed, else None.
         """
         membership, is_due = self._membership, self._comparisons.is_due
         own = torch.tensor([rates, self._num_steps, self._at, is_due], dtype=torch.float64)
@@ -447,7 +447,7 @@ class GlobalSteps:
         except _OF_EXCHANGES as error:
             return self._as_lost(error)
         means /= membership.place.world.size
-        self._is_comparing = bool(means[3])  # on all ranks, where it is due on one
+        self._is_comparing = bool(means[3])  # on all ranks if it is due on one
         is_alone = bool(means[0].isnan()) or not torch.equal(means[1:3], own[1:3])
         if math.isnan(rates) or (not is_alone and math.isclose(means[0], rates, rel_tol=_SAME)):
             return None
@@ -455,10 +455,10 @@ class GlobalSteps:
         return _lost(membership.flaw)
 
     def _compare_weights(self) -> None:
-        """Compare the weights of all ranks, as they are before the step, if that is due.
+        """Compare the weights of all ranks before the step, if a comparison is due.
 
         Raises:
-            RanksDifferError: They differ.
+            RanksDifferError: The weights differ.
         """
         now, world, costs_s = time.perf_counter(), self._membership.place.world, list[float]()
         models = [model.module for model in self._models]
@@ -474,10 +474,10 @@ class GlobalSteps:
         self._agreed_at = now
 
     def _as_lost(self, error: Exception) -> Exception:
-        """Return the error by which the driver knows that the group is broken.
+        """Return the error that tells the driver that the group is broken.
 
         Raises:
-            Exception: It is not.
+            Exception: The group is not broken.
         """
         if is_connection_error(error) or not self._membership.is_usable:
             return _lost(str(error))
@@ -502,10 +502,10 @@ def _lost(words: str) -> Exception:
 
 
 def step_committed() -> bool:
-    """Return whether the batch that the function is in counts. Where it does not, a worker was lost: it is repeated.
+    """Return True if the current batch counts. If False, a worker was lost and the batch is repeated.
 
-    Then the optimizer did not step, and what the function reports is dropped. Ask behind `optimizer.step()`, before
-    you count the batch or step a scheduler. True outside of runs with `elastic=True`.
+    The optimizer did not step then, and reports of the function are dropped. Ask after `optimizer.step()`, before you
+    count the batch or step a scheduler. Always True without `elastic=True`.
     """
     session: Any = current_session()
     return session is None or not session.is_repeating

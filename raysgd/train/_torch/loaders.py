@@ -1,4 +1,4 @@
-"""Loaders in training functions: each worker gets its part of the samples, on its device."""
+"""Loaders in training functions: each worker gets its part of the samples, on its own device."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ def prepare_data_loader(
     *,
     exact: bool = False,
 ) -> Any:
-    """Get a loader ready: over this worker's part of the samples, with batches on the device.
+    """Prepare a loader: it yields this worker's part of the samples, in batches on the worker's device.
 
-    Call `loader.sampler.set_epoch(epoch)` before each epoch for another order each time. A sampler such as
-    `WeightedRandomSampler` decides which samples an epoch has: it draws the same on all workers, which divide them. All
-    workers get the same number of samples. If the samples cannot be divided evenly, the first ones come twice, unless
+    Call `loader.sampler.set_epoch(epoch)` before each epoch to get another order each time. A sampler that chooses the
+    samples itself, such as `WeightedRandomSampler`, draws the same ones on all workers, which divide them. All workers
+    get the same number of samples. If the samples cannot be divided evenly, the first ones are repeated, unless
     `exact` is set.
 
     Args:
-        data_loader: The loader. Or a stream, or a part of one from `get_dataset_shard`: workers then tell each other
-            where it ends, and `loader.state_dict()` is the position for any number of workers.
-        add_dist_sampler: Whether to divide a map-style dataset over the workers.
-        move_to_device: Whether to move the batches.
-        auto_transfer: Whether to do so one batch ahead, beside the computation; GPUs only, and not for loaders with a
-            position of their own, such as streams.
-        exact: Whether each sample comes once on one worker, as for an evaluation. Workers may then get different
-            numbers of batches. A training of `DistributedDataParallel` models needs `model.join()` around such a pass.
-            With `elastic=True` all get the same number: a global batch has `batch_size` samples for each worker that
-            the function begins with, is divided over those that are left, and each counts by its samples. That of a
-            stream has the size of the stream.
+        data_loader: The loader, or a stream, or a part of a stream from `get_dataset_shard`. With a stream, workers
+            tell each other where it ends, and `loader.state_dict()` is a position for any number of workers.
+        add_dist_sampler: True to divide a map-style dataset over the workers.
+        move_to_device: True to move the batches to the device.
+        auto_transfer: True to copy the next batch while the current one is processed. Only on GPUs, and not for
+            loaders that have a position, such as streams.
+        exact: True to use each sample exactly once, as in an evaluation. Workers may then get different numbers of
+            batches, so training a `DistributedDataParallel` model needs `model.join()` around such a pass.
+            With `elastic=True` all workers get the same number of batches. A global batch has `batch_size` samples for
+            each worker at the start of the function. It is divided over the workers that are left, and each one's
+            gradient is weighted by its number of samples. With a stream, the stream sets the size of a global batch.
 
     Raises:
-        ValueError: The loader has a `batch_sampler` of a class that cannot be divided, or a sampler without a length;
-            or `elastic=True`, and its batches could not be repeated.
+        ValueError: The loader's `batch_sampler` has a class that cannot be divided, or its sampler has no length; or
+            `elastic=True`, and its batches could not be repeated.
     """
     accelerator = shared_accelerator()
     world = helper_session().world
@@ -88,12 +88,12 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
 
     Args:
         stream: The stream.
-        world: The place of this worker.
+        world: This worker's rank and the number of workers.
         exact: See `prepare_data_loader`.
-        goes_on: Whether the function goes on where it is when other workers are lost.
+        goes_on: True if the function continues in place when other workers are lost.
 
     Raises:
-        ValueError: It does, and batches of this stream could not be repeated then.
+        ValueError: `goes_on`, but batches of this stream could not be repeated.
     """
     part = StreamPart(stream, world.size) if isinstance(stream, Stream) else stream
     if goes_on and not (exact and part.is_known):
@@ -107,13 +107,13 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
 
 
 def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
-    """A loader over this rank's part of the same data; the loader itself where that makes no sense.
+    """Return a loader over this rank's part of the data, or the loader itself if there is nothing to divide.
 
     Args:
         loader: Any loader.
-        world: The place of this worker.
-        seed: For random numbers in the processes of the loader; None for PyTorch's own.
-        exact: Whether no sample is repeated to make the parts equal.
+        world: This worker's rank and the number of workers.
+        seed: Seed for the processes of the loader; None for PyTorch's default.
+        exact: True to repeat no samples, even if the parts then differ in size.
 
     Raises:
         ValueError: The batches come from a batch sampler that cannot be divided, or the sampler has no length.
@@ -128,20 +128,20 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
 
 
 def is_divisible(loader: DataLoader[Any]) -> bool:
-    """Return whether there are samples that are not divided over the workers yet."""
+    """Return True if the loader has samples that are not yet divided over the workers."""
     return not divides_data(_sampler_of(loader)) and not isinstance(loader.dataset, IterableDataset)
 
 
 def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None) -> DataLoader[Any]:
-    """A loader over this rank's part of each global batch, however many ranks that is divided over.
+    """Return a loader over this rank's part of each global batch, for any number of ranks.
 
     Args:
         loader: Any loader.
-        world: The place of this worker, when there are as many as the batch size is meant for.
-        seed: As for `divided`.
+        world: This worker's rank, and the number of workers that sets the size of a global batch.
+        seed: See `divided`.
 
     Raises:
-        ValueError: As for `divided`; or the loader has no batches.
+        ValueError: As for `divided`, or the loader has no batches.
     """
     _check_batches(loader)
     batches = loader.batch_sampler
@@ -156,7 +156,7 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
 
 
 def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
-    """Seed the processes of a loader; each rank's differ, or they would repeat each other's augmentation."""
+    """Seed the processes of a loader, differently on each rank: equal seeds would repeat the same augmentation."""
     if seed is not None:
         loader.worker_init_fn = partial(_seed_process, loader.worker_init_fn)
     elif loader.generator is not None:
@@ -167,7 +167,7 @@ def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return what the samples come from: `loader.sampler` is a mere default where a batch sampler was passed."""
+    """Return the sampler of the samples. With a batch sampler, `loader.sampler` is only a default."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
@@ -204,16 +204,16 @@ def _divided_sampler(sampler: Any, world: World, exact: bool) -> DistributedSamp
 
 
 def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
-    """The same loader, with all that it was given, over another sampler."""
+    """Return a copy of the loader with another sampler and otherwise the same options."""
     made, batches = copy.copy(loader), loader.batch_sampler
     if isinstance(batches, BatchSampler):
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)  # a loader refuses it the usual way
+    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)  # assigning them to a loader raises
     return made
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Let `set_epoch` be called for one worker too, because a run may shrink to one. The order stays the sampler's."""
+    """Add `set_epoch` even for one worker, because a run may shrink to one. It does not change the order."""
     if not hasattr(sampler, "set_epoch"):
         with suppress(AttributeError):  # a list, for instance
             sampler.set_epoch = _ignore_epoch
@@ -224,7 +224,7 @@ def _ignore_epoch(epoch: int) -> None:
 
 
 def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:
-    """Seed numpy and `random` in a process of a loader, then do what was to be done there."""
+    """Seed NumPy and `random` in a process of a loader, then call the user's `worker_init_fn`."""
     seed = torch.initial_seed() % 2**32
     np.random.seed(seed)
     random.seed(seed)
@@ -233,16 +233,16 @@ def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:
 
 
 class DeviceLoader(DataLoader[Any]):
-    """Another loader whose batches come on a device. Everything else is read from that one.
+    """Wraps a loader and moves its batches to a device. All other attributes are those of the wrapped loader.
 
     Args:
-        loader: The other one.
-        device: Where the batches go.
-        ahead: Whether to copy the next batch while the last one is worked on; GPUs only. Not if the other loader has a
-            `state_dict`: that position would be one batch ahead, too, and a run that resumes there would omit a batch.
+        loader: The loader to wrap.
+        device: Device for the batches.
+        ahead: True to copy the next batch while the current one is processed; GPUs only. Ignored if the loader has a
+            `state_dict`: its position would be one batch ahead too, so a resumed run would skip a batch.
 
     Attributes:
-        epoch: The passes that have come to their end, those without gradients aside.
+        epoch: Number of finished passes, not counting those without gradients.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, ahead: bool) -> None:
@@ -256,7 +256,7 @@ class DeviceLoader(DataLoader[Any]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches, on the device."""
+        """Yield the batches, on the device."""
         batches = iter(self._loader)
         if self._stream is None:
             found: Iterator[Any] = (moved(batch, self._device) for batch in batches)
@@ -269,7 +269,7 @@ class DeviceLoader(DataLoader[Any]):
         self.epoch += counts
 
     def _ahead(self, batches: Iterator[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
-        """Each batch while the one after it is on its way."""
+        """Yield each batch while the next one is being copied."""
         coming = self._sent(batches, stream)
         while coming is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -292,7 +292,7 @@ class DeviceLoader(DataLoader[Any]):
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`; dicts, lists and tuples keep their form."""
+    """Return the batch with its tensors on `device`, in the same dicts, lists and tuples."""
     return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

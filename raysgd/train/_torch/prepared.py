@@ -1,6 +1,6 @@
-"""Models and optimizers in training functions: prepared for several workers, and their states gathered and loaded.
+"""Models and optimizers in training functions: prepare them for several workers, gather and load their states.
 
-The helpers of one run share an `Accelerator`: the device, the precision and the seed, and how states are gathered.
+The helpers of one run share an `Accelerator`: device, precision, seed, and the way states are gathered.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SCALED = "_goes_through_scaler"
 
 
 class Accelerator:
-    """The things that the helpers of one run share.
+    """State that the helpers of one run share.
 
     Attributes:
-        seed: What random numbers start from; None for anything.
-        parallel: How states are gathered and taken over.
-        steps: The steps that all ranks take together; None where a lost worker ends the function.
+        seed: Seed of random numbers; None if it was not set.
+        parallel: Gathers and loads states.
+        steps: The steps that all ranks take together; None if a lost worker ends the function.
     """
 
     def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:
@@ -51,25 +51,25 @@ class Accelerator:
 
     def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
         """Divide a model over the workers, in place."""
-        from raysgd.torch.parallel.fsdp import FSDP  # not at the top: it takes a while, and few need it
+        from raysgd.torch.parallel.fsdp import FSDP  # not at the top: slow to import, and rarely needed
 
         self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self.parallel = FSDP(self.device, world_size, options)
         model = self.parallel.wrap(model, None, {})
-        self.parallel.rebind_optimizers(())  # lets go of the whole parameters
+        self.parallel.rebind_optimizers(())  # releases the undivided parameters
         return model
 
     def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether a part stands in the place of this parameter now."""
+        """Return True if this parameter has been replaced by a divided one."""
         reference = self._replaced.get(id(parameter))
         return reference is not None and reference() is parameter
 
 
 def accelerate(amp: bool = False) -> None:
-    """Choose the precision of a run: with `amp`, fp16 with a gradient scaler on GPUs. Call it first.
+    """Set the precision of a run: `amp=True` is fp16 with a gradient scaler on GPUs. Call it before other helpers.
 
     Raises:
-        RuntimeError: A helper was called before, or this was.
+        RuntimeError: It was called before, or another helper was.
     """
     session = helper_session()
     if session.accelerator is not None and current_session() is not None:
@@ -80,17 +80,17 @@ def accelerate(amp: bool = False) -> None:
 
 
 def get_device() -> torch.device:
-    """The device of this worker."""
+    """Return the device of this worker."""
     return shared_accelerator().device
 
 
 def get_devices() -> list[torch.device]:
-    """The devices of this worker: one for each of its GPUs, or the CPU."""
+    """Return the devices of this worker: one for each of its GPUs, or the CPU."""
     return _devices_of(helper_session())
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Make two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers."""
+    """Make runs with the same seed give the same results. Slower on GPUs. Call it before the other helpers."""
     shared_accelerator().seed = seed
     torch.manual_seed(seed)
     random.seed(seed)
@@ -101,7 +101,7 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 
 def shared_accelerator() -> Accelerator:
-    """Return what the helpers share in this run."""
+    """Return the `Accelerator` of this run, creating it on first use."""
     session = helper_session()
     if session.accelerator is None:
         session.accelerator = Accelerator(Precision(), _device_of(session), _steps_of(session))
@@ -114,12 +114,12 @@ def _steps_of(session: RunningSession | Alone) -> GlobalSteps | None:
 
 
 def _device_of(session: RunningSession | Alone) -> torch.device:
-    """The first of this worker's GPUs; else the CPU."""
+    """Return the first GPU of this worker, or the CPU."""
     return _devices_of(session)[0]
 
 
 def _devices_of(session: RunningSession | Alone) -> list[torch.device]:
-    """This worker's GPUs, as the process counts those that it sees; else the CPU. Outside a run, the GPU of PyTorch."""
+    """Return this worker's GPUs, as the process numbers them, or the CPU. Outside a run, PyTorch's current GPU."""
     if isinstance(session, Alone) and torch.cuda.is_available():
         return [torch.device("cuda", torch.cuda.current_device())]
     gpu_ids = session.world.gpu_ids
@@ -138,22 +138,22 @@ def prepare_model(
     parallel_strategy: str | None = _UNSET,
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """Get a model ready: on its device, in the precision of the run, and kept equal on all workers.
+    """Prepare a model: move it to the device, set the run's precision, and keep it equal on all workers.
 
-    With "fsdp" it is divided over the workers, in place. Make its optimizer afterwards, and save what `gather_state`
-    returns. A single worker keeps it whole.
+    With "fsdp" the model is divided over the workers, in place. Create its optimizer afterwards, and save the result
+    of `gather_state`. A single worker keeps the whole model.
 
     Args:
         model: The model.
-        move_to_device: Whether to move it to this worker's device; or another device.
-        wrap_ddp: Whether to wrap it in `DistributedDataParallel`, if there are several workers; or a
+        move_to_device: True to move it to this worker's device; or a device to move it to.
+        wrap_ddp: True to wrap it in `DistributedDataParallel` if there are several workers; or the name of a
             `parallel_strategy`.
-        ddp_kwargs: Arguments for that.
-        parallel_strategy: Says the same in other words: "ddp" or None; or "fsdp", to divide it by `fully_shard`.
-        parallel_strategy_kwargs: Arguments for that; with "fsdp" those of `TorchTrainer(strategy_options=...)`.
+        ddp_kwargs: Arguments of `DistributedDataParallel`.
+        parallel_strategy: Another way to set `wrap_ddp`: "ddp", "fsdp" (divide the model by `fully_shard`), or None.
+        parallel_strategy_kwargs: Arguments of the strategy; for "fsdp" those of `TorchTrainer(strategy_options=...)`.
 
     Raises:
-        ValueError: Another strategy, or options that it does not have, or that do not work with `elastic=True`.
+        ValueError: The strategy or one of its options is unknown, or does not work with `elastic=True`.
     """
     strategy, options = _strategy_of(wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs)
     accelerator = shared_accelerator()
@@ -181,7 +181,7 @@ def _strategy_of(
     parallel_strategy: str | None,
     parallel_strategy_kwargs: Mapping[str, Any] | None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """The strategy, whichever of its two names it was given by, and its options."""
+    """Return the strategy, from either of the two arguments that set it, and its options."""
     if parallel_strategy is not _UNSET and wrap_ddp is not True:
         raise ValueError("`wrap_ddp` and `parallel_strategy` set the same option: pass one of them.")
     name, strategy = "parallel_strategy", parallel_strategy
@@ -201,15 +201,15 @@ def _strategy_of(
 
 
 def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state of a model or an optimizer, without wrappers, for `save_checkpoint`; all workers have to call it.
+    """Return the whole state of a model or optimizer for `save_checkpoint`, without wrappers. Call it on all workers.
 
-    Of parts that are divided by "fsdp" it is put together on rank 0; the others get it without the tensors.
+    The state of a part that "fsdp" divides is collected on rank 0; other ranks get it without the tensors.
     """
     return shared_accelerator().parallel.state_of(unwrapped(part))
 
 
 def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Take over a state of `gather_state`, or of `state_dict` of a plain part, before or after it was prepared."""
+    """Load a state from `gather_state`, or from `state_dict` of an unprepared part, before or after preparing."""
     parallel = shared_accelerator().parallel
     if isinstance(part, torch.nn.Module):
         model = unwrapped(part)
@@ -220,7 +220,7 @@ def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str
 
 
 class ForwardInContext:
-    """A model's `forward` inside of a context. A copy of the model, also by way of a pickle, has the plain one."""
+    """A model's `forward` inside a context, such as autocast. Copies and pickles of the model have the plain one."""
 
     def __init__(self, model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._model, self._forward, self._context = model, model.forward, context
@@ -230,18 +230,17 @@ class ForwardInContext:
             return self._forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model, "forward")  # of the other model, which does not have it yet
+        return getattr, (self._model, "forward")  # of the copy, whose `forward` is the plain one
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Get an optimizer ready, in place: with mixed precision its `step` goes through the gradient scaler.
+    """Prepare an optimizer in place: with mixed precision, `step` uses the gradient scaler.
 
-    With `elastic=True`, `step` does nothing in a batch that failed because a worker was lost; the batch is repeated.
-
-    Schedulers may be attached to it before or after that.
+    With `elastic=True`, `step` does nothing if the batch failed because a worker was lost; the batch is repeated.
+    Schedulers may be attached before or after this call.
 
     Raises:
-        ValueError: It was made before its model was divided, and so steps parameters that are not trained.
+        ValueError: It was created before its model was divided, so it would step parameters that are not trained.
     """
     accelerator = shared_accelerator()
     if any(accelerator.has_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
@@ -256,16 +255,16 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 
 def prepare_state(*parts: Any) -> None:
-    """Let workers that step in later take over the states of these, beside those of what you have prepared.
+    """Register objects whose state workers that step in later take over, besides everything you have prepared.
 
-    Schedulers, averages of weights, counters: anything with `state_dict` and `load_state_dict`. All workers have to
-    name the same parts, in the same order.
+    These may be schedulers, weight averages, counters: anything with `state_dict` and `load_state_dict`. Pass the same
+    objects in the same order on all workers.
 
     Args:
-        parts: The parts.
+        parts: The objects.
 
     Raises:
-        TypeError: Something else.
+        TypeError: One of them lacks these methods.
     """
     for part in parts:
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
@@ -276,14 +275,14 @@ def prepare_state(*parts: Any) -> None:
 
 
 def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:
-    """Replace `optimizer.step` in place, so that there is no other way to step it."""
-    own = optimizer.step  # perhaps that of a scheduler, which counts the steps
+    """Replace `optimizer.step` in place, so that no other way to step it remains."""
+    own = optimizer.step  # may be a scheduler's wrapper, which counts the steps
 
     def step(self: Any, closure: Any = None) -> None:
         if closure is not None:
             raise ValueError("`closure`: a step with scaled gradients cannot use one.")
         present = self.step
-        self.step = own  # for the scaler, which calls it unless gradients have overflowed
+        self.step = own  # for the scaler, which calls it unless gradients overflowed
         try:
             precision.step(self)
         finally:
@@ -294,5 +293,5 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Compute the gradients of a loss. After `accelerate(amp=True)` it scales them; else it is `tensor.backward()`."""
+    """Compute the gradients of a loss; scaled after `accelerate(amp=True)`, else like `tensor.backward()`."""
     shared_accelerator().precision.backward(tensor, None)

@@ -21,16 +21,16 @@ _GOODBYE_S = 2.0
 
 @dataclass
 class TorchConfig(BackendConfig):
-    """Connects the workers with a process group of `torch.distributed`, also a single one.
+    """Connects the workers, even a single one, in a process group of `torch.distributed`.
 
     Attributes:
-        backend: "nccl", "gloo", ...; None for NCCL where each worker has a GPU, else gloo.
-        init_method: "env" tells the workers of their meeting point in `MASTER_ADDR` and `MASTER_PORT`; "tcp" does not.
-        timeout_s: How long a collective may wait for the other ranks.
+        backend: "nccl", "gloo", ...; None for NCCL if each worker has a GPU, else gloo.
+        init_method: "env" to also set `MASTER_ADDR` and `MASTER_PORT` in the workers, or "tcp".
+        timeout_s: How long a collective operation may wait for the other ranks.
         form_timeout_s: How long the workers may take to form the group; never longer than `timeout_s`.
 
     Raises:
-        ValueError: Another `init_method`, when the workers are started.
+        ValueError: `init_method` is neither of these; raised when the workers start.
     """
 
     backend: str | None = None
@@ -58,15 +58,15 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """The driver's part. What is reported or saved leaves the workers without wrappers, and arrives in host memory.
+    """The driver's part. Reports and checkpoints leave the workers without wrappers, and arrive in host memory.
 
-    The wrappers that models have deep inside of a checkpoint stay behind too, wherever a state is encoded.
+    Encoding a state also removes wrappers from models deep inside a checkpoint.
     """
 
     share_cuda_visible_devices = True
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Let the workers leave their process group; one that is busy is not waited for, it is ended all the same."""
+        """Let the workers leave their process group. A busy worker is not waited for; it is ended anyway."""
         import ray
 
         references = worker_group.execute_async(_leave_group)
@@ -78,11 +78,11 @@ class TorchBackend(Backend):
 
 
 def unwrapped(value: Any) -> Any:
-    """A model without `DistributedDataParallel`; anything else unchanged."""
+    """Return a model without `DistributedDataParallel`, and anything else unchanged."""
     return value.module if isinstance(value, torch.nn.parallel.DistributedDataParallel) else value
 
 
 def _leave_group() -> None:
-    """Leave the process group, unless a function still runs, whose collectives would be in the way."""
+    """Leave the process group, unless a function still runs and may be in a collective operation."""
     if current_session() is None:
         end_process_group()

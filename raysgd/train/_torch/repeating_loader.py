@@ -1,6 +1,6 @@
-"""Global batches in functions that go on over losses: a loader repeats those that failed, divided over who is left.
+"""Global batches in functions that continue in place: a loader repeats failed batches with the remaining workers.
 
-A global batch has the samples of a step of all ranks, and is divided over as many ranks as there are at the time.
+A global batch has the samples of one step of all ranks. It is divided over the ranks of the current group.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class DrawnSampler(DistributedSampler[Any]):
     """Gives each rank its part of what another sampler draws, which is the same on all ranks.
 
     Args:
-        sampler: The other one.
-        world: The place of this worker.
-        exact: Whether no sample is repeated to make the parts equal: the first ranks may then have one more.
+        sampler: The other sampler.
+        world: This worker's rank and the number of workers.
+        exact: True to repeat no samples; the first ranks may then have one sample more.
     """
 
     def __init__(self, sampler: Any, world: World, exact: bool) -> None:
@@ -36,7 +36,7 @@ class DrawnSampler(DistributedSampler[Any]):
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def drawn(self) -> Indices:
-        """Return what the other sampler draws in this epoch."""
+        """Return what the wrapped sampler draws in this epoch."""
         return self._order.indices(self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,16 +48,16 @@ class DrawnSampler(DistributedSampler[Any]):
 
 
 class GlobalBatches(Sampler[list[Any]]):
-    """Gives a rank its part of each global batch; which rank, and from where on, `start_at` says.
+    """Gives a rank its part of each global batch. `start_at` sets the rank and the first global batch.
 
     Args:
         sampler: Decides the order.
-        size: The samples of a global batch.
-        drop_last: Whether a last one with fewer is left out.
+        size: Number of samples in a global batch.
+        drop_last: True to leave out a last, smaller global batch.
 
     Attributes:
-        size: As above.
-        consumed: The samples of a pass that a loaded position has used: none.
+        size: See above.
+        consumed: Samples of the pass that a loaded position has already used: always none.
     """
 
     consumed = 0
@@ -74,22 +74,22 @@ class GlobalBatches(Sampler[list[Any]]):
         return num_samples // self.size if self._drop_last else -(-num_samples // self.size)
 
     def draw(self) -> int:
-        """Draw the samples of a pass; return the number of its global batches."""
+        """Draw the samples of a pass, and return its number of global batches."""
         self._order = self._sampler.drawn()
         return self._num_of(len(self._order))
 
     def start_at(self, first: int, world: World) -> None:
-        """Return what is iterated over next begins with the global batch `first`, divided for this place."""
+        """Start the next iteration at the global batch `first`, divided for this rank and number of workers."""
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
-        """So many global batches were handed out: no position is kept."""
+        """Do nothing: loaders of datasets keep no position."""
 
     def end_pass(self) -> None:
-        """The pass is over: the function says which one follows."""
+        """Do nothing: the function sets the next epoch."""
 
     def weight(self, number: int, world: World) -> float:
-        """Return the part that a rank has of a global batch, times the number of ranks."""
+        """Return this rank's fraction of a global batch, times the number of ranks."""
         num_samples = min(self.size, len(self._order) - number * self.size)
         return len(range(world.rank, num_samples, world.size)) * world.size / num_samples
 
@@ -99,20 +99,20 @@ class GlobalBatches(Sampler[list[Any]]):
     def _parts(self, order: Indices, first: int, world: World) -> Iterator[list[Any]]:
         for number in range(first, self._num_of(len(order))):
             joint = list(order[number * self.size : (number + 1) * self.size])
-            yield joint[world.rank :: world.size] or joint[:1]  # which then has the weight 0
+            yield joint[world.rank :: world.size] or joint[:1]  # a repeated sample, which has weight 0
 
 
 class GlobalStream:
-    """The batches of a rank in a stream whose rows are counted before they are read; otherwise as `GlobalBatches`.
+    """This rank's batches of a stream whose rows are counted in advance; used like `GlobalBatches`.
 
-    It is its own sampler: epochs follow each other, and a position counts rows.
+    It also takes the place of the loader's sampler: epochs follow each other, and a position counts rows.
 
     Args:
-        part: The part of a worker.
+        part: The worker's part of the stream.
 
     Attributes:
-        size: The rows of a global batch.
-        consumed: The rows that were used before the first of the global batches that are counted.
+        size: Number of rows in a global batch.
+        consumed: Number of rows that were used before the first global batch of this pass.
     """
 
     def __init__(self, part: StreamPart) -> None:
@@ -126,24 +126,24 @@ class GlobalStream:
         return len(self._part)
 
     def draw(self) -> int:
-        """Begin with the rows that are left of the epoch; return the number of global batches."""
+        """Begin with the remaining rows of the epoch, and return their number of global batches."""
         self.consumed = self._part.consumed
         return -(-(self._num_rows - self.consumed) // self.size)
 
     def start_at(self, first: int, world: World) -> None:
-        """As that of `GlobalBatches`."""
+        """Start the next iteration at the global batch `first`, divided for this rank and number of workers."""
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
-        """So many global batches were handed out."""
+        """Set the position to after so many global batches."""
         self._part.consumed = min(self._num_rows, self.consumed + num_given * self.size)
 
     def end_pass(self) -> None:
-        """The epoch is over, and the next one follows."""
+        """Move on to the next epoch."""
         self.set_epoch(self.epoch + 1)
 
     def weight(self, number: int, world: World) -> float:
-        """Return the part that a rank has of a global batch, times the number of ranks."""
+        """Return this rank's fraction of a global batch, times the number of ranks."""
         num_rows = min(self.size, self._num_rows - self.consumed - number * self.size)
         return Division(self.size, world.size).counts(num_rows)[world.rank] * world.size / num_rows
 
@@ -156,30 +156,30 @@ class GlobalStream:
         return self._part.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """As that of the part."""
+        """Set the epoch of the stream."""
         self._part.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of the part."""
+        """Return the position in the stream."""
         return self._part.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As that of the part."""
+        """Continue at a position in the stream."""
         self._part.load_state_dict(state)
 
 
 class RepeatingLoader(DataLoader[Any]):
-    """Another loader, over global batches. Everything else is read from that one.
+    """Wraps a loader over global batches and repeats those that fail. Other attributes are those of the wrapped loader.
 
-    Between two batches it waits until there is a group. So that is where the function stands while survivors of a
-    failure form another one, and where others step in.
+    Between two batches it waits until the group is complete. This is where the function pauses while survivors of a
+    failure form a new group, and where new workers step in.
 
     Args:
-        loader: The other one.
+        loader: The loader to wrap.
         steps: The steps that are taken on its batches.
 
     Attributes:
-        is_open: Whether the function is in the middle of a pass with steps.
+        is_open: True while the function is in the middle of a pass with steps.
     """
 
     def __init__(self, loader: DataLoader[Any], steps: GlobalSteps) -> None:
@@ -199,9 +199,10 @@ class RepeatingLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The passes with steps that have come to their end or were left, in all workers together.
+        """Number of passes with steps that have ended or were left, counted over all workers together.
 
-        A function that counts by it can be joined by others in the middle. You may set it, to what a checkpoint says.
+        New workers can step in while a function runs if it counts its epochs by this. You may set it, for example to
+        the value in a checkpoint.
         """
         self._steps.admit()
         return self._epoch
@@ -211,7 +212,7 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch = epoch
 
     def position(self) -> dict[str, Any]:
-        """Return where it is, for those that step in."""
+        """Return the position of the loader for workers that step in."""
         return {
             "epoch": self._epoch,
             "order": self._sampler.epoch,
@@ -222,7 +223,7 @@ class RepeatingLoader(DataLoader[Any]):
         }
 
     def take_over(self, position: dict[str, Any]) -> None:
-        """Go on where others are."""
+        """Continue at the position of the other workers."""
         self._epoch, self._number, self._global.size = position["epoch"], position["number"], position["size"]
         self._sampler.set_epoch(position["order"])
         self._global.consumed = position["consumed"]
@@ -242,7 +243,7 @@ class RepeatingLoader(DataLoader[Any]):
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
                 joint.count_given(self._number + 1)
-                if not torch.is_grad_enabled():  # no step can follow, and each rank is elsewhere in the pass
+                if not torch.is_grad_enabled():  # no step can follow, and each rank is at its own place in the pass
                     if weight:
                         yield batch
                     self._number += 1
@@ -267,14 +268,14 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count the pass that the function leaves, unless it is of a stream, whose next pass goes on there."""
+        """Count the pass that the function leaves, unless it is of a stream, whose next pass continues there."""
         self.is_open, self._has_trained = False, self._has_trained or has_trained
         if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
             self._global.end_pass()
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:
-        """Note what became of a batch, and in a set what became of those of this pass."""
+        """Record the outcome of a batch, for the loader and in the outcomes of this pass."""
         outcomes.add(outcome)
         self._has_trained = self._has_trained or outcome != "seen"
         if {"seen", "done"} <= outcomes:
@@ -284,4 +285,4 @@ class RepeatingLoader(DataLoader[Any]):
         return getattr(self.__dict__["_loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # not as `DataLoader` does, which refuses some
+        object.__setattr__(self, name, value)  # `DataLoader.__setattr__` refuses some names

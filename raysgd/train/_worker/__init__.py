@@ -1,1 +1,1 @@
-"""A training function in its worker: the session that it calls, and what it hands over."""
+"""A training function in its worker: its session, and what it sends to the driver."""

@@ -19,18 +19,18 @@ from raysgd.train._worker.mailbox import PendingCheckpoints
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import FunctionEnded, FunctionSpec, Message, is_mere_report
 
-_NEXT_MESSAGE_S = 1.0  # how long a function may take to its next message when it is ended
+_NEXT_MESSAGE_S = 1.0  # how long a function that is being ended may take to its next message
 
 
 class FunctionReplica:
-    """Runs one function after the other; each gives the driver one message at a time.
+    """Runs one function after another, and gives its messages to the driver.
 
     Args:
-        world: This worker's place.
-        start: What starts the function that the worker is to step in with; as for `start`.
+        world: This worker's rank and the number of workers.
+        start: Arguments of `start` for a worker that is to step in.
 
     Attributes:
-        worker_object: The object of the user's class in this worker; None without one.
+        worker_object: The object of the user's class in this worker, if there is one.
     """
 
     def __init__(self, world: World, start: Sequence[Any] = ()) -> None:
@@ -45,26 +45,26 @@ class FunctionReplica:
         self.worker_object: Any = None
 
     def setup(self) -> None:
-        """Nothing: there is nothing to build before there is a function."""
+        """Do nothing: there is nothing to build before a function starts."""
 
     def make_object(self, make: Callable[[], Any]) -> None:
-        """Make the object of this worker."""
+        """Create the user's object in this worker."""
         self.worker_object = make()
 
     def call_object(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of that object.
+        """Call a method of the user's object.
 
         Raises:
-            AttributeError: There is none of that name.
+            AttributeError: It has no such method.
         """
         return getattr(self.worker_object, name)(*args, **kwargs)
 
     def warm_up(self) -> None:
-        """Run the function of the others until it asks for its place.
+        """Run the function up to the point where it needs its place in the group.
 
         Raises:
-            RuntimeError: It does not.
-            Exception: What it raised.
+            RuntimeError: It ended before that.
+            Exception: Whatever the function raised.
         """
         import ray
 
@@ -76,7 +76,7 @@ class FunctionReplica:
         self._check_is_waiting()
 
     def _check_is_waiting(self) -> None:
-        """Raise what the function has raised, or an error if it has ended."""
+        """Raise the function's exception, or an error if it has ended."""
         mailbox = self._session.mailbox if self._session is not None else None
         if mailbox is not None and mailbox.error is not None:
             raise mailbox.error
@@ -100,14 +100,14 @@ class FunctionReplica:
         self._session.mailbox.start()
 
     def next(self, index: int | None = None) -> Message:
-        """The function's next message, waiting for it.
+        """Wait for the function's next message, and return it.
 
         Args:
-            index: The number of the next checkpoint that workers store themselves.
+            index: Number of the next checkpoint that workers store themselves.
 
         Raises:
             TrainBackendError: No function was started.
-            Exception: What the function raised.
+            Exception: Whatever the function raised.
         """
         session = self._session
         if session is None:
@@ -133,9 +133,9 @@ class FunctionReplica:
         return message
 
     def start(self, *start: Any) -> None:
-        """Start a function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data.
+        """Start a function, if `start` holds its spec, its encoded checkpoint and its shard of the data.
 
-        One that runs goes on in the group that this worker is in, if it has joined another one.
+        Otherwise let a running function continue in the group that this worker has joined.
         """
         if self._membership is not None and not start:
             self._membership.go_on()
@@ -146,14 +146,16 @@ class FunctionReplica:
     def next_messages(
         self, index: int | None, is_needed: bool, num_taken: int = 0, *start: Any
     ) -> list[Message] | HeldAtStep:
-        """The messages that there are, at least one, and none behind a checkpoint; as `next`. Or it was held.
+        """Return the function's messages: at least one if needed, and none after a checkpoint.
+
+        Return `HeldAtStep` instead if the wait was interrupted by `hold`. Raises what `next` raises.
 
         Args:
-            index: The number of the next checkpoint that workers store themselves.
-            is_needed: Whether to wait for one; else there are none, because the driver has some of this worker already.
-            num_taken: How many messages the driver has got, where functions go on when other workers are lost: what it
-                has not got went down with the answers of those.
-            start: What starts the function first, where it does not run yet.
+            index: Number of the next checkpoint that workers store themselves.
+            is_needed: True to wait for a message. False returns none, because the driver still has one of this worker.
+            num_taken: Number of messages that the driver has received, for functions that continue in place. Later
+                messages were lost when a call failed, and are sent again.
+            start: Arguments of `start`, if the function does not run yet.
         """
         self.start(*start)
         num_lost = self._num_messages - num_taken
@@ -170,20 +172,20 @@ class FunctionReplica:
         return messages
 
     def _has_more_behind(self, messages: Sequence[Message]) -> bool:
-        """Return whether to add a message that is there already. A function may well report as fast as it is read."""
+        """Return True if another message is ready and the answer has room, since functions may report very fast."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
             return False
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
 
     def answer(self, value: Any, *start: Any) -> None:
-        """Give the function the answer to its question. One that is only started with this has not asked yet."""
+        """Give the function the answer to its question. A function that starts only now has not asked yet."""
         self.start(*start)
         if not start and self._session is not None:
             self._session.mailbox.answer(value)
 
     def mute(self, *start: Any) -> None:
-        """Let the function continue without waiting for its reports to be read. It may have ended before that."""
+        """Let the function continue without waiting until its reports are read. It may have ended already."""
         self.start(*start)
         if self._session is not None:
             self._session.is_muted = True
@@ -192,7 +194,7 @@ class FunctionReplica:
         """End the function at its next message; return False if it sent none in time."""
         if self._session is None:
             return True
-        self._pending_checkpoints.clear()  # a function that waits for the driver continues to its next message
+        self._pending_checkpoints.clear()  # lets a function that waits for the driver reach its next message
         is_over = self._session.mailbox.cancel(_NEXT_MESSAGE_S)
         self._close()
         return is_over
@@ -202,39 +204,39 @@ class FunctionReplica:
         self._session = None
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Nothing: a function restarts from its checkpoint, which the driver has."""
+        """Return an empty copy: a function restarts from its checkpoint, which the driver has."""
         return Capture()
 
     def fetch(self, token: int) -> Any:
-        """A checkpoint that was too large to travel with its message."""
+        """Return a checkpoint that was too large to send with its message."""
         return self._pending_checkpoints.fetch(token)
 
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
-        """Store the folder that waits under a token, if there is one, without the names that lower ranks use too.
+        """Store the waiting checkpoint folder with this token, if any, without the file names that lower ranks use too.
 
         Returns:
-            False where it was lost, with its function.
+            False if the checkpoint was lost with its function.
         """
         self.start(*start)
         if start or token is None:
             return not start
         try:
             self._pending_checkpoints.fetch(token, taken)
-        except KeyError:  # it failed, and the function says why
+        except KeyError:  # encoding failed, and the function raises the reason
             return False
         return True
 
     def refuse(self, token: int) -> None:
-        """Take note that the driver will not fetch a checkpoint."""
+        """Release a checkpoint that the driver will not fetch."""
         self._pending_checkpoints.refuse(token)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Nothing: the next call starts the function from the newest checkpoint."""
+        """Do nothing: the next call starts the function from the newest checkpoint."""
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return how many steps the function has taken; it has to be able to go on where it is.
+        """Return the number of steps that the function has taken, and why it cannot continue in place, if so.
 
-        Nothing is taken over from one that has not met the others.
+        A worker that has not met the others yet is no source of state for them.
         """
         membership = self._membership
         if membership is None:
@@ -251,11 +253,11 @@ class FunctionReplica:
         )
 
     def regroup(self, world: World, handover: StateHandover) -> None:
-        """Take a place in another group. A rank that is behind has the gradients of the step that it lacks.
+        """Take a place in another group. A rank that is one step behind already has the gradients of that step.
 
         Raises:
-            RuntimeError: The function was to step in, and has not come to its first batch.
-            Exception: What it raised on its way there.
+            RuntimeError: The function was to step in, but has not reached its first batch.
+            Exception: Whatever the function raised before that.
         """
         self.world = world
         if self._session is None:
@@ -268,33 +270,33 @@ class FunctionReplica:
                 raise RuntimeError("a function that was to step in does not come to its first batch")
 
     def hold(self) -> None:
-        """End a call that waits for a message, so that others can step in. The function goes on meanwhile."""
+        """Interrupt a call that waits for a message, so that workers can step in. The function keeps running."""
         session = self._session
         if session is not None and not session.mailbox.is_broken_off:
             session.mailbox.break_off(_WaitBrokenOff())
 
     def heartbeat(self) -> Heartbeat:
-        """A sign of life."""
+        """Return how far the function is."""
         session = self._session
         if session is None:
             return Heartbeat()
         return Heartbeat(epoch=session.iteration, step=self._num_messages, phase="in the function")
 
     def shutdown(self) -> None:
-        """Abandon the function; its thread ends with the process."""
+        """Abandon the function. Its thread ends with the process."""
         self._close()
 
 
 class _WaitBrokenOff(BaseException):
-    """Ends the wait for a message, so that others can step in."""
+    """Interrupts the wait for a message, so that workers can step in."""
 
 
 @dataclass
 class FunctionReplicas:
-    """Makes replicas; those of workers that are to step in run a function in advance.
+    """Creates replicas. Those of standby workers run the function in advance.
 
     Attributes:
-        start: What starts it, as for `FunctionReplica.start`; empty as long as there is none.
+        start: Arguments of `FunctionReplica.start` for standby workers; empty if no function runs.
     """
 
     start: tuple[Any, ...] = ()
@@ -304,14 +306,14 @@ class FunctionReplicas:
 
 
 def describe_process() -> tuple[str, Any]:
-    """The name of this worker's host, and Ray's handle on this worker."""
+    """Return the name of this worker's host, and Ray's handle on this worker."""
     import ray
 
     return socket.gethostname(), ray.get_runtime_context().current_actor
 
 
 def _leave_process() -> None:
-    """End the worker of a function that called `sys.exit`, which would end its process without a worker too."""
+    """End the worker after its function called `sys.exit`, as that would end a process without a worker."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -38,7 +38,7 @@ from raysgd.train.constants import (
     TRAINING_ITERATION,
 )
 
-_INLINE_BYTES = 1 << 20  # smaller states travel with the message; larger ones are fetched while training continues
+_INLINE_BYTES = 1 << 20  # smaller states are sent with the message; larger ones are fetched while training continues
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -46,14 +46,14 @@ class Session:
     """One run of a function in this worker, as the function sees it.
 
     Args:
-        world: This worker's place.
-        spec: What to run.
-        checkpoint: What the function starts from.
-        shard: This worker's part of the data, or a dict of such parts.
-        pending: Where large checkpoints wait.
+        world: This worker's rank and the number of workers.
+        spec: The function and how to run it.
+        checkpoint: The checkpoint that the function starts from.
+        shard: This worker's part of the data, or a dict of parts.
+        pending: Holds large checkpoints until the driver fetches them.
 
     Attributes:
-        membership: The function's place in a group that may be formed again while it runs; None where it may not.
+        membership: The function's place in a group that may change while it runs; None if the group may not change.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class Session:
         self._spec = spec
         self._began = self._last_report = time.monotonic()
         self._pending_checkpoints = pending or PendingCheckpoints()
-        # The thread of the function encodes what leaves the worker, with one copy. Tensors and arrays are apart in it,
-        # so that no later step touches gigabytes in Python. Two encoders: each keeps its buffer, and reports are small.
+        # The function's thread encodes what leaves the worker, with one copy, and keeps tensors and arrays separate, so
+        # that no later step handles gigabytes in Python. There are two encoders because each keeps its buffer, and
+        # reports are small.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
         self.mailbox = Mailbox(self._run, spec.num_ahead)
         self.membership = self._membership_of(world) if spec.steps_in or world.is_distributed else None
@@ -93,38 +94,38 @@ class Session:
 
     @property
     def world(self) -> World:
-        """This worker's place. A function that is to step in waits here until it has one."""
+        """This worker's place in the group. A function that is to step in waits here until it has one."""
         if self.membership is not None:
             self.membership.await_place()
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Return what the function gets of a shard: of a stream, its part follows from its place."""
+        """Return the function's part of a shard. Its part of a stream follows from its rank."""
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
-        """Run the function, in a separate thread."""
+        """Run the function, in its own thread."""
         try:
             return self._spec.function()
-        except Exception as error:  # of the user's function
+        except Exception as error:  # raised by the user's function
             explained = self._explained(error)
             if explained is error:
                 raise
             raise explained.with_traceback(error.__traceback__) from error
 
     def _explained(self, error: Exception) -> Exception:
-        """Return what is raised for an exception of the function: the same, or one that says what to do."""
+        """Return the exception to raise for one of the function: the same, or one that says what to do."""
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
+        """Return True if the keywords of `report` are a dict of metrics and a checkpoint, False if each is a metric."""
         return False
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
-        """Send metrics, and perhaps a checkpoint with them: a dict, or a `Checkpoint`.
+        """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` is something else, or there are options, which are for functions that `fit` runs.
+            TypeError: `checkpoint` is something else, or `options` were passed, which only functions of `fit` may use.
         """
         if options is not None:
             raise TypeError(f"`{options}`: how a checkpoint is stored is said in functions that `fit` runs only.")
@@ -142,38 +143,38 @@ class Session:
 
     @property
     def is_repeating(self) -> bool:
-        """True if the function is in a batch that failed and is repeated, and with it all that it reports now."""
+        """True while the function is in a batch that failed. The batch is repeated, and so are its reports."""
         return self.membership is not None and self.membership.has_failed
 
     def regroup(self, world: World, is_behind: bool) -> None:
-        """Take a place in another group, which this process has joined; see `Membership.join`."""
+        """Take a place in another group that this process has joined; see `Membership.join`."""
         assert self.membership is not None, "the function cannot continue in another group"
         self._world = world
         self.membership.join(world, is_behind)
         self.mailbox.mend()
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Return what the driver answers, the same on all ranks; all of them have to ask.
+        """Ask the driver, and return its answer, which is the same on all ranks. All ranks must ask.
 
         Args:
             name: The question.
-            data: What this rank says with it.
+            data: This rank's part of the question.
 
         Raises:
-            RuntimeError: The function is to step in where others are in the middle, and they have asked that before.
+            RuntimeError: The function is to step into a running group, where this question was asked earlier.
         """
         if self.membership is not None and self.membership.is_new:
             raise RuntimeError(f"`{name}` is asked before the first batch, so no worker can step in: ask it later.")
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
-        """Send metrics alone. The function waits with encoded ones: the next ones need their buffer."""
+        """Send metrics alone. Encoded ones block the function, because the next ones use their buffer."""
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
         )
 
     def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Send metrics with a checkpoint, which the driver takes only if no lower rank has one."""
+        """Send metrics with a checkpoint. The driver takes the checkpoint only if no lower rank has one."""
         if self.world.rank == 0:
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
             return
@@ -182,17 +183,17 @@ class Session:
         self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
 
     def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
-        """Send metrics, then make the checkpoint that they announce if the driver asks for it."""
+        """Send metrics that announce a checkpoint, then create the checkpoint if the driver asks for it."""
         token = self._pending_checkpoints.announce()
         self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
         self._pending_checkpoints.settle(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint, or the one that the function started from."""
+        """Return the newest checkpoint, or the one that the function started from."""
         return self.checkpoint
 
     def current_checkpoint(self) -> Any:
-        """The same as a `Checkpoint`."""
+        """Return that checkpoint as a `Checkpoint`."""
         if not self.checkpoint:
             return None
         from raysgd.air.checkpoint import Checkpoint
@@ -200,7 +201,7 @@ class Session:
         return Checkpoint.from_dict(self.checkpoint)
 
     def dataset_shard(self, name: str | None) -> Any:
-        """This worker's part of the data; see `get_dataset_shard`."""
+        """Return this worker's part of the data; see `get_dataset_shard`."""
         if self.shard is None:
             warnings.warn("No dataset was passed to `run`, so there is no shard: `None` is returned.", stacklevel=3)
             return None
@@ -232,13 +233,13 @@ class Session:
         return {**checkpoint, TIMESTAMP: int(time.time())}
 
     def _packed(self, data: Any) -> Any:
-        """Metrics as the backend prepared them; encoded, unless they are plain."""
+        """Return metrics that the backend has prepared: plain values unchanged, others encoded."""
         if isinstance(data, dict) and all(type(value) in _PLAIN for value in data.values()):
             return data
         return self._reports.encode(data)
 
     def _filled(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics, with the values that every report has."""
+        """Return the metrics with the values that every report has."""
         now = time.monotonic()
         self.iteration += 1
         metrics.setdefault(TIME_THIS_ITER_S, now - self._last_report)
@@ -248,7 +249,7 @@ class Session:
         return {**metrics, **self._details()}
 
     def _details(self) -> dict[str, Any]:
-        """Return where and when a report is made, if reports are to say so."""
+        """Return time, host and process of a report, if reports include them."""
         if not self._spec.is_detailed:
             return {}
         return {
@@ -261,7 +262,7 @@ class Session:
 
 
 def content_of(checkpoint: Any) -> dict[str, Any]:
-    """Return what a function reports as its checkpoint, as a dict.
+    """Return a reported checkpoint as a dict.
 
     Raises:
         TypeError: It is neither a dict nor a `Checkpoint`.

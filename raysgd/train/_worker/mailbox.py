@@ -1,8 +1,8 @@
-"""The hand-off from the user's function to the driver, or to the trial that it runs in.
+"""Passes messages from the user's function to the driver, or to the trial that the function runs in.
 
-Messages are taken in order; large checkpoints wait beside them until they are fetched.
+Messages are taken in order. Large checkpoints are kept separately until they are fetched.
 
-Why functions may run ahead of their reports: ADR 94.
+ADR 94 says why functions may run ahead of their reports.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from raysgd.train._worker.messages import FunctionEnded
 
 
 class RunCancelled(BaseException):
-    """Ends the user's function from inside `report` or `save_checkpoint`, because its messages are not read any more.
+    """Ends the user's function from inside `report` or `save_checkpoint`, because its messages are no longer read.
 
-    Not an `Exception`, so that user code which catches those does not stop it.
+    It is not an `Exception`, so that `except Exception` in user code does not catch it.
     """
 
 
 class Mailbox:
-    """Runs a function in its own thread, and holds the messages that it offers until the driver takes them.
+    """Runs a function in its own thread, and keeps its messages until the driver takes them.
 
     Args:
         function: The function.
-        num_ahead: How many messages may wait while the function goes on.
-        name: The name of the thread.
+        num_ahead: Number of messages that may wait before the function is blocked.
+        name: Name of the thread.
 
     Attributes:
-        num_ahead: The same.
+        num_ahead: See above.
     """
 
     def __init__(self, function: Callable[[], Any], num_ahead: int = 0, name: str = "raysgd-function") -> None:
@@ -61,21 +61,21 @@ class Mailbox:
             ended, error = FunctionEnded(self._function()), None
         except RunCancelled:
             ended, error = FunctionEnded(), None
-        except BaseException as raised:  # whatever it is: the driver gets it with the next message
+        except BaseException as raised:  # the driver gets it in place of the next message
             ended, error = None, raised
         with self._changed:
             self._ended, self._error = ended, error
             self._changed.notify_all()
 
     def offer(self, message: Any, *, may_wait: bool = False) -> None:
-        """From the function: leaves a message and waits until it is taken.
+        """Send a message from the function, and wait until it is taken.
 
         Args:
             message: The message.
-            may_wait: Whether the function goes on while the message waits, as long as not too many do.
+            may_wait: True to continue while the message waits, unless more than `num_ahead` do.
 
         Raises:
-            RunCancelled: It will not be taken.
+            RunCancelled: No one will take it.
         """
         with self._changed:
             self._messages.append(message)
@@ -85,14 +85,14 @@ class Mailbox:
             self._hold_until(lambda: self._num_taken >= enough)
 
     def post(self, message: Any) -> None:
-        """From the function: leaves a message, and does not wait for it to be taken."""
+        """Send a message from the function without waiting until it is taken."""
         with self._changed:
             self._messages.append(message)
             self._num_offered += 1
             self._changed.notify_all()
 
     def _hold_until(self, is_over: Callable[[], bool]) -> None:
-        """Hold the function until something is so."""
+        """Block the function until a condition holds."""
         self._is_holding = True
         self._changed.wait_for(lambda: self._is_cancelled or is_over())
         self._is_holding = False
@@ -100,20 +100,20 @@ class Mailbox:
             raise RunCancelled
 
     def await_request(self) -> Any:
-        """From the function: waits until the driver wants the next message; returns what it said with that.
+        """Block the function until the driver wants the next message, and return what the driver passed with that.
 
         Raises:
-            RunCancelled: It will not be asked for.
+            RunCancelled: The driver will not want another message.
         """
         with self._changed:
             self._hold_until(lambda: self._is_wanted and not self._messages)
             return self._told
 
     def ask(self, question: Any) -> Any:
-        """From the function: leaves a question among the messages and waits for the answer.
+        """Send a question from the function, and wait for the answer.
 
         Raises:
-            RunCancelled: There will be none.
+            RunCancelled: No answer will come.
         """
         with self._changed:
             self._is_asking = True
@@ -123,7 +123,7 @@ class Mailbox:
             return self._answers.pop()
 
     def answer(self, value: Any) -> None:
-        """Answer the question that was taken last; where that was answered already, it does nothing."""
+        """Answer the question that was taken last, unless it has been answered."""
         with self._changed:
             if self._is_asking:
                 self._is_asking = False
@@ -131,13 +131,13 @@ class Mailbox:
                 self._changed.notify_all()
 
     def next_message(self, told: Any = None) -> Any:
-        """Wait for the next message and return it; an `FunctionEnded` if the function has returned.
+        """Wait for the next message and return it; a `FunctionEnded` if the function has returned.
 
         Args:
-            told: What the function may have to know to make its message; see `await_request`.
+            told: Value for the function, returned by `await_request`.
 
         Raises:
-            BaseException: What the function raised, or `break_off` was given.
+            BaseException: The function raised it, or `break_off` was called with it.
         """
         with self._changed:
             self._is_wanted, self._told = True, told
@@ -156,29 +156,29 @@ class Mailbox:
             return self._ended
 
     def break_off(self, error: BaseException) -> None:
-        """End all waiting for messages that are not there yet, until `mend`: the function cannot go on by itself."""
+        """Let waits for the next message raise `error`, until `mend`: the function needs another group to continue."""
         with self._changed:
             self._broken = error
             self._changed.notify_all()
 
     def mend(self) -> None:
-        """The function goes on."""
+        """Undo `break_off`: the function continues."""
         with self._changed:
             self._broken = None
 
     @property
     def is_broken_off(self) -> bool:
-        """True if that is so."""
+        """True if `break_off` is in effect and the function has not ended."""
         return self._broken is not None and not self.is_over
 
     @property
     def error(self) -> BaseException | None:
-        """The exception of the function; None where it raised none."""
+        """Exception that the function raised; None if it raised none."""
         return self._error
 
     @property
     def is_held(self) -> bool:
-        """True if the function waits here, or is over."""
+        """True if the function is blocked in this mailbox, or has ended."""
         return self._is_holding or self.is_over
 
     @property
@@ -193,7 +193,7 @@ class Mailbox:
         return self._ended is not None or self._error is not None
 
     def cancel(self, timeout_s: float) -> bool:
-        """End the function at its next message; return whether it ended in time."""
+        """End the function at its next message. Return True if it ended in time."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
@@ -206,8 +206,8 @@ class Mailbox:
 class PendingCheckpoints:
     """Checkpoints in this worker that wait for the driver.
 
-    The driver always fetches those of rank 0, so they are copied at once. A checkpoint that another rank reports is
-    copied only if the driver asks for it because no lower rank has one; the function waits until that is decided.
+    The driver always fetches those of rank 0, so they are copied at once. A checkpoint of another rank is copied only
+    if the driver asks for it because no lower rank has one. The function waits for that decision.
     """
 
     def __init__(self) -> None:
@@ -218,25 +218,25 @@ class PendingCheckpoints:
         self._num = 0
 
     def keep(self, copy: Any) -> int:
-        """Keep a copy until it is fetched; return the token to fetch it with."""
+        """Keep a copy until it is fetched, and return its token."""
         with self._changed:
             self._num += 1
             self._copies[self._num] = copy
             return self._num
 
     def announce(self) -> int:
-        """Return the token of a copy that is made only if the driver asks for it."""
+        """Return a token for a copy that is made only if the driver asks for it."""
         with self._changed:
             self._num += 1
             self._open.add(self._num)
             return self._num
 
     def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
-        """From the function: waits until the driver decides about an announced copy, and makes it if it is wanted.
+        """Block the function until the driver decides about an announced copy, and make the copy if it is wanted.
 
         Args:
-            token: What `announce` returned.
-            make_copy: Makes it; gets what the driver said with `fetch`.
+            token: The token from `announce`.
+            make_copy: Makes the copy. It gets the `told` of `fetch`.
         """
         with self._changed:
             self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
@@ -250,20 +250,20 @@ class PendingCheckpoints:
             self._changed.notify_all()
 
     def refuse(self, token: int) -> None:
-        """From another thread: the announced copy will not be fetched."""
+        """Say, from another thread, that the announced copy will not be fetched."""
         with self._changed:
             self._open.discard(token)
             self._changed.notify_all()
 
     def fetch(self, token: int, told: Any = None) -> Any:
-        """Return the copy of `token`, once. Called from another thread, while the function continues.
+        """Return the copy with this token, once. Called from another thread while the function continues.
 
         Args:
-            token: Which one.
-            told: What the function has to know to make an announced one.
+            token: The token of the copy.
+            told: Value for the function that makes an announced copy.
 
         Raises:
-            KeyError: There is no such copy any more.
+            KeyError: The copy is gone.
         """
         with self._changed:
             self._wanted[token] = told
@@ -274,7 +274,7 @@ class PendingCheckpoints:
             return self._copies.pop(token)
 
     def clear(self) -> None:
-        """Drop all copies; they will not be fetched."""
+        """Drop all copies. They will not be fetched."""
         with self._changed:
             self._copies.clear()
             self._open.clear()

@@ -1,9 +1,10 @@
-"""The place of a running function in a group that survivors of a failure form again, beneath it.
+"""A running function's place in its group, which may change while the function runs.
 
-Two threads meet here: the function, which takes steps together with the others, and the one that the driver calls,
-which leaves a broken group and joins the next one. Neither waits for the other longer than an exchange takes to break.
+Two threads meet here. One runs the function, which takes steps together with the other ranks. The driver calls the
+other, which leaves a broken group and joins the next one. Neither waits longer for the other than a broken exchange
+takes to fail.
 
-Why a function can go on in place, and how it is decided whether a step counts: ADR 121.
+ADR 121 says why a function can continue in place, and what makes a step count.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from dataclasses import dataclass
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
-_BREAKS_IN_S = 60.0  # an exchange whose connections were ended
-# So long for the function to come to a place where it waits. There it has to go in any case, unless it does something
-# else between two passes. An exchange that user code makes, and that is not known here, ends meanwhile.
+_BREAKS_IN_S = 60.0  # how long an exchange may take to fail after its connections were closed
+# How long to wait for the function to block in this module. It gets there in any case, unless it is busy between two
+# passes. An exchange of user code, which this module does not see, fails in the meantime.
 _REST_S = 0.2
-_FIRST_BATCH_S = 120.0  # so long may a function take from its first question for its place to its first batch
+_FIRST_BATCH_S = 120.0  # how long a function may take from its first question for its place to its first batch
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPlace:
-    """A place in one of the groups that the function has been in.
+    """The function's place in one of its groups.
 
     Attributes:
-        number: How many groups there were before, since the function began: alike on all ranks.
-        world: The place among the ranks.
+        number: Number of earlier groups since the function started, equal on all ranks.
+        world: The rank and the number of ranks.
     """
 
     number: int
@@ -47,28 +48,29 @@ class BatchStart:
 
 
 class Membership:
-    """Decides which steps of a function count, and holds it between two batches while the group is formed again.
+    """Decides which steps of a function count, and blocks it between two batches while a new group forms.
 
-    A step counts where all ranks hold its gradients. Each says so before it steps, and steps when all have. Where the
-    group breaks over that, none has stepped unless all hold them: so either all survivors step, or none does.
+    A step counts if all ranks have its gradients. Each rank reports that it has them before it steps, and steps once
+    all have reported. If the group breaks during this, a rank may have stepped only if all have the gradients: so
+    either all survivors take the step, or none does.
 
-    A function that steps in later runs alone until it asks for its place. It is given one with a group; behind its way
-    to its first batch it meets the others, and takes over what they have.
+    A function that steps in later runs alone until it asks for its place. It gets its place together with a group. At
+    its first batch it meets the other ranks and takes over their state.
 
     Args:
-        world: The place that the function begins at.
-        tell: Tells the driver, once for each group, that it is broken.
-        is_held: Asks whether the function waits for something else than for other ranks, or is over.
-        is_new: Whether the function is to step in where others are in the middle.
-        note: Called, with the number of the place, when the ranks of another group have met: all report from here on.
+        world: The function's first place.
+        tell: Tells the driver, once for each group, that the group is broken.
+        is_held: Returns True if the function is blocked by something other than the other ranks, or has ended.
+        is_new: True if the function is to step into a running group.
+        note: Called with the number of a group when its ranks have met; from then on all of them report.
 
     Attributes:
-        place: The present place.
-        num_done: The steps that counted.
-        has_failed: Whether the batch that the function is in has failed, and will be repeated.
-        flaw: Why the function cannot go on in another group at all; None where it can.
-        is_new: Whether it has not met the others yet.
-        admits: Whether functions that step in later would go on as this one does.
+        place: The current place.
+        num_done: Number of steps that counted.
+        has_failed: True if the current batch has failed and will be repeated.
+        flaw: Why the function can never continue in another group; None if it can.
+        is_new: True until the function has met the other ranks.
+        admits: True if functions that step in later can follow this one.
     """
 
     def __init__(
@@ -99,14 +101,14 @@ class Membership:
     # ------------------------------------------------------------------------------------------------- the function
 
     def enter(self) -> GroupPlace:
-        """Wait until there is a group that is not known to be broken; return the place in it."""
+        """Wait for a group that is not known to be broken, and return the place in it."""
         with self._changed:
             self._has_entered = True
             self._wait_until(lambda: self._is_open and not self._is_broken)
             return self.place
 
     def await_place(self) -> None:
-        """Wait, in a function that is to step in, until it has a place."""
+        """Block a function that is to step in until it has a place."""
         with self._changed:
             if not self._is_placed:
                 self._wait_until(lambda: self._is_placed)
@@ -118,14 +120,14 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """A batch begins that was divided for a place.
+        """Begin a batch that was divided for a place.
 
-        With each new group one batch fails on every survivor, also on those that were between two batches: so all
-        functions count alike.
+        After each change of the group, one batch fails on every survivor, even on one that was between two batches.
+        So all ranks count alike.
 
         Args:
             place: The place.
-            has_trained: Whether steps were taken on batches of this loader before.
+            has_trained: True if steps were taken on earlier batches of this loader.
         """
         with self._changed:
             self._batch = place
@@ -134,11 +136,11 @@ class Membership:
             return BatchStart(self.num_done, self._num_failed, self.has_failed)
 
     def has_repeated(self, mark: BatchStart) -> bool:
-        """Return whether the batch that began at this mark failed."""
+        """Return True if the batch that began at this mark failed."""
         return mark.has_failed or self._num_failed != mark.num_failed
 
     def begin_exchange(self) -> bool:
-        """Return whether the batch may exchange something. Then `end_exchange` has to follow."""
+        """Return True if the batch may exchange data with other ranks. If so, call `end_exchange` afterwards."""
         with self._changed:
             is_usable = self._is_open and not self._is_broken and self._batch is self.place
             if self.has_failed or not is_usable:
@@ -148,7 +150,7 @@ class Membership:
             return True
 
     def end_exchange(self, broken: BaseException | None = None) -> None:
-        """An exchange has ended; `broken` says that the group is."""
+        """End an exchange; `broken` is the error if the group broke."""
         with self._changed:
             self._num_in_use -= 1
             if broken is not None:
@@ -157,10 +159,10 @@ class Membership:
             self._changed.notify_all()
 
     def count_step(self, agree: Callable[[], BaseException | None]) -> bool:
-        """Return whether a step counts whose gradients are here.
+        """Return True if a step counts whose gradients have arrived.
 
         Args:
-            agree: Returns when all ranks have called it; or the exception with which the group broke.
+            agree: Returns None once all ranks have called it, or the exception with which the group broke.
         """
         if not self.begin_exchange():
             return False
@@ -186,11 +188,11 @@ class Membership:
             return bool(self._verdict)
 
     def meet(self, place: GroupPlace, exchange: Callable[[], BaseException | None]) -> bool:
-        """Let the ranks of another group meet; return False where it is broken.
+        """Let the ranks of a new group meet. Return False if the group is broken.
 
         Args:
-            place: The place in it.
-            exchange: Returns when all have met; or the exception with which the group broke.
+            place: The place in the group.
+            exchange: Returns None once all ranks have met, or the exception with which the group broke.
         """
         with self._changed:
             if not self.is_usable or place is not self.place:
@@ -211,18 +213,18 @@ class Membership:
         return broken is None
 
     def step_in(self, number: int, num_done: int) -> None:
-        """Take over, in `meet`, how far the others are.
+        """Continue where the other ranks are; called during `meet`.
 
         Args:
-            number: That of their place.
-            num_done: Their steps that counted.
+            number: Number of their place.
+            num_done: Number of their steps that counted.
         """
         with self._changed:
             self.place, self.num_done = GroupPlace(number, self.place.world), num_done
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """The batch has failed, before its first exchange."""
+        """Let the batch fail before its first exchange."""
         with self._changed:
             self._fail()
 
@@ -239,16 +241,16 @@ class Membership:
 
     @property
     def obstacle(self) -> str | None:
-        """The reason why the function cannot go on in another group now; None where it can."""
+        """Why the function cannot continue in another group now; None if it can."""
         return self.flaw or (None if self.num_done or self.is_new else "the function has not taken a step yet")
 
     @property
     def is_at_first_batch(self) -> bool:
-        """True if a function that is to step in has come to where it meets the others."""
+        """True if a function that is to step in has reached the point where it meets the other ranks."""
         return self._has_entered
 
     def await_rest(self) -> None:
-        """Wait until a function that is to step in asks for its place, or is over."""
+        """Wait until a function that is to step in asks for its place, or ends."""
         self._look_until(lambda: self._is_waiting)
 
     def _look_until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -263,12 +265,12 @@ class Membership:
         return self._is_open and not self._is_broken
 
     def note_broken(self, error: BaseException) -> None:
-        """The group is broken, whether or not the function has seen that."""
+        """Mark the group as broken, even if the function has not noticed."""
         with self._changed:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function out of a group whose connections were ended; return when it has no exchange there.
+        """Keep the function out of a group whose connections were closed, and wait for its exchanges there to end.
 
         Raises:
             TimeoutError: An exchange does not end.
@@ -280,14 +282,14 @@ class Membership:
             self._changed.wait_for(lambda: self._is_waiting or self._is_held(), _REST_S)
 
     def join(self, world: World, is_behind: bool) -> None:
-        """This process is in another group; `go_on` opens it to the function, once all ranks are there.
+        """Join another group with this process. `go_on` opens the group to the function, once all ranks have joined.
 
         Args:
-            world: The place in it.
-            is_behind: Whether another rank has taken one step more than this one, which then counts here too.
+            world: The place in the group.
+            is_behind: True if another rank took one step more than this one. The step then counts here too.
 
         Raises:
-            RuntimeError: It does not hold the gradients of that step.
+            RuntimeError: This rank does not have the gradients of that step.
         """
         with self._changed:
             if is_behind and not self._is_agreeing and not self.is_new:
@@ -305,7 +307,7 @@ class Membership:
             self._look_until(lambda: self._has_entered, _FIRST_BATCH_S)
 
     def go_on(self) -> None:
-        """All ranks have joined the other group, if there is one."""
+        """Let the function enter the group that all ranks have joined, if there is a new one."""
         with self._changed:
             if self._next is None:
                 return

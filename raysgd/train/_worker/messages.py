@@ -9,7 +9,7 @@ from typing import Any
 
 BROADCAST = "broadcast_from_rank_zero"
 PREEMPTION = "get_preemption_info"
-"""What functions ask the driver for: each is named as what users call."""
+"""Questions that functions ask the driver, each named after the function that users call."""
 
 
 class TrainingResultType(Enum):
@@ -21,7 +21,7 @@ class TrainingResultType(Enum):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A message as code sees it that drives a `BackendExecutor` itself."""
+    """A message in the form that code which drives a `BackendExecutor` itself gets."""
 
     type: TrainingResultType
     data: dict[str, Any]
@@ -32,11 +32,11 @@ class CheckpointRef:
     """A checkpoint on its way to the driver.
 
     Attributes:
-        score: The value by which it is judged; None if the checkpoint has none.
-        data: The encoded checkpoint, if it is small and certainly kept.
-        token: Otherwise, what to fetch it with.
-        files: The names of the files that the worker stores itself, so that nothing travels: at once, or with a token
-            when it is told which of these names lower ranks use too.
+        score: Value that the checkpoint is ranked by; None if it has none.
+        data: The encoded checkpoint, if it is small and certain to be kept.
+        token: Otherwise, the token to fetch it with.
+        files: Names of the files if the worker stores them itself, so that nothing is sent. With a token, the worker
+            first waits to hear which of these names lower ranks use too.
     """
 
     score: Any = None
@@ -46,7 +46,7 @@ class CheckpointRef:
 
     @property
     def is_stored(self) -> bool:
-        """True if its worker stores it."""
+        """True if the worker stores the checkpoint itself."""
         return self.files is not None
 
 
@@ -61,11 +61,11 @@ class FunctionMessage:
 
 @dataclass(frozen=True)
 class Question:
-    """A question that all functions ask the driver in step.
+    """A question that the functions of all ranks ask the driver at the same point.
 
     Attributes:
-        name: What they ask for.
-        data: What this rank says with it, pickled.
+        name: Name of the function that asks.
+        data: This rank's argument, pickled.
     """
 
     name: str
@@ -74,10 +74,10 @@ class Question:
 
 @dataclass(frozen=True)
 class RanksMet:
-    """From here on all ranks of a group report, also those that have stepped in.
+    """From here on all ranks of a group report, also the workers that stepped in.
 
     Attributes:
-        number: How many groups there were before, since the function began.
+        number: Number of earlier groups since the function started.
     """
 
     number: int
@@ -94,7 +94,7 @@ Message = FunctionMessage | FunctionEnded | Question | RanksMet
 
 
 def is_mere_report(message: Any) -> bool:
-    """Return whether it is metrics without a checkpoint."""
+    """Return True if the message carries metrics without a checkpoint."""
     return (
         isinstance(message, FunctionMessage)
         and message.kind is TrainingResultType.REPORT
@@ -107,17 +107,17 @@ class FunctionSpec:
     """A function with all that a worker needs to run it.
 
     Attributes:
-        function: The user's function, its argument bound.
+        function: The user's function, with its config bound.
         encode: Prepares everything that leaves the worker.
-        score_attribute: The key in a checkpoint by which it is judged.
-        is_detailed: Whether each report also says where and when it was made.
-        is_muted: Whether the function does not wait for its reports to be read.
+        score_attribute: Key in a checkpoint whose value ranks it.
+        is_detailed: True if reports include host, process and time.
+        is_muted: True if the function does not wait until its reports are read.
         explain: Turns an exception of the function into the one to raise.
-        make_session: Makes the session in which the function runs, of what `Session` takes; None for a `Session`.
-        num_ahead: How many reports may wait for the driver while the function goes on.
-        is_elastic: Whether the function goes on where it is when other workers are lost.
-        steps_in: Whether it begins in a worker that is to step in where others are in the middle.
-        has_parts: Whether its data were divided at the start: a part is lost with its worker.
+        make_session: Creates the session of the function, from the arguments of `Session`; None for a `Session`.
+        num_ahead: Number of reports that may wait for the driver before the function is blocked.
+        is_elastic: True if the function continues in place when other workers are lost.
+        steps_in: True if it starts in a worker that is to step into a running group.
+        has_parts: True if its data was divided at the start, so that a lost worker's part is lost.
     """
 
     function: Callable[[], Any]

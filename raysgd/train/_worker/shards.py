@@ -1,6 +1,6 @@
-"""The data of a run, divided over its workers: once for each number of workers, and the same parts after a restart.
+"""The data of a run, divided over its workers: once for each number of workers, so a restart gets the same parts.
 
-The part of a stream, `StreamPart`, is made in its worker.
+A worker's part of a stream, `StreamPart`, is created in the worker.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raysgd.streams.stream import Stream
 
 
 class DividedData:
-    """Divides a dataset, or a dict of them, whenever workers start: the same parts again for as many as before.
+    """Divides a dataset, or a dict of datasets, when workers start. The same number of workers gets the same parts.
 
     Args:
-        dataset: Has `split(n, equal=True)`, which returns n parts; or a dict of such. One that takes `locality_hints`
-            gets Ray's handles on the workers, and gives each worker what is near it.
+        dataset: Has `split(n, equal=True)`, which returns n parts; or a dict of such. If `split` accepts
+            `locality_hints`, it gets Ray's handles of the workers, and can give each worker data near it.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -34,12 +34,12 @@ class DividedData:
 
     @property
     def is_whole(self) -> bool:
-        """True if every worker gets the same, and takes its part by its place."""
+        """True if every worker gets the same object and takes its part by its rank, as with streams."""
         each = self._dataset.values() if isinstance(self._dataset, Mapping) else (self._dataset,)
         return all(isinstance(dataset, Stream) for dataset in each)
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> Sequence[Any]:
-        """Return what each worker gets: its part, or a dict of its parts."""
+        """Return each worker's part, or dict of parts."""
         if num_workers != len(self._parts):
             self._parts = self._divided(num_workers, [worker.actor.ray_actor for worker in workers])
         return self._parts
@@ -52,9 +52,9 @@ class DividedData:
 
 
 def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[Any]:
-    """The parts of a dataset that can divide itself, near its worker where that can see to it; or a stream for each.
+    """Return the parts of a dataset, near their workers if `split` supports that, or one stream for each worker.
 
-    The part of a stream follows from the place that its worker has.
+    A worker's rank decides which part of a stream it reads.
     """
     if isinstance(dataset, Stream):
         return [StreamPart(dataset, num_workers)] * num_workers
@@ -64,7 +64,7 @@ def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[
 
 
 def with_to_torch(shard: Any) -> Any:
-    """A shard, or a dict of them, with the `to_torch` that datasets of Ray Data had; today their iterators have it."""
+    """Add the former `to_torch` of Ray Data's datasets, which only their iterators have today, to a shard or a dict."""
     for each in shard.values() if isinstance(shard, dict) else (shard,):
         if hasattr(each, "iterator") and not hasattr(each, "to_torch"):
             each.to_torch = partial(_to_torch, each)
@@ -79,7 +79,7 @@ def check_dataset(dataset: Any) -> None:
     """Check that the data of a run can be divided.
 
     Raises:
-        TypeError: It cannot, or it is a stream that cannot be sent.
+        TypeError: It cannot, or it is a stream that cannot be pickled.
         ValueError: It is a stream without batches.
     """
     for each in dataset.values() if isinstance(dataset, Mapping) else (dataset,):
@@ -109,24 +109,24 @@ class _StreamGroup:
 
 
 class StreamPart:
-    """The batches of one worker: iterate over it once for each epoch.
+    """The batches of one worker. Iterate over it once for each epoch.
 
-    All workers get the same number of batches. Where lengths of shards are not known, or a filter leaves rows out, each
-    worker gets as many as its own rows make, unless `prepare_data_loader` lets the workers tell each other.
+    All workers get the same number of batches. If the lengths of shards are unknown, or a filter drops rows, each
+    worker gets as many batches as its own rows make, unless `prepare_data_loader` connects the workers.
 
     The position does not depend on the number of workers: put `state_dict()` into your checkpoints.
 
     Args:
-        stream: The stream, in batches: the global batches of all workers.
-        world_size: How many workers there are.
+        stream: The stream of global batches.
+        world_size: Number of workers.
 
     Attributes:
-        epoch: The epoch that it is in.
-        consumed: The rows of all workers in it, up to the batch that was handed out last.
-        is_known: Whether the rows of an epoch are counted before they are read.
+        epoch: The current epoch.
+        consumed: Number of its rows used by all workers together, up to the last batch.
+        is_known: True if the rows of an epoch are counted before they are read.
 
     Raises:
-        ValueError: It is not in batches; there are more workers than lanes.
+        ValueError: The stream is not in batches, or there are more workers than lanes.
     """
 
     def __init__(self, stream: Stream, world_size: int) -> None:
@@ -140,17 +140,17 @@ class StreamPart:
         self.is_known = not self._has_own_rows
 
     def of_worker(self, world: Callable[[], World]) -> StreamPart:
-        """Return this object, for a worker that has the place that `world` returns at the time."""
+        """Set where this worker's place comes from: `world` is called when a batch needs it. Return this object."""
         self._place.world = world
         return self
 
     def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
-        """Return the part for workers that tell each other what they see of the stream.
+        """Return the part for workers that exchange how many rows they have read.
 
         Args:
             ranks: The workers.
-            collate: Makes batches of rows.
-            exact: Whether each row comes once, and workers may have different numbers of batches.
+            collate: Makes a batch from rows.
+            exact: True to use each row exactly once; workers may then have different numbers of batches.
         """
         data = replace(self._source.data, is_training=not exact)
         self._source = StreamSource(data, ranks, self._seed, collate, _as_pair)
@@ -165,7 +165,7 @@ class StreamPart:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, from its beginning, unless it is the one that a loaded state is in."""
+        """Start the next iteration at the beginning of this epoch, unless it is the epoch of a loaded state."""
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
 
@@ -173,7 +173,7 @@ class StreamPart:
         """Return the number of batches in an epoch.
 
         Raises:
-            TypeError: It is not known.
+            TypeError: The number is unknown.
         """
         return len(self._source.data.loader)
 
@@ -181,7 +181,7 @@ class StreamPart:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rest of the epoch, and begin with the next one after it."""
+        """Iterate over the rest of the epoch, then move on to the next epoch."""
         for num_steps, (batch, num_rows) in enumerate(self._source.open(self.epoch, self.consumed), 1):
             if not self._has_own_rows:
                 self.consumed = self._source.consumed_after(num_steps)
@@ -191,21 +191,21 @@ class StreamPart:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The rows of an epoch, which are known, and those of a global batch."""
+        """Number of rows in an epoch, which must be known, and in a global batch."""
         data = self._source.data
         assert data.num_rows is not None, "asked for only where it is known"
         return data.num_rows, data.batch_size
 
     def batches_of(self, world: World, consumed: int) -> Iterator[Any]:
-        """Iterate over the batches of any place in a group of any size, after so many rows of the epoch."""
+        """Iterate over the batches of the place `world` in a group, from this number of rows of the epoch on."""
         self._source.join(_StreamGroup(lambda: world))
         return (batch for batch, _ in self._source.open(self.epoch, consumed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the batch that was handed out last, as plain data; the same on all workers.
+        """Return the position after the last batch, as plain data, equal on all workers.
 
         Raises:
-            ValueError: In the middle of an epoch each worker is somewhere else.
+            ValueError: Each worker has its own position in the epoch.
         """
         if self._has_own_rows:
             raise ValueError(
@@ -216,10 +216,10 @@ class StreamPart:
         return {**place, **self._source.state(self.consumed, self.consumed > 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position, of any number of workers.
+        """Continue at a position from any number of workers.
 
         Raises:
-            ValueError: It is one in other shards.
+            ValueError: It is a position in other shards.
         """
         self._source.load_state(state)
         self.epoch, self.consumed = state["epoch"], state["consumed"]

@@ -1,7 +1,7 @@
 """Callbacks for runs of `Trainer`: the base class and ready-made ones.
 
-Each callback sees the reports of all workers, or of those that its preprocessor chooses. An exception in a callback
-ends the run; all callbacks get `finish_training`.
+Each callback gets the reports of all workers, or of the workers that its preprocessor selects. An exception in a
+callback ends the run, and all callbacks get `finish_training`.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ from raysgd.train.constants import ALL_RESERVED_KEYS
 
 
 class TrainingCallback:
-    """Told of a run. Every method does nothing; override what you need.
+    """Follows a run. Every method does nothing; override what you need.
 
     Attributes:
-        results_preprocessor: What the results go through before `handle_result`.
-        RESERVED_KEYS: Keys of other callbacks' own results that this one is shown too.
-        reads_checkpoints: Whether `finish_training` needs the checkpoints in the folder of the run. Only then they are
-            fetched from a store.
+        results_preprocessor: Preprocesses the results for `handle_result`.
+        RESERVED_KEYS: Keys that belong to other callbacks, but that this one needs too.
+        reads_checkpoints: True if `finish_training` needs the checkpoints in the folder of the run. Only then are they
+            downloaded from a store.
     """
 
     results_preprocessor: ResultsPreprocessor | None = None
@@ -27,13 +27,13 @@ class TrainingCallback:
         """Called before the function is started, with the folder of the run and the config of the function."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Called for every report, with the metrics of the workers, by rank."""
+        """Called for every report, with the metrics of the workers by rank."""
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """Called once at the end; `error` says whether it ended with an exception."""
+        """Called once at the end; `error` is True if the run ended with an exception."""
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Leave out what belongs to other callbacks, preprocess, and call `handle_result`. Leave as it is."""
+        """Remove the results of other callbacks, preprocess the rest, and call `handle_result`. Do not override."""
         hidden = ALL_RESERVED_KEYS - set(self.RESERVED_KEYS)
         shown = ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
         if self.results_preprocessor is not None:

@@ -1,4 +1,4 @@
-"""Callbacks that write what is reported: JSON, TensorBoard, MLflow."""
+"""Callbacks that write reports: JSON, TensorBoard, MLflow."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from raysgd.writers.sink import RunInFolder, SafeSink, Sink
 
 
 class LogdirManager:
-    """The folder where a callback writes: the one it was made with, or that of the run.
+    """The folder of a callback: the one that was passed, or that of the run.
 
     Args:
         logdir: The folder; None for that of the run.
-        create_logdir: Whether to make it.
+        create_logdir: True to create it.
 
     Raises:
         ValueError: `logdir` is a URI.
@@ -42,11 +42,11 @@ class LogdirManager:
         self._create_logdir = create_logdir
 
     def setup_logdir(self, default_logdir: str | Path) -> Path:
-        """Make sure that the folder is there and returns it.
+        """Create the folder if allowed, and return it.
 
         Raises:
-            FileExistsError: There is a file of that name.
-            ValueError: It is not there and is not to be made.
+            FileExistsError: A file has this name.
+            ValueError: It does not exist and `create_logdir` is False.
         """
         self._default = Path(default_logdir)
         path = self.logdir_path
@@ -61,7 +61,7 @@ class LogdirManager:
         """The folder.
 
         Raises:
-            RuntimeError: It is that of the run, and there was none yet.
+            RuntimeError: It is the folder of the run, and no run has started yet.
         """
         path = self._logdir or self._default
         if path is None:
@@ -70,12 +70,12 @@ class LogdirManager:
 
 
 class _SinkCallback(TrainingCallback):
-    """Writes what one worker reports, or several, to a sink.
+    """Writes the reports of one or several workers to a sink.
 
     Args:
-        sink: Where reports go.
+        sink: Destination of the reports.
         logdir: The folder. Default: that of the run.
-        workers: A rank, several, or None for all.
+        workers: A rank, several ranks, or None for all.
         hidden: Metrics that are not written.
     """
 
@@ -103,12 +103,12 @@ class _SinkCallback(TrainingCallback):
 
 
 class JsonLoggerCallback(_SinkCallback):
-    """Keeps a JSON file: a list with one element for each report, which is a list of the workers' metrics.
+    """Writes a JSON file: a list with one element for each report, which is a list of the workers' metrics.
 
     Args:
         logdir: The folder. Default: that of the run.
         filename: The file. Default: `results.json`.
-        workers_to_log: A rank, several, or None for all.
+        workers_to_log: A rank, several ranks, or None for all.
     """
 
     _default_filename = RESULT_FILE_JSON
@@ -124,7 +124,7 @@ class JsonLoggerCallback(_SinkCallback):
 
     @property
     def log_path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self.logdir / self._filename
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
@@ -148,11 +148,11 @@ class TBXLoggerCallback(_SinkCallback):
 
 
 def one_rank(worker_to_log: Any) -> int:
-    """The rank, also out of a list of one.
+    """Return the rank, or the only element of a list.
 
     Raises:
-        ValueError: Several, or none.
-        TypeError: No rank.
+        ValueError: The list does not have exactly one element.
+        TypeError: It is neither a rank nor a list.
     """
     if isinstance(worker_to_log, int):
         return worker_to_log
@@ -165,16 +165,16 @@ def one_rank(worker_to_log: Any) -> int:
 
 
 class MLflowLoggerCallback(_SinkCallback):
-    """Keeps an MLflow run.
+    """Logs to an MLflow run.
 
     Args:
-        tracking_uri: Where runs are kept. Default: what `mlflow.set_tracking_uri` or the environment variable
-            MLFLOW_TRACKING_URI says, else the folder `mlruns` in that of the run.
-        registry_uri: Where models are kept. Default: with the runs, unless MLFLOW_REGISTRY_URI says something else.
-        experiment_id: An experiment that is there. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Else the name of one, which is made if need be. Default: MLFLOW_EXPERIMENT_NAME.
+        tracking_uri: Store of the runs. Default: as set by `mlflow.set_tracking_uri` or the environment variable
+            MLFLOW_TRACKING_URI, else the folder `mlruns` in that of the run.
+        registry_uri: Store of the models. Default: MLFLOW_REGISTRY_URI, else with the runs.
+        experiment_id: An existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Otherwise the name of an experiment, created if needed. Default: MLFLOW_EXPERIMENT_NAME.
         tags: Tags of the run.
-        save_artifact: Whether to upload the checkpoints at the end.
+        save_artifact: True to upload the checkpoints at the end.
         logdir: The folder. Default: that of the run.
         worker_to_log: The rank whose reports are written.
 

@@ -1,4 +1,4 @@
-"""Prints what is reported."""
+"""A callback that prints reports."""
 
 from __future__ import annotations
 

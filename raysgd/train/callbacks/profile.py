@@ -1,4 +1,4 @@
-"""Writes the traces that `TorchWorkerProfiler` made in the workers."""
+"""A callback that writes the traces that `TorchWorkerProfiler` recorded in the workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FOLDER = "pytorch_profiler"
 
 
 class TorchTensorboardProfilerCallback(TrainingCallback):
-    """Writes what workers report of `TorchWorkerProfiler.get_and_clear_profile_traces` as files for TensorBoard.
+    """Writes the reported traces of `TorchWorkerProfiler.get_and_clear_profile_traces` as files for TensorBoard.
 
     Args:
         logdir: The folder. Default: `pytorch_profiler` in that of the run.
-        workers_to_log: A rank, several, or None for all.
+        workers_to_log: A rank, several ranks, or None for all.
     """
 
     RESERVED_KEYS = frozenset({PYTORCH_PROFILER_KEY})

@@ -1,4 +1,4 @@
-"""Steps that results go through on their way to a callback. New lists come out; those that went in stay unchanged."""
+"""Preprocessors of results for a callback. They return new lists and leave their input unchanged."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NUMBERS = (int, float, np.float32, np.float64, np.int32, np.int64)
 
 
 class ResultsPreprocessor(abc.ABC):
-    """Changes what a callback sees of a report."""
+    """Changes the results that a callback gets."""
 
     @abc.abstractmethod
     def preprocess(self, results: Results) -> Results:
-        """The results, by rank, as the callback shall see them."""
+        """Return the results for the callback, by rank."""
 
 
 class SequentialResultsPreprocessor(ResultsPreprocessor):
-    """Several, from left to right."""
+    """Applies several preprocessors, from left to right."""
 
     def __init__(self, preprocessors: Sequence[ResultsPreprocessor]) -> None:
         self.preprocessors = list(preprocessors)
@@ -37,14 +37,14 @@ class SequentialResultsPreprocessor(ResultsPreprocessor):
 
 
 class IndexedResultsPreprocessor(ResultsPreprocessor):
-    """Only some workers, in the order given.
+    """Keeps the results of some workers, in the given order.
 
     Args:
-        indices: One rank, several, or None for all.
+        indices: One rank, several ranks, or None for all.
 
     Raises:
-        TypeError: Something else.
-        ValueError: No rank at all.
+        TypeError: `indices` is something else.
+        ValueError: `indices` is empty.
     """
 
     def __init__(self, indices: int | Iterable[int] | None) -> None:
@@ -70,10 +70,10 @@ def _ranks(indices: int | Iterable[int] | None) -> list[int] | None:
 
 
 class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
-    """Without some keys.
+    """Removes some keys.
 
     Args:
-        excluded_keys: Which; None for none.
+        excluded_keys: The keys; None for none.
     """
 
     def __init__(self, excluded_keys: Iterable[str] | None = None) -> None:
@@ -84,7 +84,7 @@ class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
 
 
 class _Aggregate(ResultsPreprocessor):
-    """Adds one number made of all workers' to every worker's results: `<prefix>(<key>)`."""
+    """Adds one number computed from all workers' values to every worker's results: `<prefix>(<key>)`."""
 
     _prefix: str
 
@@ -103,14 +103,14 @@ class _Aggregate(ResultsPreprocessor):
 
     @abc.abstractmethod
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
-        """The number, out of the workers' values, of which at least one is not NaN."""
+        """Compute the number from the workers' values; at least one of them is not NaN."""
 
 
 class AverageResultsPreprocessor(_Aggregate):
     """Adds `avg(<key>)`.
 
     Args:
-        keys: Which; None for all.
+        keys: The keys to average; None for all.
     """
 
     _prefix = "avg"
@@ -123,7 +123,7 @@ class MaxResultsPreprocessor(_Aggregate):
     """Adds `max(<key>)`.
 
     Args:
-        keys: Which; None for all.
+        keys: The keys; None for all.
     """
 
     _prefix = "max"
@@ -136,8 +136,8 @@ class WeightedAverageResultsPreprocessor(_Aggregate):
     """Adds `weight_avg_<weight_key>(<key>)`.
 
     Args:
-        keys: Which; None for all.
-        weight_key: What each worker counts by. Without it, and where it cannot be used, all count alike.
+        keys: The keys to average; None for all.
+        weight_key: Key of each worker's weight. If it is None, missing, or no number, all workers have equal weight.
     """
 
     def __init__(self, keys: Iterable[str] | None = None, weight_key: str | None = None) -> None:
@@ -169,7 +169,7 @@ def _keys_of(results: Results) -> list[str]:
 
 
 def _valid(results: Results, key: str) -> list[float] | None:
-    """Each worker's value, NaN where it has none that counts; None, and a warning, when no worker has one."""
+    """Return each worker's value, NaN if it has no usable one; or warn and return None if no worker has one."""
     if not any(key in result for result in results):
         logger.warning("`%s` is not reported from workers, so it is ignored.", key)
         return None

@@ -1,7 +1,7 @@
 """Trains a small network on Fashion-MNIST with a training function.
 
-Data: Fashion-MNIST in MNIST's format, from `config["data_dir"]`, which is `~/data` unless it is set; nothing is
-downloaded. In test mode, a few images of noise. The names here are imported by programs and tests in the wild.
+Data: Fashion-MNIST in MNIST's format, from `config["data_dir"]`, by default `~/data`. Nothing is downloaded. Test mode
+uses a few images of noise. Do not rename anything here: existing programs and tests import these names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_TEST_IMAGES = 64
 
 
 class NeuralNetwork(nn.Module):
-    """Three layers that tell ten kinds of clothes apart."""
+    """A network of three layers that classifies ten kinds of clothes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class NeuralNetwork(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Score the kinds for each image."""
+        """Return the scores of the ten classes for each image."""
         scores: torch.Tensor = self.layers(images)
         return scores
 
 
 def train_func(config: dict[str, Any]) -> list[float]:
-    """Train for some epochs, report the loss on the test images after each, and return these losses.
+    """Train for some epochs, and report the loss on the test images after each. Return these losses.
 
     Args:
-        config: `lr`, `batch_size` of each worker, and `epochs`; `data_dir` and `test_mode` if you need them.
+        config: `lr`, `batch_size` of each worker, and `epochs`; optionally `data_dir` and `test_mode`.
     """
     loaders = [
         prepare_data_loader(DataLoader(_images(config, part), config["batch_size"], shuffle=part == "train"))
@@ -91,8 +91,8 @@ def train_fashion_mnist(num_workers: int = 1, use_gpu: bool = False, test_mode: 
 
     Args:
         num_workers: Number of workers.
-        use_gpu: Whether each gets a GPU.
-        test_mode: Two epochs on a few images of noise: only to see that it runs.
+        use_gpu: True if each worker gets a GPU.
+        test_mode: Train two epochs on a few images of noise, to see that it runs.
     """
     trainer = Trainer(backend="torch", num_workers=num_workers, use_gpu=use_gpu)
     trainer.start()

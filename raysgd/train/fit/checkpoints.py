@@ -1,7 +1,7 @@
-"""The checkpoints of a run in the driver: from the workers into the folder of the trial.
+"""Checkpoints of a run in the driver: from the workers into the folder of the trial.
 
-A dict travels to the driver, which writes it. A folder is stored by the workers, all ranks into the same place, and the
-driver commits it. Why the number of a checkpoint belongs to the step: ADR 94.
+A dict is sent to the driver, which writes it. A folder is stored by the workers, all ranks into the same place, and the
+driver commits it. ADR 94 says why the driver numbers the checkpoints.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.fit_session import METADATA_KEY, checkpoint_at
 
 Landing: TypeAlias = "Future[Checkpoint | None]"
-"""The checkpoint of a step, which waits until it is where it stays; None if it was lost."""
+"""The checkpoint of a step, once it is in its final place; None if it was lost."""
 
 
 class FitCheckpoints(CheckpointTaker):
-    """Takes the checkpoints of a run, and makes each a folder.
+    """Takes the checkpoints of a run, and makes a folder of each.
 
     Args:
         folder: The folder of the trial; None to keep the newest checkpoint in memory, and write none.
-        next_index: The number of the first one.
-        begin_from: What the run starts from.
-        metadata: The metadata of each checkpoint that has no other.
-        preprocessor: What each checkpoint is to hold as its preprocessor, if it has no other.
-        on_attempt: Called before the function is started, for the first time or again.
+        next_index: Number of the first checkpoint.
+        begin_from: The checkpoint that the run starts from.
+        metadata: Metadata for checkpoints; a checkpoint's own values come first.
+        preprocessor: Preprocessor for checkpoints that have none.
+        on_attempt: Called before the function starts, for the first time or again.
 
     Attributes:
         landing: The checkpoint that was taken last; None before the first one.
@@ -59,22 +59,22 @@ class FitCheckpoints(CheckpointTaker):
         self.landing: Landing | None = None
 
     def begin_attempt(self) -> None:
-        """Remove what the last attempt left half stored, and say that there is another one."""
+        """Remove what the last attempt stored only partly, and announce another one."""
         self.flush()
         if self._folder is not None:
             self._folder.discard_staged("checkpoint_")
         self._on_attempt()
 
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Take the checkpoint of a step. Of a dict it returns at once: a thread gets it from its worker.
+        """Take the checkpoint of a step. For a dict, return at once: a thread receives it from its worker.
 
         Args:
-            score: Not needed: these checkpoints are judged by the metrics that come with them.
-            receive: Gets a dict from its worker; None where the workers have stored a folder.
+            score: Not used: these checkpoints are ranked by the metrics that were reported with them.
+            receive: Gets a dict from its worker; None if the workers have stored a folder.
 
         Raises:
-            StorageError: What the workers stored is not here.
-            Exception: What went wrong with an earlier one.
+            StorageError: The driver does not see what the workers stored.
+            Exception: Receiving or writing an earlier checkpoint failed.
         """
         self.flush()
         index, self.next_index = self.next_index, self.next_index + 1
@@ -89,7 +89,7 @@ class FitCheckpoints(CheckpointTaker):
             self._receive(index, receive, keep, lose)
 
     def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Folder:
-        """Make what is staged for a number a checkpoint; if no metadata is given, some may be staged too."""
+        """Make a checkpoint of the staged files with this number. Without `own_metadata`, staged metadata is used."""
         assert self._folder is not None, "nothing is staged where no files are kept"
         name = checkpoint_name(index)
         staged = self._folder.staged(name)
@@ -106,7 +106,7 @@ class FitCheckpoints(CheckpointTaker):
         return self._folder.commit(name)
 
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
-        """Write a dict that has arrived; where nothing is written, keeps it."""
+        """Write a dict that was received, or keep it in memory if nothing is written."""
         own = content.pop(METADATA_KEY, {})
         if content.get(PREPROCESSOR_KEY) is None:  # as in a `TorchCheckpoint` that was made without one
             content = {**content, PREPROCESSOR_KEY: self._preprocessor}
@@ -123,7 +123,7 @@ class FitCheckpoints(CheckpointTaker):
 
 
 def _write_dict(content: dict[str, Any], staged: Folder) -> None:
-    """Write a dict; one that was made of a folder becomes that folder again."""
+    """Write a dict. If it was made from a folder, write that folder again."""
     if FOLDER_KEY in content or EXTRA_FILES_KEY in content:
         with Checkpoint.from_dict(content).as_directory() as folder:
             staged.upload(Path(folder))
@@ -135,7 +135,7 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 
 
 def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
-    """Write a preprocessor beside what workers stored, unless that has one itself, as dicts have."""
+    """Add a preprocessor to the files that workers stored, unless these contain one."""
     file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
     if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
         from ray import cloudpickle

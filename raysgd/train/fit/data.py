@@ -1,8 +1,7 @@
-"""The data of each worker in a `fit`: a part of what is divided, and all of what is not.
+"""The data of each worker in a `fit`: its part of divided datasets, and all of the others.
 
-The path of the data of a run: `merged_config` puts the configs of a trainer and of its user together, before anything
-runs. `prepared` calls what makes datasets and applies the preprocessor, once. `DatasetShards` divides the datasets, as
-often as workers start.
+Before anything runs, `merged_config` merges the configs of the trainer and its user. `prepared` then calls functions
+that return datasets and applies the preprocessor, once. `DatasetShards` divides the datasets whenever workers start.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),
     WILDCARD_KEY: DatasetConfig(split=False),
 }
-"""What becomes of datasets if no one says otherwise: "train" is divided, every worker gets all of the others."""
+"""The default: "train" is divided, and every worker gets all of the other datasets."""
 
 
 class DataConfig:
-    """The datasets that are divided over the workers, and how Ray Data reads them.
+    """Says which datasets are divided over the workers, and how Ray Data reads them.
 
     Derive from it and override `configure` to divide them in another way.
 
     Args:
-        datasets_to_split: Names of the datasets of which each worker gets a part; "all" for all of them. Every worker
-            gets all rows of the others.
-        execution_options: `ray.data.ExecutionOptions` for all datasets, or a dict of them by name. None leaves each
-            dataset those that it has.
-        enable_shard_locality: Whether Ray Data gives a worker blocks that are on its node already, where it can.
+        datasets_to_split: Names of the datasets to divide; "all" for all of them. Every worker gets all rows of the
+            other datasets.
+        execution_options: `ray.data.ExecutionOptions` for all datasets, or a dict of them by name. None keeps the
+            options of each dataset.
+        enable_shard_locality: True to prefer blocks that are already on the node of a worker.
 
     Raises:
         TypeError: `datasets_to_split` is neither "all" nor a list of names.
@@ -62,16 +61,16 @@ class DataConfig:
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """Return what each worker gets, by rank: a dict of what `get_dataset_shard` returns there.
+        """Return the data of each worker, by rank: a dict of the values that `get_dataset_shard` returns there.
 
-        Called in the driver whenever workers start. The parts of a dataset of Ray Data wait for each other at the
-        beginning of each epoch, so workers that start again need new ones.
+        Called in the driver whenever workers start. The parts of a Ray Data dataset wait for each other at the
+        beginning of each epoch, so restarted workers need new ones.
 
         Args:
             datasets: The datasets, by name.
-            world_size: How many workers there are.
-            worker_handles: Ray's handles on their processes, by rank; None if unknown.
-            worker_node_ids: The nodes that they are on; None if unknown.
+            world_size: Number of workers.
+            worker_handles: Ray's handles of their processes, by rank; None if unknown.
+            worker_node_ids: The nodes of the workers, by rank; None if unknown.
             **kwargs: For later versions.
         """
         hints = worker_node_ids if self._enable_shard_locality else None
@@ -84,7 +83,7 @@ class DataConfig:
 
     @staticmethod
     def default_ingest_options() -> Any:
-        """`ray.data.ExecutionOptions` as the context of Ray Data in this process has them."""
+        """Return the `ray.data.ExecutionOptions` of this process's Ray Data context."""
         import ray.data
 
         options = ray.data.DataContext.get_current().execution_options
@@ -95,7 +94,7 @@ class DataConfig:
         )
 
     def splits(self, name: str) -> bool:
-        """Return whether a dataset is divided."""
+        """Return True if a dataset is divided."""
         return self._datasets_to_split == "all" or name in self._datasets_to_split
 
     def _parts(self, name: str, dataset: Any, num_workers: int, hints: list[str] | None) -> list[Any]:
@@ -109,14 +108,14 @@ class DataConfig:
 
 
 class DatasetShards(DividedData):
-    """Divides the datasets of a run whenever workers start: makes their parts again at each call.
+    """Divides the datasets of a run whenever workers start. Each call makes new parts.
 
     Args:
-        datasets: What `prepared` returned.
-        config: What `merged_config` returned; None for what a trainer does by itself.
+        datasets: The result of `prepared`.
+        config: The result of `merged_config`; None for the default.
 
     Raises:
-        TypeError: A dataset is to be divided and cannot be.
+        TypeError: A dataset is to be divided, but cannot be.
     """
 
     def __init__(self, datasets: Mapping[str, Any], config: Any = None) -> None:
@@ -138,14 +137,14 @@ class DatasetShards(DividedData):
         return all(isinstance(dataset, Stream) or not config.splits(name) for name, dataset in self._datasets.items())
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> list[Any]:
-        """Return what each worker gets, by rank.
+        """Return the data of each worker, by rank.
 
         Args:
-            num_workers: How many there are.
-            workers: The workers, by rank, each a `raysgd.train.worker_group.Worker`.
+            num_workers: Number of workers.
+            workers: The workers by rank, each a `raysgd.train.worker_group.Worker`.
 
         Raises:
-            ValueError: `configure` of a config of the user's returned something for another number of workers.
+            ValueError: The user's `configure` returned data for another number of workers.
         """
         self._warn_if_starved()
         handles = [worker.actor.ray_actor for worker in workers] or None
@@ -164,7 +163,7 @@ class DatasetShards(DividedData):
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
-    """The datasets by name, without those that are None.
+    """Return the datasets by name, without those that are None.
 
     Raises:
         ValueError: It is no dict of datasets by name.
@@ -180,10 +179,10 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
 
 
 def check_preprocessor(preprocessor: Any) -> Any:
-    """A preprocessor as it is, or None.
+    """Check a preprocessor, which may be None, and return it.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: It is no preprocessor.
     """
     if preprocessor is not None and not (hasattr(preprocessor, "fit") and hasattr(preprocessor, "transform")):
         raise ValueError(
@@ -196,15 +195,15 @@ def check_preprocessor(preprocessor: Any) -> Any:
 def merged_config(
     dataset_config: Any, datasets: Mapping[str, Any], own: Mapping[str, DatasetConfig] = OWN_CONFIG
 ) -> Any:
-    """A `DataConfig` as it is; the config of a trainer with a user's dict of `DatasetConfig` over it.
+    """Return a `DataConfig` unchanged, or merge a user's dict of `DatasetConfig` into the config of a trainer.
 
     Args:
-        dataset_config: What the user passed; None leaves the trainer its own.
+        dataset_config: The user's config; None for the trainer's own.
         datasets: The datasets, by name.
         own: The config of the trainer's class.
 
     Raises:
-        ValueError: It is of another kind, or does not fit the datasets.
+        ValueError: It is neither of these, or does not fit the datasets.
     """
     if is_data_config(dataset_config):
         return dataset_config
@@ -219,20 +218,20 @@ def merged_config(
 
 
 def is_data_config(config: Any) -> bool:
-    """Return whether it is a `DataConfig`, of this library or of Ray Train."""
+    """Return True if it is a `DataConfig` of raysgd or of Ray Train."""
     return callable(getattr(config, "configure", None)) and not isinstance(config, Mapping)
 
 
 def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any = None) -> dict[str, Any]:
-    """The datasets ready to be read: made where they are given as functions, transformed, shuffled.
+    """Return the datasets ready to be read: created by their functions, transformed, shuffled.
 
-    Call it once for a run: after a failure the workers read the same datasets again. A preprocessor that was not fit
-    yet is fit here, in place.
+    Call it once for a run: after a failure the workers read the same datasets again. A preprocessor that has not been
+    fit yet is fit here, in place.
 
     Args:
-        datasets: Datasets, or functions without arguments that return one, by name.
+        datasets: Datasets by name, or functions without arguments that return one.
         preprocessor: Has `fit(dataset)` and `transform(dataset)`; None for none.
-        config: What `merged_config` returned.
+        config: The result of `merged_config`.
     """
     made = {name: dataset() if _makes_one(dataset) else dataset for name, dataset in datasets.items()}
     configs = OWN_CONFIG if config is None or is_data_config(config) else config
@@ -243,7 +242,7 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
 
 
 def with_execution_options(dataset: Any, options: Any) -> Any:
-    """A dataset of Ray Data with these options; the dataset itself keeps its own. Anything else as it is."""
+    """Return a copy of a Ray Data dataset with these options. Return other datasets unchanged."""
     if options is None or not is_of_ray(dataset):
         return dataset
     own = with_own_options(dataset)
@@ -293,7 +292,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffled where somebody asked for it: the default of `randomize_block_order` would hold every stream back."""
+    """Shuffle a dataset if the user set it: the default of `randomize_block_order` would make every stream wait."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

@@ -1,4 +1,4 @@
-"""A function that `fit` runs in a worker, as the function sees it: its checkpoints, its place, its trial."""
+"""A function that `fit` runs in a worker, as the function sees it: its checkpoints, its rank, its trial."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DEEPEST = 50
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 logger = logging.getLogger(__name__)
 _once = Once()
-_TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
+_TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders, which workers store
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _FOREIGN = (
     "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
@@ -44,15 +44,15 @@ _MISUSES = (_MISUSE, "cannot be used outside of a Ray Train training function")
 
 
 class FitSession(Session):
-    """One run of a function that `fit` has started in this worker.
+    """One run of a function that `fit` started in this worker.
 
     Args:
-        world: This worker's place.
-        spec: What to run.
-        checkpoint: What the function starts from: a checkpoint, the folder or the content of one; None for none.
+        world: This worker's rank and the number of workers.
+        spec: The function and how to run it.
+        checkpoint: The checkpoint that the function starts from, or its folder or content; None for none.
         shard: This worker's part of the data, by the names of the datasets.
-        pending: Where large checkpoints wait.
-        facts: About the run.
+        pending: Holds large checkpoints until the driver fetches them.
+        facts: Facts about the run.
     """
 
     def __init__(
@@ -72,45 +72,45 @@ class FitSession(Session):
         self._upload: Future[None] | None = None
 
     def _run(self) -> Any:
-        """Run the function. What it returns stays in the worker, unless it is plain data and this is rank 0."""
+        """Run the function. Its return value stays in the worker, unless it is plain data and this is rank 0."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray(), _seen_by_ray(self):
             returned = super()._run()
             self._await_upload()
             return returned if self._may_be_first and is_plain(returned) else None
 
     def _explained(self, error: Exception) -> Exception:
-        """Say what to do where a session function of Ray was called."""
+        """Explain what to do if a session function of Ray was called."""
         if not isinstance(error, UserWarning | RuntimeError) or not any(text in str(error) for text in _MISUSES):
             return super()._explained(error)
         return SessionMisuseError(f"{_FOREIGN} Ray says: {error}")
 
     @property
     def _may_be_first(self) -> bool:
-        """True if this is rank 0, or may be by the time that the driver reads: where others are lost, ranks move up."""
+        """True if this is rank 0, or may become rank 0: ranks move up if other workers are lost."""
         return self.world.rank == 0 or self.membership is not None
 
     def current_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that was reported last, or the one that the function started from."""
+        """Return the checkpoint that was reported last, or the one that the function started from."""
         self._await_upload()
         if self._is_newest_stored:
-            self.mailbox.await_request()  # until then the driver has not committed it
+            self.mailbox.await_request()  # the driver asks again once it has committed the checkpoint
         return self._newest
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return whether the keywords name the arguments, as with Ray's `report`; decided by their values."""
+        """Return True if the keywords are the arguments of Ray's `report`, judging by their values."""
         has_checkpoint = not isinstance(keywords.get("checkpoint"), Number | str | None)
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Return what the driver answers."""
+        """Ask the driver, once the last checkpoint is stored, and return its answer."""
         self._await_upload()
         return super().ask(name, data)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
-        """Send metrics, and perhaps a checkpoint with them.
+        """Send metrics, optionally with a checkpoint.
 
         Raises:
-            TypeError: `checkpoint` is no checkpoint.
+            TypeError: `checkpoint` is no `Checkpoint`.
         """
         metrics = without_tensors(metrics)
         check_checkpoint(checkpoint)
@@ -119,7 +119,7 @@ class FitSession(Session):
         options = options or UploadOptions()
         self._await_upload()
         self.iteration += 1
-        # Only what rank 0 reports is written down.
+        # Only reports of rank 0 are written down.
         data = self._packed(self._spec.encode({**metrics, **self._details()})) if self._may_be_first else None
         if checkpoint is None:
             self._send_metrics(data)
@@ -127,7 +127,7 @@ class FitSession(Session):
             self._send_with(checkpoint, data, options)
 
     def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
-        """Store a checkpoint that has files, perhaps while the function goes on; send the content of another one."""
+        """Store a checkpoint of files, in the background if requested, or send the content of another checkpoint."""
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
@@ -141,13 +141,13 @@ class FitSession(Session):
         self._delete_local(checkpoint, options)
 
     def _await_upload(self) -> None:
-        """Wait until a folder that is stored while the function goes on is there, and raise what went wrong."""
+        """Wait for a checkpoint that is stored in the background, and raise its error if storing it failed."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.result()
 
     def _delete_local(self, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Delete the function's own folder, if it has one and wants that; a checkpoint of the run itself stays."""
+        """Delete the local folder of a checkpoint if the function asked for that, but not a checkpoint of the run."""
         kind, place = checkpoint.get_internal_representation()
         if options.deletes and kind == "local_path" and not self._is_of_trial(Path(place)):
             shutil.rmtree(place, ignore_errors=True)
@@ -157,7 +157,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Put a folder where the driver finds it, next to what the other ranks put there, and send the metrics."""
+        """Put a folder where the driver finds it, together with those of other ranks, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
@@ -166,18 +166,18 @@ class FitSession(Session):
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
-        """Store a folder and send the metrics: rank 0 at once, others when they know which names are taken."""
+        """Store a folder and send the metrics. Rank 0 does so at once, others once they know which names are taken."""
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             if self.membership is not None and self.membership.place.number:
-                target.delete()  # what a lost rank had stored under this number, and no checkpoint has
+                target.delete()  # left by a lost rank that stored files under this number, without a checkpoint
             target.upload(source)
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:
             self._announce(data, ref, lambda taken: target.upload(source, taken))
 
     def dataset_shard(self, name: str | None) -> Any:
-        """This worker's part of a dataset; see `get_dataset_shard`."""
+        """Return this worker's part of a dataset; see `get_dataset_shard`."""
         shards = self.shard or {}
         if name is not None:
             if name not in shards:
@@ -189,7 +189,7 @@ class FitSession(Session):
         return self._part_of(next(iter(shards.values()), None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse: a function that `fit` runs saves with its reports.
+        """Raise an error: a function of `fit` saves with its reports.
 
         Raises:
             SessionMisuseError: Always.
@@ -200,7 +200,7 @@ class FitSession(Session):
         )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Refuse: a function that `fit` runs gets its checkpoint otherwise.
+        """Raise an error: a function of `fit` calls `get_checkpoint`.
 
         Raises:
             SessionMisuseError: Always.
@@ -212,19 +212,19 @@ class FitSession(Session):
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the names of all files in a folder, with slashes."""
+    """Return the relative names of all files in a folder and its subfolders, with slashes."""
     found = (Path(above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names)
     return tuple(path.relative_to(folder).as_posix() for path in found)
 
 
 def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a checkpoint says of itself, as part of the dict that travels."""
+    """Return the metadata of a checkpoint, as an entry of the dict that is sent."""
     metadata = checkpoint.get_metadata()
     return {METADATA_KEY: metadata} if metadata else {}
 
 
 def checkpoint_at(folder: Folder) -> Checkpoint:
-    """The checkpoint in a folder, wherever that is."""
+    """Return the checkpoint in a folder, local or remote."""
     if folder.is_local:
         return Checkpoint(str(folder.local_path))
     return Checkpoint(folder.path, folder.filesystem)
@@ -237,7 +237,7 @@ def _opened(checkpoint: Checkpoint | Folder | dict[str, Any] | None) -> Checkpoi
 
 
 def check_checkpoint(checkpoint: Any) -> None:
-    """Check what a function reports as its checkpoint.
+    """Check the checkpoint that a function reports.
 
     Raises:
         TypeError: It is no `Checkpoint`.
@@ -249,9 +249,9 @@ def check_checkpoint(checkpoint: Any) -> None:
 
 
 def without_tensors(metrics: Any, place: str = "metrics") -> Any:
-    """Return what is reported, without tensors that may be on a device which the driver does not have.
+    """Return metrics without tensors, which may be on a device that the driver does not have.
 
-    One that holds one number becomes that number; another one becomes a copy on the CPU.
+    A tensor with one element becomes a number, any other a copy on the CPU.
     """
     if isinstance(metrics, Mapping):
         return {key: without_tensors(value, f"{place}[{key!r}]") for key, value in metrics.items()}
@@ -271,7 +271,7 @@ def without_tensors(metrics: Any, place: str = "metrics") -> Any:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a value can leave the worker without running code of a user's class, as pickling may.
+    """Return True if a value can be sent without running code of a user's class, as pickling may.
 
     >>> is_plain({"loss": [0.5, None]}), is_plain(object()), is_plain([object()])
     (True, False, False)
@@ -302,10 +302,10 @@ def _working_in(workdir: str | None) -> Iterator[None]:
 
 
 class SessionForRay:
-    """The session that `ray.tune.report` and `ray.tune.get_checkpoint` find: they mean this run.
+    """The session that `ray.tune.report` and `ray.tune.get_checkpoint` find, connected to this run.
 
     Args:
-        session: The run.
+        session: The session of the run.
     """
 
     def __init__(self, session: FitSession) -> None:
@@ -313,14 +313,14 @@ class SessionForRay:
         self.world_rank = session.world.rank
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-        """Send metrics, and perhaps a checkpoint, of Ray or of raysgd."""
+        """Send metrics, optionally with a checkpoint of Ray or raysgd."""
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint.path, checkpoint.filesystem)
         self._session.report(metrics, checkpoint)
 
     @property
     def loaded_checkpoint(self) -> Checkpoint | None:
-        """What the function continues from."""
+        """The checkpoint that the function continues from."""
         return self._session.current_checkpoint()
 
     def __getattr__(self, name: str) -> Any:
@@ -329,7 +329,7 @@ class SessionForRay:
 
 @contextmanager
 def _seen_by_ray(session: FitSession) -> Iterator[None]:
-    """Let Ray's own functions that report find this run, for a while, if Ray Tune is loaded and runs nothing here."""
+    """Let Ray's own reporting functions find this run, if Ray Tune is loaded but runs nothing in this process."""
     module = sys.modules.get("ray.train._internal.session")
     if module is None or getattr(module, "_session", session) is not None:
         yield
@@ -344,7 +344,7 @@ def _seen_by_ray(session: FitSession) -> Iterator[None]:
 
 @contextmanager
 def _errors_for_calls_of_ray() -> Iterator[None]:
-    """Turn the warning with which Ray's own session functions do nothing into an error, for a while."""
+    """Turn the warning of Ray's session functions that they do nothing here into an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield

@@ -1,9 +1,10 @@
-"""The output of a run while it runs: the files of its trial, lines on the screen, and what is printed.
+"""The output of a run while it runs: the files of its trial, their copies in the storage, and lines on the screen.
 
-The files, `result.json`, `progress.csv`, TensorBoard's, `params.json`, `error.txt`, have the names and the content that
-Ray Tune gives them. Each report is on the disk when its call returns, except for TensorBoard's file, which follows
-within seconds: a driver that is killed loses at most the report it was writing.
-A thread of the driver copies them to a remote storage while the run goes on.
+The files, `result.json`, `progress.csv`, TensorBoard's, `params.json`, `error.txt`, have the names and content of those
+of Ray Tune. Each report is on disk when its call returns; only TensorBoard's file follows within seconds. A driver that
+is killed loses at most the report that it was writing.
+
+With remote storage, a thread of the driver copies the files there while the run goes on.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ PARAMS_PICKLE_FILE = "params.pkl"
 
 _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 _UPLOAD_EVERY_S = 5.0
-_LARGEST_VALUE = 10_000  # bytes: the config stands in each report
+_LARGEST_VALUE = 10_000  # bytes: each report contains the config
 _MOST_ENTRIES = 1_000
 
 
 def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[str] = ()) -> list[SafeSink]:
-    """Open the files of a trial, to write on where they end.
+    """Open the files of a trial to append to them.
 
     Args:
         folder: The folder of the trial.
-        config: The config of the trial, which stands in each line of `result.json`.
-        replaced: The loggers of Ray Tune, by name, that the user passed: they write instead.
+        config: The config of the trial, which each line of `result.json` contains.
+        replaced: Names of Ray Tune's loggers that the user passed. These write the files instead.
 
     Raises:
-        OSError: The folder cannot be written to.
+        OSError: The folder is not writable.
     """
     if JSON_LOGGER not in replaced:
         write_params(folder, config)
@@ -67,7 +68,7 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
 
 
 def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
-    """Make what writes the files, with the name of the logger of Ray Tune that writes the same."""
+    """Yield the writers of the files, each with the name of Ray Tune's logger that writes the same file."""
     results = JsonLines(RESULT_FILE, {"config": config}, strict=False)  # programs read the numbers back
     yield JSON_LOGGER, SafeSink(results, RESULT_FILE, hidden=("config",))
     yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
@@ -86,12 +87,12 @@ def write_params(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_error(folder: Path, error: BaseException, number: int) -> None:
-    """Add an error to `error.txt`, and replace `error.pkl`, if the error can be pickled.
+    """Append an error to `error.txt`, and replace `error.pkl` if the error can be pickled.
 
     Args:
         folder: The folder of the trial.
-        error: What a run, or one attempt, ended with.
-        number: Which failure of the run it is, from 1.
+        error: The error that ended a run or an attempt.
+        number: Number of this failure in the run; the first is 1.
     """
     date = time.strftime("%Y-%m-%d_%H-%M-%S")
     text = masked("".join(traceback.format_exception(type(error), error, error.__traceback__)))
@@ -106,7 +107,7 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
 
 
 def _pickled(value: Any, shown: str, file: str) -> bytes | None:
-    """The value as a pickle; None, and a warning, where it cannot be one."""
+    """Return a value as a pickle, or warn and return None if it cannot be pickled."""
     content, reason = pickled(value)
     if content is None:
         logger.warning("no %s: %s cannot be pickled: %s", file, shown, reason)
@@ -114,27 +115,27 @@ def _pickled(value: Any, shown: str, file: str) -> bytes | None:
 
 
 def pickled(value: Any) -> tuple[bytes | None, str]:
-    """Return a value as a pickle; or None, and why it cannot be one."""
+    """Return a value as a pickle and an empty text, or None and the reason why it cannot be pickled."""
     from ray import cloudpickle
 
     try:
         return bytes(cloudpickle.dumps(value)), ""
-    except Exception as reason:  # whatever an object of the user raises
+    except Exception as reason:  # user objects may raise anything
         return None, masked(repr(reason))
 
 
 def attempt(what: str, work: Callable[[], object]) -> None:
-    """Do something that may fail, as a chore in a thread: then the log says so, and what it was."""
+    """Run a chore, and log a warning that names it if it fails."""
     with failure_logged(logger.warning, "could not %s: %r", what):
         work()
 
 
 class Logs:
-    """The logs of a trial, on their way to its folder: none, where they are written there.
+    """Copies the logs of a trial to its folder, unless they are written there directly.
 
     Args:
         folder: The folders of the run.
-        chores: Copies them.
+        chores: The thread that copies them.
     """
 
     def __init__(self, folder: TrialFolder, chores: ThreadPoolExecutor) -> None:
@@ -144,14 +145,14 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """Get the logs of the run that this one continues, to write on where they end."""
+        """Fetch the logs of the run that this one continues, to append to them."""
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):
                     (self._folder.local_path / name).write_bytes(self._folder.trial.read(name))
 
     def upload_soon(self) -> None:
-        """Copy them in the background, every few seconds."""
+        """Copy the logs in the background, every few seconds."""
         if self._folder.is_local or time.monotonic() - self._last < _UPLOAD_EVERY_S:
             return
         if self._running is None or self._running.done():
@@ -159,7 +160,7 @@ class Logs:
             self._running = self._chores.submit(attempt, f"copy the logs to {self._folder.trial}", self._upload)
 
     def upload_all(self) -> None:
-        """Copy them now, and remove those of this machine. If that fails they stay, and the log says where."""
+        """Copy the logs now, then delete the local ones. If copying fails they stay, and the log says where."""
         if self._folder.is_local:
             return
         try:
@@ -172,12 +173,12 @@ class Logs:
             self._folder.remove_staging()
 
     def remove(self, name: str) -> None:
-        """Delete one of them."""
+        """Delete one of the logs."""
         (self._folder.local_path / name).unlink(missing_ok=True)
         self._folder.trial.remove(name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename one of them, if it is there."""
+        """Rename one of the logs, if it exists."""
         path = self._folder.local_path / name
         if path.exists():
             shutil.copyfile(path, path.with_name(new_name))
@@ -188,7 +189,7 @@ class Logs:
 
 
 def shown_config(config: Mapping[str, Any]) -> Any:
-    """Return a config as it may stand in each report; `trainer.pkl` has all of it but keys and passwords, once.
+    """Return a config for use in each report, with long values shortened and keys and passwords masked.
 
     >>> shown_config({"data": "s3://id:secret@bucket/a", "lr": 0.1, "words": bytes(1_000_000)})
     {'data': 's3://***@bucket/a', 'lr': 0.1, 'words': '(bytes: 1,000,... bytes)'}
@@ -206,18 +207,18 @@ def _shortened(value: Any) -> Any:
 
 
 def _size_of(value: Any) -> int:
-    """Return how many bytes a value takes where it is stored; 0 where it cannot be."""
+    """Return the number of bytes of a pickled value; 0 for numbers and values that cannot be pickled."""
     return 0 if isinstance(value, bool | int | float | None) else len(pickled(value)[0] or b"")
 
 
-# ---------------------------------------------------------------------------------------------------- on the screen
+# -------------------------------------------------------------------------------------------------------- on the screen
 
 
 class ConsoleReporter:
-    """A callback that prints what happens: `RunConfig(verbose=...)`.
+    """A callback that prints what happens in a run: `RunConfig(verbose=...)`.
 
     Args:
-        verbose: 1 for where the run is and how it ends, 2 for attempts and checkpoints as well, 3 for each report.
+        verbose: 1 for the folder of the run and its end, 2 also for attempts and checkpoints, 3 also for each report.
     """
 
     def __init__(self, verbose: int) -> None:

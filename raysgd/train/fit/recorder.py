@@ -1,7 +1,7 @@
-"""`Recorder`: writes down a run of `fit()` in the driver, and makes the `Result` of it.
+"""`Recorder`: writes down a run of `fit()` in the driver, and makes its `Result`.
 
-A report is in `result.json` before any callback sees it. Everything that the run leaves behind is in the trial's
-folder, so that a new process can continue it: see `raysgd.train.fit.restore`.
+A report is in `result.json` before any callback sees it. The folder of the trial holds everything that a new process
+needs to continue the run: see `raysgd.train.fit.restore`.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ _ALLOWED = (
 
 
 class Recorder:
-    """Writes down a run. All methods run in the driver, in one thread.
+    """Writes down a run. All methods are called in the driver, in one thread.
 
     Args:
-        folder: Where the run keeps its files.
+        folder: The folders of the run.
         config: The config of the trial: `{"train_loop_config": ...}`.
-        run_config: What the user wants to know of the run.
+        run_config: The user's `RunConfig`.
 
     Attributes:
-        returned: What the function of rank 0 returned, if that is plain data.
+        returned: Return value of the function on rank 0, if it is plain data.
 
     Raises:
-        TypeError: Something in `run_config` cannot be used.
-        ValueError: Something in `run_config` cannot be used.
+        TypeError: Something in `run_config` has the wrong type.
+        ValueError: Something in `run_config` has a wrong value.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Recorder:
         self._is_open = False
         self._last_failure: BaseException | None = None
 
-    # ------------------------------------------------------------------------------------------------ the run
+    # ---------------------------------------------------------------------------------------------------------- the run
 
     def begin_attempt(self) -> None:
-        """An attempt starts, the first one or one after a failure.
+        """Begin an attempt, the first one or one after a failure.
 
         Raises:
             CallbackError: A callback failed.
@@ -114,18 +114,18 @@ class Recorder:
         self._trial.status = FitTrialView.RUNNING
 
     def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """There is a report.
+        """Write down a report.
 
         Args:
-            metrics: Those of rank 0.
-            checkpoint: What was reported with it, in the trial's folder already.
+            metrics: The metrics of rank 0.
+            checkpoint: The checkpoint that was reported with them, already in the trial's folder.
 
         Returns:
-            Whether the run stops here, by a condition of the user.
+            True if a stop condition ends the run here.
 
         Raises:
             CallbackError: A callback failed.
-            OSError: The folder cannot be written to.
+            OSError: The folder is not writable.
         """
         result = self._filler.fill(metrics, name_of(checkpoint) if checkpoint is not None else None)
         result[DONE] = result[DONE] or self._stop(self._trial.trial_id, result)
@@ -143,11 +143,11 @@ class Recorder:
         return bool(result[DONE])
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Let callbacks see what happens to the workers."""
+        """Show callbacks the events of the workers."""
         self._callbacks.watch(events)
 
     def fail(self, error: BaseException) -> None:
-        """An attempt has ended with an error, which goes into `error.txt`."""
+        """Record that an attempt failed, with its error in `error.txt`."""
         if not self._is_open:
             self._open()
         self._last_failure = error
@@ -156,13 +156,13 @@ class Recorder:
         self._logs.upload_soon()
 
     def end_run(self, error: BaseException | None = None) -> Result:
-        """The run has ended. Closes everything, whatever fails meanwhile.
+        """End the record, and close everything even if some of it fails.
 
         Args:
-            error: What it failed with; None if it ended well.
+            error: The error that ended the run; None if it succeeded.
 
         Raises:
-            CallbackError: A callback failed in a run that did not.
+            CallbackError: A callback failed, and the run itself did not.
         """
         if error is not None and error is not self._last_failure:
             self.fail(error)
@@ -177,7 +177,7 @@ class Recorder:
             self._close(has_failed=error is not None)
         return self._result(error)
 
-    # ------------------------------------------------------------------------------------------------ its parts
+    # -------------------------------------------------------------------------------------------------------- its parts
 
     def _open(self) -> None:
         self._is_open = True
@@ -211,7 +211,7 @@ class Recorder:
         experiment = self._folder.experiment
         if not experiment.has(CALLBACK_STATES_FILE):
             return
-        words = "the callbacks start without their former state (%s): %r"  # damaged, or of another class by now
+        words = "the callbacks start without their former state (%s): %r"  # damaged, or of another class
         with failure_logged(logger.warning, words, CALLBACK_STATES_FILE):
             self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
 
@@ -227,7 +227,7 @@ class Recorder:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
             if not has_failed:
-                last_first.callback(self._forget_errors)  # once no copy of the logs is under way
+                last_first.callback(self._forget_errors)  # after the last copy of the logs has ended
             last_first.callback(self._chores.shutdown)
             if not has_failed:
                 last_first.callback(self._checkpoints.move_to_memory)
@@ -236,13 +236,13 @@ class Recorder:
         self._writers = []
 
     def _forget_errors(self) -> None:
-        """A run that ended well has no `error.txt`, whatever its attempts met."""
+        """Rename `error.txt` after a run that succeeded in the end."""
         if not self._folder.is_new or self._trial.num_failures:
             self._logs.rename(ERROR_FILE, RECOVERED_ERROR_FILE)
             self._logs.remove(ERROR_PICKLE_FILE)
 
     def _note(self, status: str) -> None:
-        """Note for `restore` which trial is the last one of the experiment, and how it is."""
+        """Record for `restore` which trial is the last one of the experiment, and its status."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
         self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
 
@@ -258,7 +258,7 @@ class Recorder:
 
 
 def _console(run_config: RunConfig) -> list[ConsoleReporter]:
-    """Return what shows the run on the screen."""
+    """Return the callback that prints the run, if any."""
     if run_config.progress_reporter is not None:
         logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
     if run_config.log_to_file:
@@ -271,12 +271,12 @@ class KeptCheckpoints:
 
     Args:
         folder: The folders of the run.
-        config: What is kept.
-        chores: Deletes them.
+        config: Rule that decides which checkpoints are kept.
+        chores: The thread that deletes checkpoints.
 
     Attributes:
         latest: The newest checkpoint; None before the first one.
-        report: The report that it came with, behind which the run goes on.
+        report: The report of that checkpoint, after which the run continues.
     """
 
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
@@ -292,16 +292,16 @@ class KeptCheckpoints:
         self.report: Mapping[str, Any] = {}
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a run that this one continues has left, with its reports."""
+        """Take over the checkpoints and reports of the run that this one continues."""
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
             self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
-        if self.latest is not None and not self.report:  # the driver could not write it any more
+        if self.latest is not None and not self.report:  # the driver died before it wrote the report
             last = reports[-1] if reports else {}
             self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 
     def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
-        """Take a new checkpoint in, and delete those that need not stay."""
+        """Add a new checkpoint, and delete the ones that are no longer kept."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
@@ -313,11 +313,11 @@ class KeptCheckpoints:
 
     @property
     def best(self) -> list[Kept]:
-        """Those that are kept, the newest too, with the metrics of their reports: the worst first, the best last."""
+        """The kept checkpoints, including the newest, with the metrics of their reports, from worst to best."""
         return [each.content for each in replace(self._rule, num_best=None).best(self._saved)]
 
     def move_to_memory(self) -> None:
-        """Move the latest one into memory where none is to stay on disk: the run has ended well."""
+        """After a run that succeeded, move the latest checkpoint into memory if none is to stay on disk."""
         if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
             self.latest = Checkpoint.from_dict(self.latest.to_dict())
             for each in self._saved:
@@ -347,26 +347,26 @@ class KeptCheckpoints:
 
 
 def name_of(checkpoint: Checkpoint) -> str | None:
-    """Return the name of a checkpoint's folder; None for one in memory."""
+    """Return the name of a checkpoint's folder, or None for a checkpoint in memory."""
     return PurePosixPath(checkpoint.path).name if checkpoint.uri is not None else None
 
 
 def number_of(checkpoint: Checkpoint) -> int:
-    """Return the number of a checkpoint in its run, by the name of its folder or its content; 0 for any other one."""
+    """Return the number of a checkpoint in its run, from the name of its folder or its content; 0 if it has none."""
     name = name_of(checkpoint)
     number: Any = checkpoint.to_dict().get(TUNE_CHECKPOINT_ID) if name is None else checkpoint_index(name)
     return number if is_integer(number) and number >= 0 else 0
 
 
 Stop = Callable[[str, Mapping[str, Any]], bool]
-"""Says, for the identity of the trial and the metrics of a report, whether the run stops after it."""
+"""A stop condition: returns True to end the run, given the id of the trial and the metrics of a report."""
 
 
 def make_stop(stop: Any) -> Stop:
-    """Turn what the user gave into a condition.
+    """Turn the `stop` of a `RunConfig` into one condition.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It has a wrong type.
         ValueError: A limit is not a number, or the function cannot be called with two arguments.
     """
     if stop is None:
@@ -375,7 +375,7 @@ def make_stop(stop: Any) -> Stop:
         return _limits(stop)
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         conditions = [make_stop(each) for each in stop]
-        return lambda trial_id, result: any([each(trial_id, result) for each in conditions])  # each sees each report
+        return lambda trial_id, result: any([each(trial_id, result) for each in conditions])  # all see each report
     if hasattr(stop, "stop_all"):
         return lambda trial_id, result: bool(stop(trial_id, dict(result))) or bool(stop.stop_all())
     if callable(stop) and not isinstance(stop, type):
@@ -390,7 +390,7 @@ def _check_takes_two(function: Callable[..., Any]) -> None:
 
 
 def _limits(limits: Mapping[str, Any]) -> Stop:
-    """Stop when a metric is at its limit or above."""
+    """Return a condition that is met when a metric reaches its limit."""
     for name, limit in limits.items():
         if not isinstance(name, str) or not is_number(limit):
             raise ValueError(

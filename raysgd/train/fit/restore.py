@@ -1,9 +1,9 @@
 """Continues a run in a new process: `trainer.pkl`, `can_restore` and `restore`.
 
-`fit` writes the class of the trainer and its arguments into the experiment's folder. Datasets are left out: only their
-names are noted, because they can be large and may belong to a cluster that is gone.
+`fit` writes the class of the trainer and its arguments into the experiment's folder. Of datasets only the names are
+saved, because the data can be large or belong to a cluster that is gone.
 
-`trainer.pkl` is a pickle: loading it runs code that it names. Restore only from folders that you trust.
+Loading `trainer.pkl` runs code, as with any pickle. Restore only from folders that you trust.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
 SWEEP_FILE = "swept_trainer.pkl"
-"""The same in the folder of a sweep, which `Tuner.restore` continues and not the trainer."""
+"""The `trainer.pkl` of a Tune sweep, which is continued by `Tuner.restore`, not by the trainer."""
 _RUN_CONFIG_EXTRAS = ("callbacks", "progress_reporter", "stop")
 
 
@@ -40,8 +40,8 @@ class RestoredRun:
 
     Attributes:
         experiment: The folder of the experiment.
-        folder: The folders of the trial; None when the run had not begun.
-        is_finished: Whether it ended well, so that `fit` returns its result and runs nothing.
+        folder: The folders of the trial; None if the run had not begun.
+        is_finished: True if it succeeded, so that `fit` returns its result without running anything.
     """
 
     experiment: Folder
@@ -51,7 +51,7 @@ class RestoredRun:
 
 @dataclass(frozen=True)
 class _CheckpointAt:
-    """Stands for a checkpoint that `trainer.pkl` would hold with all its content, or with the keys of its store."""
+    """Replaces a checkpoint, which would bring all its content, or the keys of its store, into `trainer.pkl`."""
 
     path: str
 
@@ -61,23 +61,23 @@ class _CheckpointAt:
 
 @dataclass(frozen=True)
 class _WithoutSecrets:
-    """A config with `***` for the keys and passwords in it, so `restore` needs all of it again."""
+    """A config whose keys and passwords are replaced by `***`, so the user must pass it again to `restore`."""
 
     shown: Any
 
 
-# -------------------------------------------------------------------------------------------------------- writing it
+# -------------------------------------------------------------------------------------------------------------- writing
 
 
 def save_trainer(
     experiment: Folder, trainer_class: type, arguments: Mapping[str, Any], file: str = TRAINER_FILE
 ) -> None:
-    """Write what `restore` needs into the folder of an experiment.
+    """Write the file for `restore` into the folder of an experiment.
 
     Args:
         experiment: The folder.
         trainer_class: The class of the trainer.
-        arguments: The arguments that its constructor was given.
+        arguments: The arguments of its constructor.
         file: The name of the file.
     """
     kept = {name: _for_later(name, value) for name, value in arguments.items()}
@@ -106,7 +106,7 @@ def _for_later(name: str, value: Any) -> Any:
 
 
 def _without_place(run_config: RunConfig) -> RunConfig:
-    """The config without the place, which `restore` is told: its URI or its file system may have keys."""
+    """Remove the storage from the config, since its URI or file system may contain keys; `restore` gets it again."""
     sync_config = replace(run_config.sync_config, upload_dir=None)
     return replace(run_config, storage_path=None, storage_filesystem=None, sync_config=sync_config)
 
@@ -121,15 +121,15 @@ def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
     return replace(run_config, **lost)
 
 
-# -------------------------------------------------------------------------------------------------------- reading it
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def can_restore(path: str | Path, storage_filesystem: Any = None) -> bool:
-    """Return whether there is a run in this folder that `restore` can continue.
+    """Return True if this folder contains a run that `restore` can continue.
 
     Args:
         path: The folder of the experiment, or its URI.
-        storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+        storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
     Raises:
         StorageError: The storage cannot be reached.
@@ -145,21 +145,21 @@ def restore(
     saved_as: str = TRAINER_FILE,
     **replaced: Any,
 ) -> tuple[Any, RestoredRun]:
-    """Make the trainer of a run again, or that of a sweep.
+    """Create the trainer of a run again, or that of a sweep.
 
     Args:
-        trainer_class: The class that `restore` was called on; None for that of the trainer.
+        trainer_class: The class that `restore` was called on; None for the saved class.
         path: The folder of the experiment, or its URI.
-        storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
-        saved_as: The file that it was written to.
+        storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
+        saved_as: The file that the trainer was saved in.
         **replaced: Arguments to use instead of the saved ones; None for the saved one.
 
     Returns:
         The trainer, and the run that its `fit` continues.
 
     Raises:
-        ValueError: There is no run, its file is damaged, `datasets` are missing or others than the run had, or
-            `trainer_class` cannot be made with these arguments.
+        ValueError: There is no run, its file is damaged, the names of the datasets differ, or `trainer_class` cannot
+            be created with these arguments.
         StorageError: The storage cannot be reached.
     """
     experiment = open_folder(path, storage_filesystem)
@@ -179,7 +179,7 @@ def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[s
     try:
         saved_class, arguments = pickle.loads(content)
         return saved_class, dict(arguments)
-    except Exception as error:  # whatever a class of the user raises
+    except Exception as error:  # user classes may raise anything
         raise ValueError(
             f"`path={masked(str(path))!r}`: `{file}` cannot be read: {type(error).__name__}: "
             f"{masked(str(error))}. If it names a module that has moved, make that importable; "
@@ -189,7 +189,7 @@ def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[s
 
 
 def _better_place(path: str | Path) -> str:
-    """A hint, when `path` is that of a trial, of a checkpoint, or of the folder above the run."""
+    """Return a hint if `path` is the folder of a trial, of a checkpoint, or the one above the run."""
     place = Path(str(path)).expanduser()
     near = [*place.parents[:2], *sorted(found.parent for found in place.glob(f"*/{TRAINER_FILE}"))]
     for folder in near:
@@ -199,10 +199,10 @@ def _better_place(path: str | Path) -> str:
 
 
 def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved arguments with those that were given now.
+    """Merge the saved arguments with new ones.
 
     Raises:
-        ValueError: The datasets are missing or others.
+        ValueError: The names of the datasets differ, or a config with secrets was not passed again.
     """
     saved = set(arguments.get("datasets") or {})
     given = set(replaced.get("datasets") or {})
@@ -222,7 +222,7 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
 
 
 def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with their checkpoints; without those that are not there any more, or need a key."""
+    """Open the checkpoints among the arguments. Leave out those that are gone or need a key."""
     found = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, _CheckpointAt):
@@ -234,13 +234,13 @@ def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at_place(run_config: RunConfig | None, path: str | Path, filesystem: Any) -> RunConfig:
-    """The run's config with the place where the run is now: its folder may have been moved."""
+    """Return the config of a run with its current folder, which may have been moved."""
     name, above = open_folder(path, filesystem).name, _above(str(path))
     return replace(run_config or RunConfig(), name=name, storage_path=above, storage_filesystem=filesystem)
 
 
 def _above(path: str) -> str:
-    """The path or URI of the folder above.
+    """Return the path or URI of the parent folder.
 
     >>> _above("s3://bucket/results/run/?region=us-east-1"), _above("/results/run"), _above("run")
     ('s3://bucket/results?region=us-east-1', '/results', '.')
@@ -274,7 +274,7 @@ def _name_of(trainer_class: type) -> tuple[str, str]:
 
 
 def _run_in(experiment: Folder) -> RestoredRun:
-    """The last run of an experiment. Its note may be damaged: then the run starts as a new one."""
+    """Return the last run of an experiment. If its record is damaged, a new run is started."""
     if not experiment.has(RUN_FILE):
         return RestoredRun(experiment, None, is_finished=False)
     try:

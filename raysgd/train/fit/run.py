@@ -1,7 +1,7 @@
-"""One `fit`: its folder, record and result, and in it the run of a function on workers, started again after failures.
+"""One `fit`: its folder, record and result, and in it the run of a function on workers.
 
-Nothing is retried here: the engine does that, and asks `FailurePolicy`. What the functions report is handed over in
-order, each report with its checkpoint, as soon as that is written.
+Nothing is retried here: the engine retries, as `FailurePolicy` decides. Each report is passed on in order, with its
+checkpoint, as soon as the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ WORDS = replace(
         "setting the environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
     ),
 )
-"""What users of `fit` are told behind the engine's facts."""
+"""Advice for users of `fit`, added to the engine's messages."""
 
 
 class StopConditionMet(BaseException):
-    """Ends a run that has met its stop condition, from wherever the driver is. No error."""
+    """Ends a run whose stop condition is met, from wherever the driver is. It is no error."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class FitJob:
     """One `fit`.
 
     Attributes:
-        folder: Where it writes.
-        recorder: Writes down what is reported.
-        run_config: What the user wants of the run.
-        facts: What the function can ask.
+        folder: The folders of the run.
+        recorder: Writes down the reports.
+        run_config: The user's `RunConfig`.
+        facts: Facts about the run that the function can query.
         begin_from: The checkpoint that the function starts from.
-        num_ahead: How many reports may wait for the driver while the function goes on.
-        aborts: End what it runs, once it does, from another thread.
+        num_ahead: Number of reports that may wait for the driver before the function is blocked.
+        aborts: Functions that end the run from another thread, once it runs.
     """
 
     folder: TrialFolder
@@ -88,14 +88,14 @@ class FitJob:
     aborts: list[Callable[[], None]] = field(default_factory=list)
 
     def run(self, train: Callable[[], None]) -> Result:
-        """Call `train`, which drives the run, and end the record of it.
+        """Call `train`, which runs the function, and complete the record.
 
         Raises:
-            TrainingFailedError: `train` failed; of the class of its error too.
+            TrainingFailedError: `train` failed. The error is also an instance of the class that `train` raised.
         """
         try:
             train()
-        except BaseException as error:  # Ctrl-C too: the record says what ended the run
+        except BaseException as error:  # even Ctrl-C: the record says what ended the run
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
@@ -105,7 +105,7 @@ class FitJob:
 
     @property
     def next_index(self) -> int:
-        """The number of the first checkpoint: behind those in the folder, or that of the one of another run again."""
+        """Number of the first checkpoint: after those in the folder, or at least that of the one to start from."""
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
 
     def _end_failed(self, error: BaseException) -> None:
@@ -125,24 +125,24 @@ class FitJob:
 
 
 def _tune_error() -> type[Exception] | None:
-    """The class by which programs for Ray AIR catch the failure of a run; None where none has imported it."""
+    """Return the class by which Ray AIR programs catch a failed run, or None if it is not imported."""
     return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenewingPolicy(FailurePolicy):
-    """Decides what follows a failure; when a checkpoint has landed since the last one, the earlier ones are forgotten.
+    """Decides what follows a failure. A checkpoint that was written since the last failure resets the retries.
 
-    Why, and why not after an exception of the function: ADR 94.
+    ADR 94 says why, and why exceptions of the function are an exception.
 
     Attributes:
-        take_landing: Says, once, whether a checkpoint has landed since it was asked last.
+        take_landing: Returns True if a checkpoint was written since its last call.
     """
 
     take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do next. Where survivors go on, that does not wait for a checkpoint on its way."""
+        """Return what to do next. Survivors that continue do not wait for a checkpoint in transit."""
         is_needed = budget.is_spent or not (self.continues and can_continue)
         if is_needed and self.take_landing():
             budget.renew()
@@ -153,14 +153,14 @@ class FitRun:
     """Runs a function on workers.
 
     Args:
-        job: What this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that step, and
-            hears when the function is started, and before that why the last attempt failed.
-        function: The user's function, its argument bound.
-        backend: How the workers are connected.
-        scaling: How many workers, and what each needs.
-        datasets: The datasets, ready to be divided.
-        dataset_config: How they are divided.
-        preprocessor: What dict checkpoints are to hold as their preprocessor.
+        job: The `fit` that this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that
+            step, the start of each attempt, and before that the reason why the last attempt failed.
+        function: The user's function, with its config bound.
+        backend: Connection of the workers.
+        scaling: Number and resources of the workers.
+        datasets: The prepared datasets.
+        dataset_config: Division of the datasets over the workers.
+        preprocessor: Preprocessor for checkpoints that have none.
     """
 
     def __init__(
@@ -203,12 +203,12 @@ class FitRun:
         job.aborts.append(partial(self._executor.shutdown, patience_s=0))
 
     def run(self) -> None:
-        """Run the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
+        """Run the function until it ends on all workers, or a stop condition is met. Always ends the workers.
 
         Raises:
-            WorkerError: The function raised, once more than is allowed; of its class too.
-            WorkersLostError: Workers were lost, once more than is allowed.
-            StepMismatchError: The functions did not report equally often.
+            WorkerError: The function raised too often. The error is also an instance of the class that it raised.
+            WorkersLostError: Workers were lost too often.
+            StepMismatchError: The workers did not report equally often.
         """
         try:
             while self.step():
@@ -220,11 +220,11 @@ class FitRun:
             self.stop()
 
     def step(self) -> bool:
-        """Let the workers do the next step, after starting them if need be; return False when they have ended.
+        """Process the next step of the workers, which are started if needed. Return False if the functions have ended.
 
         Raises:
             StopConditionMet: A stop condition was met.
-            Exception: As `run`.
+            Exception: See `run`.
         """
         step = self._running().next_step()
         if step.kind is None:
@@ -237,11 +237,11 @@ class FitRun:
         return True
 
     def stop(self) -> None:
-        """End the workers, wherever they are, and hand over what was reported. A second time it does nothing."""
+        """End the workers wherever they are, and pass on the last reports. A second call does nothing."""
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_room_back()
-        with suppress(Exception):  # of a run that has failed already; else the step that ended it has flushed
+        with suppress(Exception):  # the run has failed already, or the step that ended it has flushed
             self._checkpoints.flush()
         self._delete_too_late()
         words = "could not write down what was reported last: %r"
@@ -249,7 +249,7 @@ class FitRun:
             self._hand_over(is_end=True)
 
     def _delete_too_late(self) -> None:
-        """Delete the checkpoints of reports that came after the one that met a stop condition."""
+        """Delete the checkpoints of reports that came after the stop condition was met."""
         for _, landing in self._too_late:
             checkpoint = _landed(landing)
             if checkpoint is not None and self._facts.keeps_files:
@@ -272,7 +272,7 @@ class FitRun:
         return self._run
 
     def _reserve_own_room(self) -> None:
-        """Hold what the trial itself was asked to have, beside the workers; in a trial of Ray Tune, that has it."""
+        """Reserve resources for the trial itself, besides the workers. A trial of Ray Tune has its own reservation."""
         own = self._own_resources
         if own and any(own.values()):
             ensure_ray()
@@ -287,7 +287,7 @@ class FitRun:
             room.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
-        """Hand over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
+        """Pass on reports whose checkpoints have been written. At the end, pass on those with lost checkpoints too."""
         while self._reports:
             metrics, landing = self._reports[0]
             if not (is_end or landing is None or landing.done()):
@@ -297,7 +297,7 @@ class FitRun:
                 raise StopConditionMet
 
     def _take_landing(self) -> bool:
-        """Tell whether a checkpoint has landed since the last failure. Not after an exception: each may meet one."""
+        """Return True if a checkpoint was written since the last failure, and the function has raised nothing."""
         return self._checkpoints.take_landing() and not self._has_raised
 
     def _note_failure(self, diagnosis: Diagnosis) -> None:
@@ -306,7 +306,7 @@ class FitRun:
         self._failure = worker_error(diagnosis.faults) if is_of_user else WorkersLostError(words(diagnosis))
 
     def _begin_attempt(self) -> None:
-        """The function is about to start; what the last attempt reported is complete by now."""
+        """Pass on all reports of the last attempt, and begin another one."""
         self._hand_over(is_end=True)
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -315,7 +315,7 @@ class FitRun:
 
 
 def _landed(landing: Landing | None) -> Checkpoint | None:
-    """Return a checkpoint that is where it stays."""
+    """Return a checkpoint if it has been written."""
     return landing.result() if landing is not None and landing.done() else None
 
 
@@ -341,7 +341,7 @@ def _executor(
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
-    """Return what an executor takes for `placement_strategy`; of the strict ones it does as much as it can.
+    """Return the placement strategy for an executor. Strict strategies are followed as far as possible.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']
@@ -351,13 +351,13 @@ def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
         logger.warning(
             "`placement_strategy=%r` is followed as far as there is room, as %r is", placement_strategy, strategy
         )
-    elif strategy == "PACK":  # the default, which an environment variable may change
+    elif strategy == "PACK":  # the default, which an environment variable may override
         return None
     return "PACK" if strategy == "PACK" else "SPREAD"
 
 
 def as_max_retries(max_failures: int) -> int:
-    """Return what an executor takes for `FailureConfig.max_failures`: the number of the failure that is raised.
+    """Turn `FailureConfig.max_failures` into the executor's `max_retries`, the number of the failure that raises.
 
     >>> [as_max_retries(number) for number in (0, 2, -1)]
     [1, 3, -1]

@@ -1,4 +1,4 @@
-"""Hugging Face in functions that `fit` runs, where Ray has it."""
+"""Hugging Face in functions that `fit` runs, under the same name as in Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` in a function that `fit` runs: reports whenever it saves, and batches of Ray Data."""
+"""`transformers.Trainer` in a function that `fit` runs: reports with each save, and batches from Ray Data."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ transformers: Any = require("transformers", extra="hf", purpose="`raysgd.train.h
 
 
 class RayTrainReportCallback(transformers.TrainerCallback):
-    """Reports what was logged whenever the trainer saves, with its checkpoint in the folder `checkpoint`."""
+    """Reports the logged metrics whenever the trainer saves, with its checkpoint in the folder `checkpoint`."""
 
     CHECKPOINT_NAME = "checkpoint"
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report on all ranks; the first one of each node has the files that all of them have written there."""
+        """Report on all ranks. The first rank of each node adds the files that the ranks of this node have written."""
         metrics = {name: value for logged in state.log_history for name, value in logged.items()}
         source = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if session.local_rank() == 0 else None
         with tempfile.TemporaryDirectory(prefix="raysgd-transformers-") as folder:
@@ -35,7 +35,7 @@ class RayTrainReportCallback(transformers.TrainerCallback):
 
 
 class _Batches(IterableDataset[Any]):
-    """Batches of Ray Data, which are made already."""
+    """An iterable dataset over batches that Ray Data has already made."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -45,15 +45,15 @@ class _Batches(IterableDataset[Any]):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Let a `transformers.Trainer` take batches of Ray Data, `shard.iter_torch_batches(...)`, as its datasets.
+    """Let a `transformers.Trainer` use batches of Ray Data, `shard.iter_torch_batches(...)`, as its datasets.
 
     Returns:
-        The same trainer, whose class derives from its own.
+        The same trainer, with a subclass of its own class.
     """
     base: Any = type(trainer)
 
     class RayTransformersTrainer(base):
-        """The trainer of the user."""
+        """The user's trainer, with loaders over batches of Ray Data."""
 
         def get_train_dataloader(self) -> Any:
             found = _loader_of(self.train_dataset)
@@ -68,6 +68,6 @@ def prepare_trainer(trainer: Any) -> Any:
 
 
 def _loader_of(data: Any) -> DataLoader[Any] | None:
-    """A loader over batches that are made already; None for a dataset, of which the trainer makes batches."""
+    """Return a loader over ready-made batches, or None for a dataset, which the trainer divides into batches."""
     is_dataset = isinstance(data, Dataset) or hasattr(data, "__getitem__") or not isinstance(data, Iterable)
     return None if is_dataset else DataLoader(_Batches(data), batch_size=None)

@@ -39,7 +39,8 @@ class Plain(TrainingOperator):
         self.sgd = optimizers[0]
         self.global_step = 0
         registered = RegisteredObjects(original_models=[self.part], optimizers=optimizers)
-        internals: Any = SimpleNamespace(registered=registered, precision=Precision(), callbacks=InstalledCallbacks())
+        callbacks = InstalledCallbacks()
+        internals: Any = SimpleNamespace(registered=registered, precision=Precision(), callbacks=callbacks, remade=None)
         self._raysgd = internals
 
     def compute(self) -> None:

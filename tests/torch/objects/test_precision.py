@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.torch import TorchTrainer
 from raysgd.torch.objects.precision import (
     PRECISIONS,
     Apex,
@@ -18,8 +19,10 @@ from raysgd.torch.objects.precision import (
     choose_precision,
     make_precision,
     saved_state,
+    warn_of_short_weights,
 )
 from tests.torch.apex_double import StrictAmp
+from tests.torch.operators_for_tests import LinearOperator
 
 CPU = torch.device("cpu")
 THERE, ABSENT = object(), False
@@ -209,3 +212,44 @@ def test_gradients_may_be_asked_for_in_true_size_twice() -> None:
         precision.unscale(optimizer)
         assert model.weight.grad.item() == 1.0
         precision.step(optimizer)
+
+
+class _Linear(LinearOperator):
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 1).to(self.config["dtype"]), _ToFloat())
+
+    def prepare_batch(self, batch: Any) -> Any:
+        features, numbers, target = batch
+        return super().prepare_batch((features.to(self.config["dtype"]), numbers, target))
+
+
+class _ToFloat(torch.nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float()
+
+
+class _OwnWay(torch.optim.SGD):
+    """Stands for an optimizer with a copy in fp32."""
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+def test_weights_in_16_bits_are_warned_of_with_the_line_to_write(
+    dtype: torch.dtype, share: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TorchTrainer(training_operator_cls=_Linear, config={"dtype": dtype}, use_local=True) as trainer:
+        trainer.train()
+        [told] = [record.getMessage() for record in caplog.records if "rounds each update" in record.getMessage()]
+        assert f"`_Linear` trains 2 parameters in {str(dtype).removeprefix('torch.')} with `SGD`" in told
+        assert f"smaller than 1/{share} of its weight" in told
+        assert "dtype=torch.float32" in told
+        weight = torch.ones(1, dtype=dtype)
+        assert weight.sub(0.99 / (2 * share)) == 1 != weight.sub(1.01 / share)
+
+
+def test_other_weights_and_other_optimizers_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    TorchTrainer(training_operator_cls=_Linear, config={"dtype": torch.float32}, use_local=True).shutdown()
+    short = torch.nn.Linear(3, 1).bfloat16()
+    warn_of_short_weights([_OwnWay(short.parameters(), 0.1)], "Some")
+    frozen = torch.nn.Linear(3, 1).bfloat16().requires_grad_(False)
+    warn_of_short_weights([torch.optim.SGD(frozen.parameters(), 0.1)], "Some")
+    assert "rounds each update" not in caplog.text

@@ -1,0 +1,100 @@
+"""Packing: several short texts in one row of tokens, so that batches hold hardly any padding.
+
+A pack is a sample, so packs are made before anything is divided: N workers train on the packs of one, and a step counts
+by the labels in it. Position ids begin again with each text. From these, the models of `transformers` see where a text
+ends, and let none look into another one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+IGNORED = -100
+"""The label of what a loss leaves out, in all of `transformers`."""
+
+
+def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str, list[int]]]:
+    """Join texts into packs with at most so many tokens; every text is in one of them, whole.
+
+    Packs are made of the lengths alone, so they are alike on all workers. The longest texts go first, each into the
+    pack with the least room that has room for it.
+
+    Args:
+        samples: Texts as tokenizers return them: `input_ids`, and `labels` if these are others.
+        num_tokens: The most tokens in a pack.
+
+    Returns:
+        Packs, for a loader with `collate_packs`. They have `input_ids`, `labels` and `position_ids`.
+
+    Raises:
+        ValueError: A text is longer, or has another number of labels.
+
+    Examples:
+        >>> texts = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3, 4]}]
+        >>> for each in pack(texts, num_tokens=5):
+        ...     print(each)
+        {'input_ids': [5, 6, 7, 8, 9], 'labels': [-100, 6, 7, -100, 9], 'position_ids': [0, 1, 2, 0, 1]}
+        {'input_ids': [3, 4], 'labels': [-100, 4], 'position_ids': [0, 1]}
+    """
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"`num_tokens={num_tokens!r}`: need an integer of at least 1.")
+    texts = [_checked(number, sample, num_tokens) for number, sample in enumerate(samples)]
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of each pack, the least first
+    for number in sorted(range(len(texts)), key=lambda each: (-len(texts[each][0]), each)):
+        length = len(texts[number][0])
+        place = bisect_left(rooms, (length, -1))
+        if place == len(rooms):
+            packs.append([])
+            room, index = num_tokens, len(packs) - 1
+        else:
+            room, index = rooms.pop(place)
+        packs[index].append(number)
+        insort(rooms, (room - length, index))
+    return [_joined([texts[number] for number in numbers]) for numbers in packs]
+
+
+def _checked(number: int, sample: Mapping[str, Any], num_tokens: int) -> tuple[list[int], list[int]]:
+    tokens = _as_list(sample["input_ids"])
+    labels = _as_list(sample.get("labels", tokens))
+    if not 0 < len(tokens) <= num_tokens:
+        raise ValueError(
+            f"Text {number} has {len(tokens)} tokens, and a pack holds 1 to `num_tokens={num_tokens}`: cut texts when "
+            "you encode them, as with `tokenizer(text, truncation=True, max_length=...)`, and leave out empty ones."
+        )
+    if len(labels) != len(tokens):
+        raise ValueError(f"Text {number} has {len(tokens)} tokens and {len(labels)} labels: need one for each token.")
+    return tokens, labels
+
+
+def _as_list(values: Any) -> list[int]:
+    return values.tolist() if isinstance(values, torch.Tensor) else [*values]
+
+
+def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
+    """Return a pack. The first token of a text has no label: the text before does not predict it."""
+    return {
+        "input_ids": [token for tokens, _ in texts for token in tokens],
+        "labels": [label for _, labels in texts for label in (IGNORED, *labels[1:])],
+        "position_ids": [place for tokens, _ in texts for place in range(len(tokens))],
+    }
+
+
+def collate_packs(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Make a batch of packs: a row of each. What fills up shorter ones has no labels, and no text sees it.
+
+    Examples:
+        >>> batch = collate_packs(pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], num_tokens=3))
+        >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+        ([[5, 6, 7], [8, 9, 0]], [[-100, 6, 7], [-100, 9, -100]])
+    """
+    longest = max(len(each["input_ids"]) for each in packs)
+    padding = {"input_ids": 0, "labels": IGNORED, "position_ids": 0}
+    return {
+        name: torch.tensor([[*each[name], *[value] * (longest - len(each[name]))] for each in packs])
+        for name, value in padding.items()
+    }

@@ -1,0 +1,449 @@
+"""Frozen parameters that `setup` makes again: no state holds them, and a digest stands in the place of each.
+
+Nothing here is loaded unless an operator says `remakes_frozen = True`. What is left out is what was frozen when `setup`
+was done. Whatever is trained later, also for a while, is in the state from then on. Whatever changes without being
+trained is refused by its name. Why: ADR 150.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from raysgd._private_names import require_names
+from raysgd.torch.objects.loading import plain
+from raysgd.worker.state.state_checks import require
+
+Digests = Mapping[str, str]
+"""The dtype, the shape and the digest of each parameter of a module."""
+
+_ROW_WORDS = 512
+_NUM_SAMPLES = 64  # numbers of a parameter that are looked at each time
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+_PIECE_BITS, _NUM_PIECES = 8, 8  # sums of squares of such pieces of a digest are exact
+
+
+class _Parameter:
+    """A parameter that `setup` made, and what it was then.
+
+    Attributes:
+        parameter: Itself.
+        digest: What is written in its place.
+        original: Its first numbers, if it was trained since; None where they are not known.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter, self.digest = parameter, digest_of(parameter)
+        self.original: torch.Tensor | None = None
+        self.note()
+
+    def note(self) -> None:
+        """Note that it has its first numbers now."""
+        self._mark, self._few = self._mark_now(), _few_of(self.parameter)
+
+    @property
+    def sampled(self) -> torch.Tensor:
+        """A few of its numbers, as they are now."""
+        return self._few if self.parameter.is_contiguous() else _few_of(self.parameter)
+
+    def _mark_now(self) -> tuple[int, int]:
+        return self.parameter._version, self.parameter.data_ptr()
+
+    @property
+    def may_have_changed(self) -> bool:
+        """True if something was written into it, whatever it was, or it was moved."""
+        return self._mark_now() != self._mark
+
+    def has_changed(self) -> bool:
+        """Tell whether its numbers have changed: looks at all of them."""
+        if digest_of(self.parameter) != self.digest:
+            return True
+        self.note()
+        return False
+
+    @torch.no_grad()
+    def keep_original(self) -> None:
+        """Keep the first numbers of one that is going to have others."""
+        if self.original is None and digest_of(self.parameter) == self.digest:
+            self.original = self.parameter.detach().cpu().clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give it its first numbers."""
+        if self.original is not None:
+            self.parameter.copy_(self.original)
+            self.note()
+
+
+class RemadeParameters:
+    """The parameters that a state of one operator leaves out.
+
+    Args:
+        parts: The modules whose states are saved: the models, then a criterion that is trained.
+        operator_cls: The class whose `setup` makes them.
+
+    Attributes:
+        ids: The identities of the parameters that are left out now.
+    """
+
+    def __init__(self, parts: Sequence[torch.nn.Module], operator_cls: type) -> None:
+        require_names(torch.Tensor, "_version")
+        self._by, self._module_names = operator_cls.__name__, [type(part).__name__ for part in parts]
+        self._by_whole_name = f"{operator_cls.__module__}.{operator_cls.__qualname__}"
+        known: dict[int, _Parameter] = {}  # a parameter may have several names
+        self._made: list[dict[str, _Parameter]] = [{} for _ in parts]
+        for part, made in zip(parts, self._made, strict=True):
+            for name, each in self._made_of(part):
+                if id(each) not in known:
+                    known[id(each)] = _Parameter(each)
+                made[name] = known[id(each)]
+        self._left_out = [set(made) for made in self._made]
+        self.ids: set[int] = set()
+        self._update()
+
+    @staticmethod
+    def _made_of(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad and _has_numbers(parameter):
+                yield plain(name), parameter
+
+    def _update(self) -> None:
+        pairs = zip(self._made, self._left_out, strict=True)
+        left_out = {id(made[name].parameter): made[name] for made, names in pairs for name in names}
+        self.ids.clear()
+        self.ids.update(left_out)
+        self._watched = [*left_out.values()]
+        self._samples = _joined(each.sampled for each in self._watched)
+
+    def _named(self, index: int, name: str) -> str:
+        is_criterion = index >= len(self._module_names)
+        return f"`{name}` of {'the criterion' if is_criterion else f'model {index}'} (`{self._module_names[index]}`)"
+
+    # ------------------------------------------------------------------------------------------------ out of a state
+
+    def without(self, index: int, state: Any) -> Any:
+        """Return the state of a module without what is left out of it."""
+        left_out = self._left_out[index]
+        return _reduced(state, left_out) if left_out else state
+
+    def record(self) -> dict[str, Any]:
+        """Return what stands in their place.
+
+        Raises:
+            ValueError: One has changed since `setup`.
+        """
+        self.check_unchanged()
+        pairs = zip(self._made, self._left_out, strict=True)
+        parts = [{name: each.digest for name, each in made.items() if name in names} for made, names in pairs]
+        return {"by": self._by_whole_name, "parts": parts}
+
+    def tensors(self) -> list[dict[str, torch.Tensor]]:
+        """Return the parameters themselves by name, for a state that leaves nothing out."""
+        pairs = zip(self._made, self._left_out, strict=True)
+        return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
+
+    def check_unchanged(self) -> None:
+        """Refuse to leave out what has changed.
+
+        A write shows in the tensor's version, except one through `.data`. So a few numbers of each are compared as
+        well. All of a parameter is looked at only where something was written.
+
+        Raises:
+            ValueError: One has other numbers than `setup` gave it.
+        """
+        suspects = [each for each in self._watched if each.may_have_changed]
+        if not suspects:
+            if _are_equal(self._samples, _joined(each.sampled for each in self._watched)):
+                return
+            suspects = self._watched
+        changed = {id(each) for each in suspects if each.has_changed()}
+        if not changed:
+            self._samples = _joined(each.sampled for each in self._watched)
+        for index, (made, names) in enumerate(zip(self._made, self._left_out, strict=True)):
+            for name in made:
+                if name in names and id(made[name]) in changed:
+                    raise ValueError(
+                        f"{self._named(index, name)} has changed since `setup` although it is frozen. With "
+                        f"`remakes_frozen = True` in `{self._by}`, no checkpoint and no new worker would have its new "
+                        "numbers. Remove `remakes_frozen`; or keep what moves without gradients, such as a momentum "
+                        "encoder, in buffers; or call `self.rewrap()` after you unfreeze parameters."
+                    )
+
+    def follow_trained(self) -> None:
+        """Keep in the state from now on what is trained by now."""
+        for made, names in zip(self._made, self._left_out, strict=True):
+            for name in [name for name in names if made[name].parameter.requires_grad]:
+                made[name].keep_original()
+                names.discard(name)
+        self._update()
+
+    def added_to(
+        self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
+    ) -> Callable[[torch.nn.Module], Collection[str] | None]:
+        """Return what returns the names that need not be compared in a module, with those that are left out here."""
+
+        def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
+            names = left_out_of(model)
+            own = (name for name, each in model.named_parameters() if id(each) in self.ids)
+            return None if names is None else {*names, *own}
+
+        return more_left_out_of
+
+    # ------------------------------------------------------------------------------------------------- into a module
+
+    def fitting(self, index: int, saved: Any, record: Any) -> tuple[Any, Collection[str]]:
+        """Compare what a state leaves out of a module with what `setup` has made here.
+
+        Args:
+            index: Which module.
+            saved: Its saved state, with plain names.
+            record: That in this state; None where it leaves nothing out.
+
+        Returns:
+            What is to be loaded, and the names that need not be there.
+
+        Raises:
+            ValueError: Something was made otherwise there, or is missing.
+        """
+        if not isinstance(saved, Mapping):
+            return saved, ()  # it is refused as that
+        made, found = self._made[index], _digests_in(record, index)
+        theirs = found or {}
+        missing = {name for name in theirs if name not in saved}
+        for name in (name for name in theirs if name in missing):
+            if name not in made:
+                raise ValueError(
+                    f"The state does not fit, nothing was loaded: it leaves out {self._named(index, name)}, which "
+                    f"was frozen where it was saved, and `{self._by}.setup` leaves it trainable or does not make it. "
+                    f"Freeze in `setup` what `{_maker_in(record)}.setup` freezes, or save with "
+                    "`save(path, frozen=True)`."
+                )
+            self._check_alike(index, name, theirs[name], made[name].digest)
+            if made[name].parameter.requires_grad and made[name].original is None:
+                raise ValueError(
+                    f"The state does not fit, nothing was loaded: it leaves out {self._named(index, name)}, which was "
+                    "trained here since, and its first numbers are gone. Load it into a new trainer."
+                )
+        repeated = {name for name in made if name in saved and (found is None or name in theirs)}
+        repeated &= self._left_out[index]
+        for name in (name for name in made if name in repeated):
+            if isinstance(saved[name], torch.Tensor):
+                self._check_alike(index, name, digest_of(saved[name]), made[name].digest)
+        return _reduced(saved, repeated), missing | repeated
+
+    def _check_alike(self, index: int, name: str, theirs: Any, own: str) -> None:
+        if theirs == own:
+            return
+        (their_kind, _, _), (own_kind, _, _) = str(theirs).rpartition(" "), own.rpartition(" ")
+        if their_kind != own_kind:
+            finding = f"is {their_kind} in the state, and {own_kind} here"
+        else:
+            finding = "has other numbers in the state than here"
+        raise ValueError(
+            f"The state does not fit, nothing was loaded: {self._named(index, name)} is frozen, is made by "
+            f"`{self._by}.setup` (`remakes_frozen`), and {finding}. Let `setup` make it from the same files, with the "
+            "same dtype, on every worker and in every run."
+        )
+
+    def begin_loading(self, index: int, left_out: Collection[str]) -> None:
+        """Keep the first numbers of what a state brings with it."""
+        for name in self._left_out[index] - {*left_out}:
+            self._made[index][name].keep_original()
+
+    def end_loading(self, index: int, left_out: Collection[str]) -> None:
+        """Leave out what that state left out, from now on."""
+        made = self._made[index]
+        for name in {*left_out} - self._left_out[index]:
+            made[name].put_back()
+        self._left_out[index] = {name for name in left_out if not made[name].parameter.requires_grad}
+        self._update()
+
+    # ---------------------------------------------------------------------------------------------- between the ranks
+
+    def check_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
+        """Refuse what the ranks have made differently. All ranks do this at the same time.
+
+        Raises:
+            ValueError: On all ranks, with the parameter's name.
+        """
+        named = [(index, name) for index, made in enumerate(self._made) for name in made]
+        digests = [f"{name} {self._made[index][name].digest}" for index, name in named]
+        count = len(digests)
+        num_ranks, total, squares, *sums = sum_over_ranks(1, count, count * count, *_pieces("\n".join(digests)))
+        if num_ranks * squares != total * total:
+            raise ValueError(
+                f"`{self._by}.setup` freezes {count} parameters on this worker, and another number of them on others. "
+                "With `remakes_frozen = True`, it has to make the same model on every worker."
+            )
+        if _are_alike(num_ranks, sums):
+            return
+        per_parameter = sum_over_ranks(*(piece for each in digests for piece in _pieces(each)))
+        size = 2 * _NUM_PIECES
+        for place, (index, name) in enumerate(named):
+            if not _are_alike(num_ranks, per_parameter[place * size : (place + 1) * size]):
+                raise ValueError(
+                    f"{self._named(index, name)} is not the same on all workers. With `remakes_frozen = True`, "
+                    f"`{self._by}.setup` has to make what is frozen alike on every worker: load it from a file, or "
+                    "pass `TorchTrainer(seed=...)`."
+                )
+
+
+def refuse_left_out(record: Any, operator_cls: type) -> None:
+    """Refuse a state that leaves parameters out, for an operator that does not make them again.
+
+    Args:
+        record: What stands in their place.
+        operator_cls: The class of the operator.
+
+    Raises:
+        ValueError: It leaves some out.
+    """
+    for index in range(len(parts_of(record))):
+        for name in _digests_in(record, index) or ():
+            raise ValueError(
+                f"The state does not fit, nothing was loaded: it leaves out frozen parameters that "
+                f"`{_maker_in(record)}.setup` makes again, such as `{name}`. Write `remakes_frozen = True` in "
+                f"`{operator_cls.__name__}`, whose `setup` has to make them too, or save with "
+                "`save(path, frozen=True)`."
+            )
+
+
+def completed(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the state of a module that leaves nothing out.
+
+    Args:
+        state: One that does.
+        tensors: What it leaves out.
+    """
+    return _like(state, {**state, **tensors})
+
+
+def _reduced(state: Any, names: Collection[str]) -> Any:
+    """Return a state without some names."""
+    return _like(state, {name: value for name, value in state.items() if plain(name) not in names})
+
+
+def _like(state: Any, content: Mapping[str, Any]) -> Any:
+    """Return a state with other content. PyTorch keeps versions of modules in attributes of the dict."""
+    made: Any = OrderedDict(content)
+    vars(made).update(getattr(state, "__dict__", {}))
+    return made
+
+
+def _maker_in(record: Any) -> str:
+    return str(record.get("by"))[:200] if isinstance(record, Mapping) else "?"
+
+
+def parts_of(record: Any) -> Sequence[Any]:
+    """Return what a record says of each module: the digests; None of one that leaves nothing out.
+
+    Raises:
+        ValueError: It is no record.
+    """
+    parts = record.get("parts") if isinstance(record, Mapping) else None
+    require(isinstance(parts, list | tuple), "its `remade` does not say what is left out")
+    assert isinstance(parts, list | tuple)
+    return parts
+
+
+def _digests_in(record: Any, index: int) -> Digests | None:
+    """Return what is left out of a module; None of one that is whole because it was saved so."""
+    parts = () if record is None else parts_of(record)
+    digests = parts[index] if index < len(parts) else None
+    require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
+    found: Digests | None = digests
+    return found
+
+
+def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
+    """Return a state that has taken one part of another one, with what that leaves out of it.
+
+    Args:
+        state: The state, with `models`.
+        saved: The other one.
+        key: Under which the states say what they leave out.
+        part: "models" or "criterion".
+    """
+    records = [each.get(key) for each in (state, saved)]
+    num_models = len(state["models"])
+    own, theirs = ([None] * (num_models + 1) if each is None else [*parts_of(each), None] for each in records)
+    mine, others = own[: num_models + 1], theirs[: num_models + 1]
+    parts = [*others[:-1], mine[-1]] if part == "models" else [*mine[:-1], others[-1]]
+    by = next((each["by"] for each in records[::-1] if each is not None and "by" in each), None)
+    return {**state, key: {"by": by, "parts": parts}}
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+def _has_numbers(parameter: torch.Tensor) -> bool:
+    if is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided:
+        return False
+    return not (parameter.is_quantized or parameter.is_nested)
+
+
+@torch.no_grad()
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the dtype, the shape and a digest of a tensor: equal on all devices and in all processes.
+
+    The digest is made of sums of 512 words of eight bytes each, which the device itself computes. It finds other
+    weights, not forged ones.
+
+    Examples:
+        >>> digest_of(torch.ones(2, 3))
+        'float32 2x3 2d1a3c579a15eedd'
+    """
+    import xxhash
+
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+    content = values.contiguous().reshape(-1).view(torch.uint8)
+    if content.storage_offset() % 8 or content.data_ptr() % 8:
+        content = content.clone()
+    num_in_rows = content.numel() // (8 * _ROW_WORDS) * (8 * _ROW_WORDS)
+    checksum = xxhash.xxh3_64()
+    if num_in_rows:
+        rows = content[:num_in_rows].view(torch.int64).view(-1, _ROW_WORDS).sum(-1)
+        checksum.update(rows.cpu().numpy().data)
+    checksum.update(content[num_in_rows:].cpu().numpy().data)
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {checksum.hexdigest()}"
+
+
+def _few_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a few numbers of a parameter, as bits: a view of its memory if that is in one piece."""
+    values = parameter.detach()
+    flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    few = flat[:: max(1, -(-flat.numel() // _NUM_SAMPLES))]
+    return few.view(_BITS[few.element_size()])
+
+
+def _joined(samples: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a copy of samples, as one tensor for each device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in samples:
+        by_device.setdefault(each.device, []).append(each)
+    return [torch.cat(each) for each in by_device.values()]
+
+
+def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    if len(some) != len(others):
+        return False
+    return all(a.device == b.device and torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def _pieces(text: str) -> list[int]:
+    """Return pieces of a digest of a text, each with its square."""
+    import xxhash
+
+    digest = xxhash.xxh3_64_intdigest(text.encode())
+    pieces = [digest >> _PIECE_BITS * place & (1 << _PIECE_BITS) - 1 for place in range(_NUM_PIECES)]
+    return [number for piece in pieces for number in (piece, piece * piece)]
+
+
+def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
+    """Return whether all ranks added the same: only then the mean of squares is the square of the mean."""
+    return all(num_ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))
