@@ -584,7 +584,7 @@ class ElasticController(Lifecycle):
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
-                if report.ok and (self._monitor.is_leaving or all(each.value.is_planned for each in report.values)):
+                if self._is_left(report):
                     return self._left(group, report)
                 kept = WorkerError  # keep the group: all ranks are at the same place, or recovery has killed it
                 held = None
@@ -611,6 +611,13 @@ class ElasticController(Lifecycle):
     def _mended(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
         """Change the group after a failure, or where its ranks were held; return whether these are inside the call."""
         return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
+
+    def _is_left(self, report: GroupReport) -> bool:
+        """Return whether all ranks were held so that the call can be left; where some have completed it, it goes on."""
+        values = [each.value for each in report.values] if report.ok else []
+        if not values or not all(isinstance(each, HeldAtStep) for each in values):
+            return False
+        return self._monitor.is_leaving or all(each.is_planned for each in values)
 
     def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
         """After all ranks were held to leave the call: bring the state of that step to the driver, as after a call."""
