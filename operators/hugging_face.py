@@ -317,7 +317,7 @@ def _says_who_makes_it(operator_cls: type) -> bool:
 
 def _adapter_files(operator: HuggingFaceOperator) -> dict[str, bytes] | None:
     """Return the files of an adapter, from rank 0; None where the model is no whole `PeftModel`."""
-    model = operator._raysgd.registered.original_models[0]
+    model: Any = operator._raysgd.registered.original_models[0]
     if operator.world_rank or operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -336,7 +336,7 @@ def _write(files: Mapping[str, bytes], folder: Path) -> None:
 def _load_adapter(operator: HuggingFaceOperator, weights: dict[str, torch.Tensor]) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    model = operator._raysgd.registered.original_models[0]
+    model: Any = operator._raysgd.registered.original_models[0]
     if operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         raise ValueError(
             f"The model is a `{type(model).__name__}`, and adapters go into a whole `PeftModel`: return one from "
