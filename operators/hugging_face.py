@@ -302,7 +302,7 @@ class HuggingFaceOperator(SupervisedOperator):
         trainer.apply_all_operators(partial(_load_adapter, weights=load_file(Path(folder, ADAPTER))))
 
     def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        """Return what is trained, apart from it what has no weight decay."""
+        """Return the trained parameters, and those without weight decay in a group of their own."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")

@@ -1,12 +1,10 @@
-"""Averages over the batches of one pass, kept so that they can be merged across workers without loss.
+"""Averages over the batches of one pass, kept as sums and weights, so that they can be merged across workers exactly.
 
-What this module promises: a mean is a float64 sum divided once by its weight, a value that is not a number
-never passes silently, and a tensor on a device is not read on the batch that produced it, because reading it makes
-the host wait for the device. A summary is a plain dict for its readers; beside the means it carries the
-sums and weights they came from.
+Guarantees: a mean is a float64 sum, divided once by its weight. A value that is not a number raises. A tensor on a
+device is not read in the batch that produced it, because the host would wait for the device. A summary is a plain dict
+of means for its readers, and also has the sums and weights.
 
-What it leaves to others: how tensors become floats and how a metric object is captured are two functions
-given by the framework's side. Nothing here imports a framework.
+Nothing here imports a framework. The caller passes functions that read tensors and capture metric objects.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 
 BATCH_WEIGHT = "batch_weight"
 _WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
-# Tensors that may wait to be read, for each metric: reading waits for the device, keeping takes its memory.
+# Number of tensors per metric that may wait to be read: reading waits for the device, and keeping takes its memory.
 MAX_PENDING = 256
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
@@ -29,31 +27,31 @@ _TAKEN = frozenset({"epoch", "seconds", "num_workers", BATCH_COUNT})
 
 
 def refuse_taken(name: Any) -> None:
-    """Refuse a metric that is called like what the library reports of a call.
+    """Refuse a metric with a name that the library reports itself.
 
     Raises:
-        ValueError: It is.
+        ValueError: The name is taken.
     """
     if name in _TAKEN:
         raise ValueError(f"a metric is called `{name}`, which the library reports: call it `my_{name}`, for example.")
 
 
 def weight_of(name: Any) -> str:
-    """Return the name under which a batch reports the weight of a single metric."""
+    """Return the name under which a batch reports the weight of one metric."""
     return f"{_WEIGHT_OF}{name}"
 
 
 def is_weight(name: Any) -> bool:
-    """Tell whether what has this name is no metric, but the weight of some."""
+    """Return True if this is the name of a weight, not of a metric."""
     return name == BATCH_WEIGHT or str(name).startswith(_WEIGHT_OF)
 
 
 def as_weight(name: str, value: Any) -> float:
-    """A weight of a batch as a number.
+    """Return the weight of a batch as a number.
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is negative, infinite or NaN, or more than one number.
+        ValueError: It is negative, infinite or NaN, or has more than one number.
     """
     allowed = f"`{name}={value!r}`: need a number from 0 on, by which the batch counts in averages, such as its tokens."
     if isinstance(value, bool | str) or not hasattr(type(value), "__float__"):
@@ -71,16 +69,16 @@ logger = logging.getLogger(__name__)
 
 
 CapturedMetric = Any
-"""The state of a metric object, apart from the object that goes on counting: it has `value` and `merged_with`."""
+"""A copy of a metric object's state, with `value` and `merged_with`. The object itself continues to count."""
 
 CaptureObject = Callable[[Any], CapturedMetric]
 
 RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
-"""Remembers what metric objects have seen, and returns what lets them forget the rest."""
+"""Remembers the states of metric objects. Returns a function that restores them."""
 
 
 class ObjectMeter:
-    """The metric object last seen under one name, and what was captured of it so far."""
+    """The last metric object under one name, and the states captured from it."""
 
     __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
 
@@ -92,11 +90,11 @@ class ObjectMeter:
 
     @property
     def live(self) -> Any:
-        """The object, if it was seen since it was captured last."""
+        """The object if a batch had it since the last capture, otherwise None."""
         return self._live
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
-        """Return what `add` counts; see `NumberMeter.read`."""
+        """Return the arguments for `add`; see `NumberMeter.read`."""
         if not is_metric_object(type(value)):
             raise TypeError(
                 f"metric `{self._name}` was a metric object in an earlier batch and is a "
@@ -105,19 +103,19 @@ class ObjectMeter:
         return value, weight
 
     def add(self, value: Any, weight: int | float) -> None:
-        """See a metric object, which counts by itself."""
+        """Keep a metric object, which counts by itself."""
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
-        """Count what was captured elsewhere."""
+        """Merge a state that was captured elsewhere."""
         self._captured = state if self._captured is None else self._captured.merged_with([state])
 
     def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
-        """Capture the object if it was seen since the last time.
+        """Return the captured state. Capture the object first if a batch had it since the last capture.
 
         Args:
-            already: What this summary captured, by the object's id: capturing resets the object, so an object
-                that is known by two names must be captured once.
+            already: States that the same summary has captured, by the object's ID. Capturing resets the object, so an
+                object under two names must be captured only once.
         """
         if self._live is not None:
             state = already.get(id(self._live)) or already.setdefault(id(self._live), self._capture(self._live))
@@ -132,10 +130,10 @@ def is_metric_object(kind: type) -> bool:
 
 
 def value_here(state: CapturedMetric, name: str) -> Any:
-    """Compute a metric on this process's share, which may be too small for it; then that is said."""
+    """Compute a metric on this process's share. If the share is too small, warn and return NaN."""
     try:
         return state.value()
-    except Exception as error:  # the merged metric is what counts, and computing that one raises
+    except Exception as error:  # only the merged metric matters, and computing that one raises
         logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
         return math.nan
 
@@ -147,7 +145,7 @@ ToFloats = Callable[[list[Any]], list[float]]
 
 
 class NumberMeter:
-    """Sum, weight and last value of one metric, with the tensors that were not read yet."""
+    """Sum, weight and last value of one metric, with tensors that wait to be read."""
 
     __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "pending", "total", "weight_name")
 
@@ -155,17 +153,17 @@ class NumberMeter:
         self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
         self.last: Any = _UNREAD
-        self._weights: list[int | float | None] = []  # None: it is a tensor, which waits behind that of the value
+        self._weights: list[int | float | None] = []  # None: the weight is a tensor, after the value in `pending`
         self.pending: list[Any] = []
         self.total = 0.0
         self.count: int | float = 0
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
-        """Return what `add` counts of a batch: numbers, and copies of tensors on a device, which are not read yet.
+        """Return the arguments for `add`: a value and its weight as numbers, or copies of tensors on a device.
 
         Raises:
-            TypeError: They are of a kind that cannot be averaged.
-            ValueError: They are more or less than one number, or the weight is none.
+            TypeError: The value is of a kind that cannot be averaged.
+            ValueError: The value is not exactly one number, or the weight is invalid.
         """
         kind = type(value)
         if kind in _PLAIN_NUMBERS:
@@ -174,8 +172,8 @@ class NumberMeter:
             if value.numel() != 1:
                 raise ValueError(_not_one_element(self._name, tuple(value.shape)))
             if not getattr(value, "is_cpu", False):
-                # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
-                # each batch's loss to the same memory.
+                # A copy: user code may change the tensor in place, and a replayed CUDA graph writes each batch's loss
+                # to the same memory.
                 waits = type(weight) is not int and is_tensor(type(weight))
                 return value.detach().clone(), weight.detach().clone() if waits else self._checked(weight)
             number = value.item()
@@ -194,25 +192,25 @@ class NumberMeter:
                 self.fold(self._to_floats(self.pending))
             return
         self.last = value
-        if weight:  # a padding batch may well hold NaN, and 0 * NaN is NaN
+        if weight:  # the value of a padding batch may be NaN, and 0 * NaN is NaN
             self.total += value * weight
             self.count += weight
 
     def add_total(self, total: float, count: float, last: Any) -> None:
-        """Count what was summed up elsewhere; the last value there counts where there is none here."""
+        """Add sums from elsewhere. Their last value is used only if there is none here."""
         self.total += total
         self.count += count
         if self.last is _UNREAD and not self.pending:
             self.last = last
 
     def copy(self) -> NumberMeter:
-        """Return another one that has counted the same. No tensor may wait to be read."""
+        """Return a copy. No tensor may be waiting to be read."""
         other = NumberMeter(self._name, self._to_floats)
         other.total, other.count, other.last = self.total, self.count, self.last
         return other
 
     def fold(self, floats: list[float]) -> None:
-        """Replace the pending tensors by their values."""
+        """Count the values of the pending tensors."""
         numbers = iter(floats)
         for weight in self._weights:
             number = next(numbers)
@@ -265,11 +263,10 @@ _ABSENT = object()
 
 
 class MetricSummary(dict[str, Any]):
-    """The result of one pass: a plain dict, which also knows what its means were made of.
+    """The result of one pass: a plain dict that also knows the sums and weights of its means.
 
-    User code may edit the dict. An edited or removed value loses its sum and count, so that merging uses what
-    the user put there and never resurrects what was replaced. Copies (`copy.copy`) and pickles keep
-    everything; `dict.copy` and `dict(...)` give a bare dict.
+    User code may edit the dict. An edited or removed value loses its sum and weight, so that merging uses the user's
+    value. Copies (`copy.copy`) and pickles keep everything; `dict.copy` and `dict(...)` return a plain dict.
 
     >>> summary = MetricSummary({"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)})
     >>> summary["accuracy"] = 0.75
@@ -290,20 +287,20 @@ class MetricSummary(dict[str, Any]):
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
-        """Float sum and count of each mean that still stands as it was computed."""
+        """Sum and weight of each mean that was not edited."""
         return {name: total for name, total in self._totals.items() if self._stands(name)}
 
     def total_of(self, name: str) -> tuple[float, float] | None:
-        """Return that of one mean; None where it does not stand, or the value never was a mean."""
+        """Return the sum and weight of one mean; None if it was edited, or never was a mean."""
         return self._totals[name] if name in self._totals and self._stands(name) else None
 
     @property
     def objects(self) -> dict[str, CapturedMetric]:
-        """Captured state of each metric object whose value still stands as it was computed."""
+        """Captured state of each metric object whose value was not edited."""
         return {name: state for name, state in self._objects.items() if self._stands(name)} if self._objects else {}
 
     def _stands(self, name: str) -> bool:
-        # By text: NaN equals itself then, also in a list, and also once a pickle made a new object of it.
+        # Compare texts, because NaN does not equal itself, also in a list.
         return name in self and repr(self[name]) == repr(self._reported[name])
 
 
@@ -318,9 +315,9 @@ class AverageMeter:
         (10, 9.0, 45, 5)
 
     Attributes:
-        val: The latest value.
-        avg: The weighted mean; 0 as long as nothing with a weight was seen.
-        sum: Sum of value times weight.
+        val: Last value.
+        avg: Weighted mean; 0 before the first value with a weight.
+        sum: Sum of values times weights.
         count: Sum of the weights.
     """
 
@@ -335,7 +332,7 @@ class AverageMeter:
         self.count: Any = 0
 
     def update(self, val: Any, n: Any = 1) -> None:
-        """Count a value with weight `n`; a weight of 0 changes `val` only."""
+        """Count a value with weight `n`. A weight of 0 changes `val` only."""
         self.val = val
         self.sum += val * n
         self.count += n
@@ -344,7 +341,7 @@ class AverageMeter:
 
 
 _Entry = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
-"""A metric of a batch: its name, the meter that read it, and what that has to count: the value and its weight."""
+"""A metric of a batch: its name, the meter that read it, the value, and its weight."""
 
 
 class AverageMeterCollection:
@@ -357,22 +354,24 @@ class AverageMeterCollection:
         >>> meters.summary()
         {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
 
-    Values may be numbers (also numpy scalars), tensors with one element, and, if `capture_object` is given,
-    metric objects (anything with `merge_state` and `compute`). Tensors on a device are copied there and read
-    later, all in one go. A metric object counts by itself: the last one given under a name is captured when
-    the summary is made.
+    Values may be numbers (also NumPy scalars), tensors with one element, and, with `capture_object`, metric objects
+    (anything with `merge_state` and `compute`). Tensors on a device are copied there, and later read all at once. A
+    metric object counts by itself. The last one under a name is captured when the summary is made.
+
+    In a training call, metrics of a batch wait (`hold`) until its step counts (`count_held`), or are dropped if the
+    step is interrupted (`drop_held`).
 
     Args:
-        to_floats: Reads a list of tensors; called once for each summary. Default: `float` of each.
-        capture_object: Takes the state out of a metric object and resets the object. Default: metric objects
-            are refused.
-        remember_objects: Lets metric objects forget what did not count. Default: they keep it.
+        to_floats: Reads a list of tensors. Called once for each summary. Default: `float` of each.
+        capture_object: Returns the state of a metric object, and resets the object. Default: metric objects are
+            refused.
+        remember_objects: Lets metric objects forget batches that do not count. Default: they keep them.
 
     Attributes:
-        n: Sum of the weights of all updates.
-        held: What waits, by batch.
-        num_batches: How many batches have gone by.
-        has_objects: Whether some of what was measured are metric objects.
+        n: Number of samples counted, the sum of `n` of all batches.
+        held: Metrics that wait, by batch, with the number of samples.
+        num_batches: Number of batches counted.
+        has_objects: True if there are metric objects.
     """
 
     def __init__(
@@ -395,16 +394,16 @@ class AverageMeterCollection:
         """Count the metrics of one batch.
 
         Args:
-            metrics: Value by metric name. Names may differ from batch to batch: each metric is averaged over
-                the batches that had it. The entry `batch_weight` is no metric: it is the weight of the others,
-                in the place of `n`; `batch_weight_of_<metric>` is that of a single one.
-            n: Weight of the batch, usually its number of samples. With weight 0 a value is remembered as the
-                last one and left out of the mean, whatever it is.
-            is_strict: False to leave out values that have no mean, instead of an error.
+            metrics: Values by name. Names may differ from batch to batch, and each metric is averaged over the batches
+                that had it. The entry `batch_weight` is the weight of the metrics, in place of `n`, and
+                `batch_weight_of_<metric>` is the weight of one metric.
+            n: Weight of the batch, usually its number of samples. A value with weight 0 is the last value, but not in
+                the mean.
+            is_strict: False to leave out values that have no mean. True to raise.
 
         Raises:
-            TypeError: If a value is of a kind that cannot be averaged.
-            ValueError: If a tensor or array has more or less than one element, or `batch_weight` is no weight.
+            TypeError: A value is of a kind that cannot be averaged.
+            ValueError: A tensor or array does not have exactly one element, or a weight is invalid.
         """
         waiting, self.held = self.held, []
         self.hold(metrics, n, is_strict=is_strict)
@@ -412,10 +411,10 @@ class AverageMeterCollection:
         self.held = waiting
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Let the metrics of a batch wait until it is known whether the batch counts.
+        """Let the metrics of a batch wait until its step counts: then call `count_held`, otherwise `drop_held`.
 
-        The same arguments and exceptions as for `update`: what waits cannot be refused any more. Metric objects have
-        counted the batch already, by themselves.
+        Arguments and exceptions are those of `update`: values are checked now. Metric objects have already counted the
+        batch themselves.
         """
         num_samples = n if type(n) is int else float(n)
         if not 0 <= num_samples < math.inf:
@@ -435,7 +434,7 @@ class AverageMeterCollection:
         self.held.append((entries, num_samples))
 
     def count_held(self) -> None:
-        """Count what waits."""
+        """Count the metrics that wait."""
         held, self.held = self.held, []
         meters = self._meters
         for entries, num_samples in held:
@@ -445,27 +444,26 @@ class AverageMeterCollection:
             self.n += num_samples
 
     def note_boundary(self) -> None:
-        """Say that what metric objects have seen by now counts, whatever becomes of the batches that follow."""
+        """Remember the states of metric objects: what they have counted so far stays, if a later batch is dropped."""
         meters = self._meters.values()
         metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
         remember = self._remember_objects if metrics else None
         self._forget_rest = None if remember is None else remember(metrics)
 
     def drop_held(self) -> None:
-        """Forget what waits, and what metric objects have seen since the last boundary: it does not count."""
+        """Drop the metrics that wait, and what metric objects have counted since the last boundary."""
         self.held.clear()
         if self._forget_rest is not None:
             self._forget_rest()
             self._forget_rest = None
 
     def summary(self) -> MetricSummary:
-        """Return batch count, number of samples, and for each metric its mean and its last value.
+        """Return the number of batches and samples, and for each metric its mean and its last value.
 
-        NaN is not skipped: one NaN batch makes the mean NaN. A metric that was never seen with a weight has
-        no mean, which is NaN too. Metric objects appear under their name only, with the value on this
-        process's share.
+        NaN is not skipped: one batch with NaN makes the mean NaN. A metric without any weight has the mean NaN, too. A
+        metric object has a single entry, its value on this process's share.
 
-        May be called again after further updates; it then covers all of them.
+        After further updates, call it again: the new summary covers all batches.
         """
         self._read_pending()
         values: dict[str, Any] = {BATCH_COUNT: self.num_batches, NUM_SAMPLES: self.n}
@@ -479,15 +477,16 @@ class AverageMeterCollection:
             else:
                 totals[name] = meter.total, float(meter.count)
                 values[name] = meter.mean
-                if f"last_{name}" not in self._meters:  # a metric of the user's, which goes first
+                if f"last_{name}" not in self._meters:  # unless the user reports a metric of this name
                     values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums that there will be once what waits is counted, without metric objects.
+        """Return the sums as they will be when the metrics that wait are counted, without metric objects.
 
         Returns:
-            The names, and one row: the samples, then of each mean the sum, the weight, and the last value.
+            The names of the metrics, and a row of numbers: the number of samples, then sum, weight and last value of
+            each metric.
         """
         self._read_pending()
         after = AverageMeterCollection(self._to_floats)
@@ -504,7 +503,7 @@ class AverageMeterCollection:
         return tuple(meters), [float(after.n), *itertools.chain(*sums)]
 
     def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
-        """Return what a collection that counted so much would return as its summary."""
+        """Return the summary of a collection whose `tally` returned these names and this row."""
         num_samples, *left = row
         values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
         totals: dict[str, tuple[float, float]] = {}
@@ -515,7 +514,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals)
 
     def go_on_from(self, summary: MetricSummary) -> None:
-        """Count what another collection, perhaps in a process that is gone, had counted when it made `summary`."""
+        """Add everything that another collection had counted in its `summary`. Its process may have ended."""
         self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
         self.n += summary.get(NUM_SAMPLES, 0)
         for name, (total, count) in summary.totals.items():
@@ -531,23 +530,28 @@ class AverageMeterCollection:
             holder.add_captured(state)
 
     def correct(self, summary: MetricSummary) -> None:
-        """Count what `summary` says, which has sums only, instead of what was counted. Metric objects go on."""
+        """Replace the sums by those in `summary`. Metric objects are kept.
+
+        A survivor of a failure does this if another rank has completed one step more. The step counts, but this rank
+        has dropped its metrics. It had sent its sums with that step to all ranks, so `summary` is its own row from the
+        other rank's record.
+        """
         self._meters = {name: each for name, each in self._meters.items() if isinstance(each, ObjectMeter)}
         self.n = 0
         self.go_on_from(summary)
 
     def skip_to(self, num_batches: int) -> None:
-        """Say how many batches there were in total, including those that others counted."""
+        """Set the number of batches, including those that other collections counted."""
         self.num_batches = num_batches
 
     @property
     def names(self) -> Collection[Any]:
-        """The names of all that was measured so far."""
+        """Names of all metrics so far."""
         return self._meters.keys()
 
     @property
     def object_names(self) -> list[Any]:
-        """The names of what metric objects measure."""
+        """Names of the metric objects."""
         return [name for name, meter in self._meters.items() if isinstance(meter, ObjectMeter)]
 
     def _new_meter(self, name: str, value: Any) -> NumberMeter | ObjectMeter:
@@ -558,7 +562,7 @@ class AverageMeterCollection:
         return NumberMeter(name, self._to_floats)
 
     def _read_pending(self) -> None:
-        """Read the tensors of all metrics with one call, hence with one wait for the device."""
+        """Read the tensors of all metrics in one call, which waits for the device once."""
         meters = [meter for meter in self._meters.values() if isinstance(meter, NumberMeter) and meter.pending]
         if not meters:
             return

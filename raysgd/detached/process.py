@@ -11,7 +11,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -177,8 +176,10 @@ class TrainerProcess:
             self._save_left("the detached trainer was not needed any more")
         except Exception:  # no program is there to get it, and resources must still be freed
             logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
-        with suppress(Exception):
+        try:
             self._end_trainer()
+        except Exception:  # the process ends all the same
+            logger.exception("the workers of the detached trainer `%s` could not be ended", self._settings.name)
         self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
 

@@ -386,14 +386,14 @@ class ElasticController(Lifecycle):
         with self.turns.take_turn():
             budget, has_failed = budget or RetryBudget(max_retries), True
             try:
-                if self._follows_cluster:
+                if self._follows_cluster and not self.is_ending:  # else Ray may be ending, too
                     self._adapt(call)
                 if self.holds_only_state and not (call.captures or self._is_taken_up):
                     self._copy_only_state(call, budget)
                 values = self._run(call, budget)
                 if self.spec.captures_after_calls and self.snapshots.is_overdue:  # the call took longer than expected
                     self._run(copy_call(), budget)
-                if self._follows_cluster:
+                if self._follows_cluster and not self.is_ending:
                     self.start_owed_spares()
                 has_failed = False
                 return values

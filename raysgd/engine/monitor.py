@@ -96,7 +96,10 @@ class Monitor:
         if not self.is_on:
             return
         self._listen()
-        self.hold_to_leave()
+        if self._leaves is not None and self._leaves():
+            self.hold_to_leave()
+            self._liveness.rest()
+            return  # what else is asked is of no use, and Ray may be ending, too: a question to it may take a minute
         now = self._lifecycle.now()
         if now >= self._next_round:
             self._next_round = now + self._next_round_s()

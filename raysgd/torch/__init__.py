@@ -1,12 +1,12 @@
 """Class-based distributed training for PyTorch.
 
-What it guarantees:
+Guarantees:
 
-* `train()` and `validate()` report, on any number of workers, the numbers that one process over the same samples would.
-* One optimizer step of N workers is the step of one process on the global batch, also where the shares are uneven.
-* A worker that dies costs at most the call in progress; the call is run again from the state before it.
+* On any number of workers, `train()` and `validate()` report the numbers that one process over the same samples would.
+* One optimizer step of N workers is the step of one process on the global batch, also if the shares are uneven.
+* If a worker dies, at most the call in progress is lost. It is repeated from the state before it.
 
-What it leaves to others: the model, the loss and the data are the user's; collectives are `torch.distributed`'s.
+The model, the loss and the data are the user's. Collectives are `torch.distributed`'s.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_ST
 
 
 def _seconds_from_environment(name: str, default: int) -> int:
-    """Read a whole number of seconds, once, when this module is imported.
+    """Read a number of seconds from an environment variable. Done once, when this module is imported.
 
     Raises:
-        ValueError: If the variable is set to anything else.
+        ValueError: The variable is not a whole number.
     """
     text = os.environ.get(name, str(default))
     try:
@@ -30,7 +30,7 @@ def _seconds_from_environment(name: str, default: int) -> int:
         ) from None
 
 
-# How long a collective of a NCCL process group may take.
+# Longest time of a collective in a NCCL process group.
 NCCL_TIMEOUT_S = _seconds_from_environment("NCCL_TIMEOUT_S", 1800)
-# How long start-up waits until Ray has reserved the workers' resources.
+# Longest time that start-up waits for Ray to reserve the workers' resources.
 SGD_PLACEMENT_GROUP_TIMEOUT_S = _seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)

@@ -1,4 +1,4 @@
-"""`CreatorOperator`: an operator made of creator functions."""
+"""`CreatorOperator`: an operator made from creator functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CreatorOperator(TrainingOperator):
-    """An operator made of creator functions; see `TrainingOperator.from_creators`. Subclass it to override a rung."""
+    """An operator made from creators; see `TrainingOperator.from_creators`. Subclass it to override methods."""
 
     _model_creator: Callable[..., Any]
     _optimizer_creator: Callable[..., Any]
@@ -32,7 +32,7 @@ class CreatorOperator(TrainingOperator):
     _has_created = False
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creators and register what they return, once."""
+        """Call the creators and register the objects that they return. Later calls do nothing."""
         if self._has_created:
             return
         self._has_created = True
@@ -76,17 +76,17 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def models(self) -> Any:
-        """The models as `model_creator` returned them, wrapped."""
+        """The models that `model_creator` returned, wrapped."""
         return self._raysgd.registered.returned[0]
 
     @property
     def optimizers(self) -> Any:
-        """The optimizers as `optimizer_creator` returned them."""
+        """The optimizers that `optimizer_creator` returned."""
         return self._raysgd.registered.returned[1]
 
     @property
     def schedulers(self) -> Any:
-        """The schedulers as `scheduler_creator` returned them."""
+        """The schedulers that `scheduler_creator` returned."""
         registered = self._raysgd.registered
         return registered.returned[-1] if registered.has_schedulers else _absent("schedulers")
 
@@ -120,19 +120,19 @@ def _absent(name: str) -> Any:
 
 
 def _is_loss_of_torch(creator: type) -> bool:
-    """Return whether a class is derived from one of the module with PyTorch's losses: it takes no config."""
+    """Return True if a class is derived from one of PyTorch's losses, which take no config."""
     return any(base.__module__ == torch.nn.MSELoss.__module__ for base in creator.__mro__)
 
 
 def _one_at_a_time() -> Any:
     from filelock import FileLock
 
-    name = f".raydata-{os.getuid()}.lock"  # one file for all users would belong to the first, and shut out the others
+    name = f".raydata-{os.getuid()}.lock"  # one file per user: others could not open a shared one
     return FileLock(os.path.join(tempfile.gettempdir(), name))
 
 
 def _is_multiple(component: Any) -> bool:
-    """Return whether `component` holds several objects."""
+    """Return True if `component` is a container of several objects."""
     return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
 
 
@@ -148,10 +148,10 @@ _PARAMETERS = {
 def make_operator(
     own: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
 ) -> type[CreatorOperator]:
-    """The operator class of some creator functions, with the methods of an own class; see `from_creators`.
+    """Return an operator class that calls creator functions and has the methods of `own`; see `from_creators`.
 
     Raises:
-        ValueError: A creator is no function of what it is called with.
+        ValueError: A creator is not a function of the arguments that it is called with.
     """
     for name, parameters in _PARAMETERS.items():
         creator = creators[name]

@@ -1,4 +1,4 @@
-"""The address at which the oldest programs look for `raysgd.tune.torch`."""
+"""The oldest import path of `raysgd.tune.torch`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`LightningOperator`: trains a `LightningModule`, in the place of Lightning's own `Trainer`.
+"""`LightningOperator`: trains a `LightningModule` in place of Lightning's own `Trainer`.
 
-The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. Processes, data, checkpoints and recovery
-are this library's, and so is the averaging: what a step returns or logs is averaged over the samples of all workers.
+The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. The library runs the processes, the data,
+checkpoints and recovery. It averages what a step returns or logs over the samples of all workers.
 
-Hooks have the signatures of Lightning 2; `docs/lightning.md` lists those that are called. Those that it
+Hooks have the signatures of Lightning 2; `docs/lightning.md` lists those that are called. Hooks that Lightning 2
 dropped (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
-`on_pretrain_routine_start`, `configure_apex`) are called where a module has them.
+`on_pretrain_routine_start`, `configure_apex`) are called if a module has them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from raysgd.torch.step.schedulers import Plateau
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import NUM_SAMPLES
 
-if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # one project, under two names
+if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # one project with two names
     require("lightning", extra="lightning", purpose="`LightningOperator`")
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER_STEP_PTL = "ptl"  # what `scheduler_step_freq` is here: the module itself says when
+SCHEDULER_STEP_PTL = "ptl"  # value of `scheduler_step_freq`: the module's config of a scheduler says when it steps
 
 
 def make_operator(
@@ -75,19 +75,18 @@ def make_operator(
 
 
 class LightningOperator(TrainingOperator):
-    """Trains the `LightningModule` class that `TrainingOperator.from_ptl` was given. Subclass it to override a method.
+    """Trains the `LightningModule` class passed to `TrainingOperator.from_ptl`. Subclass it to override methods.
 
     Attributes:
-        ddp_args: Options for `DistributedDataParallel`. A module all of whose parameters take part in every loss is
-            faster with an empty dict.
+        ddp_args: Options of `DistributedDataParallel`. An empty dict is faster if every loss depends on all parameters.
     """
 
     _lightning_module_cls: type[Any]
     _train_dataloader: Any = None
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
-    _freezes_in_batches = True  # a module of several networks may leave one frozen that its next batch trains
-    warms_up = False  # hooks of the module may count on the beginning of a training
+    _freezes_in_batches = True  # a module of several networks may freeze one that a later batch trains
+    warms_up = False  # hooks of the module may expect `on_train_start` before any batch
 
     def setup(self, config: dict[str, Any]) -> None:
         """Make the module and run its set-up hooks, in the order of Lightning 2."""
@@ -114,7 +113,7 @@ class LightningOperator(TrainingOperator):
         per_node = getattr(self._module, "prepare_data_per_node", True)
         if (self.local_rank if per_node else self.world_rank) == 0:
             self._hooks.call("prepare_data")
-        self._raysgd.sum_over_workers(0.0)  # all wait until the data is there
+        self._raysgd.sum_over_workers(0.0)  # wait for the data on all workers
 
     def _register_module(self) -> None:
         module, trainer = self._module, self._trainer
@@ -122,7 +121,7 @@ class LightningOperator(TrainingOperator):
             raise self._hooks.part_of_package("utilities.exceptions").MisconfigurationException(
                 f"`{type(module).__name__}` does not define `configure_optimizers`: return the optimizers there."
             )
-        # Before the optimizers are made: some keep state beside the parameters from the start.
+        # Before the optimizers are made, because some put state on the parameters' device at once.
         self._raysgd.context.place(module)
         optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
         check_optimizers(module, optimizers)
@@ -154,17 +153,16 @@ class LightningOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Train on all batches, until `on_train_batch_start` returns -1 on any worker.
+        """Train on all batches, or until `on_train_batch_start` returns -1 on any worker.
 
-        If it goes on after a failure, a worker that was there before does not call the hooks at the beginning of an
-        epoch.
+        If the epoch continues after a failure, survivors do not call the hooks at its beginning again.
 
         Returns:
-            What `training_epoch_end` returns where there is one. Else, for each number that `training_step` returns or
-            logs, its mean and `last_<name>`. A loss is `train_loss`, also where the step calls it `loss`.
+            What `training_epoch_end` returns, if the module has this hook. Otherwise the mean and `last_<name>` of each
+            number that `training_step` returns or logs. The loss is `train_loss`, even if the step calls it `loss`.
 
         Raises:
-            ValueError: A scheduler is to be stepped every few epochs, and the call is a part of one.
+            ValueError: A scheduler steps every few epochs, and the call has `num_steps`.
         """
         if num_steps is not None and any(each["frequency"] > 1 for each in self._of_epochs()):
             raise ValueError(
@@ -193,7 +191,7 @@ class LightningOperator(TrainingOperator):
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
         leg = self._raysgd.parallel.leg
-        self._parts: list[dict[str, Any]] = []  # of the batch that is not yet whole
+        self._parts: list[dict[str, Any]] = []  # metrics of the global batch's parts so far
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not leg.batch.is_padding)
@@ -208,14 +206,14 @@ class LightningOperator(TrainingOperator):
         self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take one step on one batch, or leave it to a module with manual optimization."""
+        """Take one step on one batch. With manual optimization, the module does so itself."""
         batch_idx = batch_info["batch_idx"]
         if self._module.automatic_optimization:
             output = self._optimize(batch, batch_idx)
         else:
             _, output = self._training_step(batch, batch_idx)
         leg = self._raysgd.parallel.leg
-        leg.skip()  # where the module has left it out
+        leg.skip()  # in case the module ran no backward pass
         if self._scheduler_dicts:
             num_samples = 0 if leg.batch.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)
@@ -228,9 +226,9 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output)
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
-        """A step through the module's `optimizer_step`, whose closure does everything up to the backward pass.
+        """Step through the module's `optimizer_step`. Its closure runs everything up to the backward pass.
 
-        With accumulation the closure runs alone on all batches of a step but the last.
+        With accumulation, only the closure runs on all but the last batch of a step.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx
@@ -255,7 +253,7 @@ class LightningOperator(TrainingOperator):
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
             self._hooks.call("optimizer_step", *where, stepping, closure)
-            self._count_step()  # Lightning does so, too, where the module has left the batch out
+            self._count_step()  # like Lightning, also if the module left the batch out
         return output
 
     def _count_step(self) -> None:
@@ -270,7 +268,7 @@ class LightningOperator(TrainingOperator):
         return keeps
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
-        """The loss to run the backward pass on, and the step's output without its graph."""
+        """Run `training_step`. Return the loss for the backward pass, and the output without its graph."""
         output, parallel = None, self._raysgd.parallel
 
         def run() -> torch.Tensor | None:
@@ -289,7 +287,7 @@ class LightningOperator(TrainingOperator):
         return loss, detached(output)
 
     def _backward(self, loss: torch.Tensor, optimizer: Any = None, *arguments: Any, **options: Any) -> None:
-        """Compute the gradients; the module's `manual_backward` ends up here, too."""
+        """Compute the gradients of a loss. The module's `manual_backward` calls this, too."""
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
@@ -307,7 +305,7 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_after_backward")
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-        """Return what `optimizer.step(closure)` does when the module calls it."""
+        """Step an optimizer when the module calls `optimizer.step(closure)`. Return the loss of the closure."""
         loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
         self._raysgd.gradients.complete(optimizer)
         if id(optimizer) in leg.batch.left_out:
@@ -328,10 +326,10 @@ class LightningOperator(TrainingOperator):
         stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
         if not (self._raysgd.parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
             return stops
-        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # all or none: who went on alone would wait forever
+        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # all or none: one alone would wait forever
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
-        """Use up the epoch, so that the next one begins a new pass; a loader without a length might never end."""
+        """Use up the epoch, so that the next one begins a new pass. A loader without a length might be endless."""
         leg = self._raysgd.parallel.leg
         leg.end_waiting()  # no backward pass follows
         if length_of(self._raysgd.data.train_loader) is not None:
@@ -365,7 +363,7 @@ class LightningOperator(TrainingOperator):
         ]
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on all batches; return as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
+        """Evaluate on all batches. Return a result like `train_epoch`, but of `validation_epoch_end` and `val_loss`."""
         meters = self._raysgd.new_meters()
         with torch.no_grad(), self._epoch("validation", "validation_epoch_end", meters):
             self._hooks.call_or("on_validation_model_zero_grad", self._module.zero_grad)
@@ -381,7 +379,7 @@ class LightningOperator(TrainingOperator):
             return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch with the bare module, so that nothing waits for other workers."""
+        """Evaluate one batch with the module without its wrapper, so that nothing waits for other workers."""
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
         with self.timers.record("eval_fwd"), self._raysgd.precision.forward():
@@ -392,7 +390,7 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output)
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Return the result of the module's `predict_step` for a batch; without one, of the module for its input."""
+        """Predict one batch with the module's `predict_step`. Without that method, call the module on the input."""
         if not self._hooks.overrides("predict_step"):
             return super().predict_batch(batch, batch_info)
         with self._raysgd.precision.forward():
@@ -400,7 +398,10 @@ class LightningOperator(TrainingOperator):
 
     @contextmanager
     def _epoch(self, stage: str, hook: str, meters: AverageMeterCollection) -> Iterator[None]:
-        """Take what the module logs, and let it know what is going on. The same meters go on after a failure."""
+        """Collect what the module logs inside the context, and set the stage of its trainer.
+
+        If `meters` are those of the last context, the epoch continues after a failure.
+        """
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
             self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
@@ -437,7 +438,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def model(self) -> Any:
-        """The module, wrapped where there are several workers."""
+        """The module. With several workers, with its wrapper."""
         return self._raysgd.registered.models[0]
 
     @property
@@ -452,7 +453,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
-        """Each scheduler, with the interval and all else that says when to step it."""
+        """The schedulers, each in a dict with the interval and the other entries that say when it steps."""
         return self._scheduler_dicts
 
     def get_model(self) -> Any:
@@ -460,13 +461,13 @@ class LightningOperator(TrainingOperator):
         return self._module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the module's `on_save_checkpoint` puts into a checkpoint."""
+        """Return the progress, with the entries that the module's `on_save_checkpoint` adds."""
         checkpoint = self._progress.state_dict()
         self._hooks.call("on_save_checkpoint", checkpoint)
         return checkpoint
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Hand such a state to the module's `on_load_checkpoint`."""
+        """Load the progress, and pass the state to the module's `on_load_checkpoint`."""
         if state_dict is not None:
             self._progress.load_state_dict(state_dict)
             self._hooks.call("on_load_checkpoint", state_dict)

@@ -1,4 +1,4 @@
-"""Operators for tests: their epochs call a function, or report numbers, that the config holds."""
+"""Operators for tests: their epochs call a function from the config, or report numbers from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Operator = TypeVar("Operator", bound=BaseOperator)
 
 
 def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
-    """An operator for tests whose epochs call `config["custom_func"](operator, iterator, info)`."""
+    """Return an operator class whose epochs call `config["custom_func"](operator, iterator, info)`."""
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
         resumes_epochs = False  # the function is the user's
@@ -28,7 +28,7 @@ def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
 
 
 def get_test_metrics_operator(operator_cls: type[Operator]) -> type[Operator]:
-    """An operator for tests that reports `config["scores"]` and `config["val_scores"]` as `config["key"]`."""
+    """Return an operator class that reports `config["scores"]` and `config["val_scores"]` as `config["key"]`."""
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
         def setup(self, config: dict[str, Any]) -> None:

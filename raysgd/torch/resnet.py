@@ -1,8 +1,8 @@
 """Residual networks for small images such as CIFAR's, ready to be used as `model_creator`.
 
-They differ from those for ImageNet at both ends: the stem is one 3x3 convolution without pooling, and a 4x4
-average pool before the classifier expects what 32x32 images leave. Names of layers, hence keys of
-`state_dict`, are the customary ones.
+They differ from the networks for ImageNet at both ends: the stem is one 3x3 convolution without pooling, and the
+average pool before the classifier is 4x4, for 32x32 images. Layers have their usual names, so `state_dict` has the
+usual keys.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions.
 
     Args:
-        in_planes: Number of channels that come in.
-        planes: Number of channels inside; times `expansion` go out.
+        in_planes: Number of input channels.
+        planes: Number of inner channels. There are `expansion` times as many output channels.
         stride: Stride of the block.
     """
 
@@ -39,17 +39,17 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(in_planes, self.expansion * planes, stride)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Add what the convolutions make of the input to the input."""
+        """Return the sum of the input and the output of the convolutions."""
         inner = functional.relu(self.bn1(self.conv1(images)))
         return functional.relu(self.bn2(self.conv2(inner)) + self.shortcut(images))
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 ones, the last of which widens by four.
+    """A 3x3 convolution between two 1x1 convolutions, of which the second has four times as many channels.
 
     Args:
-        in_planes: Number of channels that come in.
-        planes: Number of channels inside; times `expansion` go out.
+        in_planes: Number of input channels.
+        planes: Number of inner channels. There are `expansion` times as many output channels.
         stride: Stride of the block.
     """
 
@@ -66,7 +66,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(in_planes, self.expansion * planes, stride)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Add what the convolutions make of the input to the input."""
+        """Return the sum of the input and the output of the convolutions."""
         inner = functional.relu(self.bn1(self.conv1(images)))
         inner = functional.relu(self.bn2(self.conv2(inner)))
         return functional.relu(self.bn3(self.conv3(inner)) + self.shortcut(images))
@@ -114,7 +114,7 @@ class ResNet(nn.Module):
 
 
 def _shortcut(in_planes: int, out_planes: int, stride: int) -> nn.Sequential:
-    """Bring the input to the shape of the output; where they are alike this is the identity."""
+    """Return a layer that gives the input the shape of the output; the identity if the shapes are equal."""
     if stride == 1 and in_planes == out_planes:
         return nn.Sequential()
     return nn.Sequential(
@@ -126,32 +126,32 @@ def _shortcut(in_planes: int, out_planes: int, stride: int) -> nn.Sequential:
 def _stage(
     block: type[BasicBlock | Bottleneck], in_planes: int, planes: int, stride: int, length: int
 ) -> nn.Sequential:
-    """Chain the blocks of one stage; the first one changes resolution and width."""
+    """Chain the blocks of one stage. The first block changes resolution and width."""
     first = block(in_planes, planes, stride)
     rest = [block(block.expansion * planes, planes) for _ in range(length - 1)]
     return nn.Sequential(first, *rest)
 
 
 def ResNet18(cfg: Any) -> ResNet:
-    """Build the network with 18 layers; `cfg` is ignored, so that this can be a `model_creator`."""
+    """Build the network with 18 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
     return ResNet(BasicBlock, [2, 2, 2, 2])
 
 
 def ResNet34(cfg: Any) -> ResNet:
-    """Build the network with 34 layers; `cfg` is ignored, so that this can be a `model_creator`."""
+    """Build the network with 34 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
     return ResNet(BasicBlock, [3, 4, 6, 3])
 
 
 def ResNet50(cfg: Any) -> ResNet:
-    """Build the network with 50 layers; `cfg` is ignored, so that this can be a `model_creator`."""
+    """Build the network with 50 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
     return ResNet(Bottleneck, [3, 4, 6, 3])
 
 
 def ResNet101(cfg: Any) -> ResNet:
-    """Build the network with 101 layers; `cfg` is ignored, so that this can be a `model_creator`."""
+    """Build the network with 101 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
     return ResNet(Bottleneck, [3, 4, 23, 3])
 
 
 def ResNet152(cfg: Any) -> ResNet:
-    """Build the network with 152 layers; `cfg` is ignored, so that this can be a `model_creator`."""
+    """Build the network with 152 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
     return ResNet(Bottleneck, [3, 8, 36, 3])

@@ -1,4 +1,4 @@
-"""`TorchMLDataset`: shards of data frames as datasets of PyTorch."""
+"""`TorchMLDataset`: shards of data frames as PyTorch datasets."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from raysgd.arrays.frames import Column, ShardedFrames
 
 
 class TorchMLDataset(ShardedFrames):
-    """Rows of data frames that lie in shards, as a dataset of tuples `(*features, label)` for each shard.
+    """Rows of sharded data frames. Each shard is a dataset of tuples `(*features, label)`.
 
-    Make a `DataLoader` of the shard `self.world_rank` in `setup`. The shards may have different lengths, so give
-    `num_steps` to `train`, or let the library see to it with `add_dist_sampler=False`.
+    In `setup`, make a `DataLoader` of the shard `self.world_rank`. The shards may have different lengths, so pass
+    `num_steps` to `train`, or `add_dist_sampler=False` to the trainer.
 
     Args:
         ds: A `raysgd.util.data.MLDataset`.
-        feature_columns: Names of the columns of features.
-        feature_shapes: The shape of each of them in a row, `(1,)` by default.
-        feature_types: Their `torch.dtype`s, `torch.float` by default.
-        label_column: Name of the column of labels.
-        label_shape: Its shape in a row.
-        label_type: Its `torch.dtype`.
+        feature_columns: Names of the feature columns.
+        feature_shapes: Shape of each feature in a row. Default: `(1,)`.
+        feature_types: `torch.dtype` of each feature. Default: `torch.float`.
+        label_column: Name of the label column.
+        label_shape: Shape of the label in a row.
+        label_type: `torch.dtype` of the label.
 
     Raises:
-        AssertionError: A list has another length than `feature_columns`, or a type is not one of PyTorch.
+        AssertionError: A list does not have the length of `feature_columns`, or a type is not a `torch.dtype`.
     """
 
     def _check(self, name: Any, shape: Any, kind: Any) -> None:
@@ -45,7 +45,7 @@ class TorchMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> IterableDataset[tuple[torch.Tensor, ...]]:
-        """The rows of one shard; arguments as in `MLDataset.get_repeatable_shard`."""
+        """Return the rows of one shard. Arguments are those of `MLDataset.get_repeatable_shard`."""
         frames = self._ds.get_repeatable_shard(shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed)
         return _Rows(frames, self._columns)
 
@@ -63,7 +63,7 @@ class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
 
 
 def _values(frame: Any, name: Any, shape: Any, kind: Any) -> torch.Tensor:
-    """Return what a column has in a frame."""
+    """Return the values of a column in a frame."""
     values = frame[name].to_numpy()
     if values.dtype == object:
         values = np.stack([_array(name, value) for value in values])

@@ -1,4 +1,4 @@
-"""`TorchRunner`: the replica in each worker, with what only operators of PyTorch can do."""
+"""`TorchRunner`: the replica of a PyTorch operator in each worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raysgd.worker.runner import ClassRunner
 
 
 class TorchRunner(ClassRunner):
-    """Hosts one operator."""
+    """Hosts one PyTorch operator."""
 
     _hosted: TorchHosted
 
@@ -34,19 +34,19 @@ class TorchRunner(ClassRunner):
         return self._hosted.operator
 
     def write_part(self, folder: str) -> WrittenPart:
-        """Write what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
+        """Write this rank's part of divided models and optimizers into a folder. All ranks must call this."""
         state = self._hosted.state
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
     def remade_tensors(self) -> EncodedState:
-        """Return, for each module, the parameters that states leave out because `setup` makes them again."""
+        """Return the parameters that states leave out because `setup` makes them again, for each module."""
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
 
     def models(self, copied: bool) -> list[torch.nn.Module | None]:
-        """The models without any wrapper: live ones, or copies, packed and on the CPU.
+        """Return the models without wrappers: the live ones, or packed copies on the CPU.
 
-        Of models that are sharded all ranks have to ask for copies, and rank 0 alone gets some.
+        For copies of sharded models, all ranks must call this, and only rank 0 gets them.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
         if not copied:
@@ -63,7 +63,7 @@ class TorchRunner(ClassRunner):
             scheduler.step(metric)
 
     def step_plateaus(self, values: Mapping[str, float]) -> None:
-        """Step the schedulers that go by these metrics of an epoch."""
+        """Step the `ReduceLROnPlateau` schedulers whose metrics of an epoch are in `values`."""
         for metric, step in self.operator._plateaus(self.epochs_done):
             if metric in values:
                 step(values[metric])

@@ -19,8 +19,8 @@ _RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_
 class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")):  # type: ignore[misc]
     """A trial that trains for an epoch and validates in each step.
 
-    `TorchTrainer.as_trainable` returns a subclass. Derive from that, or from this class, and override `step` to do
-    something else in a step, or `_create_trainer(tune_config)` to make the trainer in your own way.
+    `TorchTrainer.as_trainable` returns a subclass. Subclass that, or this class, and override `step` to change a step,
+    or `_create_trainer(tune_config)` to make the trainer yourself.
     """
 
     _checkpoint_name = "trainer.checkpoint"
@@ -32,9 +32,9 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
         return trainer
 
     def step(self) -> dict[str, Any]:
-        """Train, then validate. Return the results of both; where they have the same names, those of validation.
+        """Train, then validate. Return the results of both. If a name is in both, the value is that of the validation.
 
-        A lost worker fails the trial at once, so that Tune's `FailureConfig` decides.
+        A lost worker fails the trial at once, so that Tune's `FailureConfig` decides what follows.
         """
         if hasattr(self, "_train"):
             raise DeprecationWarning(
@@ -50,16 +50,16 @@ def make_trainable(
     override_tune_step: Callable[[Any, dict[str, Any]], Any] | None,
     options: Mapping[str, Any],
 ) -> type[BaseTorchTrainable]:
-    """The class behind `TorchTrainer.as_trainable`; arguments as there.
+    """Make the class for `TorchTrainer.as_trainable`; see there for the arguments.
 
     Raises:
-        TypeError: There are arguments without a name.
+        TypeError: There are positional arguments.
         ValueError: `override_tune_step` does not take two arguments.
     """
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    # "auto" is settled here: a trial without a GPU sees none.
+    # Resolve "auto" here, in the driver: a trial process has no GPU of its own.
     options = {**options, "use_gpu": arguments.resolve_use_gpu(options.get("use_gpu", "auto"))}
 
     class TorchTrainable(BaseTorchTrainable):
@@ -89,7 +89,7 @@ def make_trainable(
 
 
 def check_step(override_tune_step: Any) -> None:
-    """Refuse what cannot be called with a trainer and a dict."""
+    """Check that a function takes two arguments, the trainer and a dict."""
     if override_tune_step is None:
         return
     try:
@@ -104,19 +104,19 @@ def check_step(override_tune_step: Any) -> None:
 
 
 def _config_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the trainer of a trial."""
+    """Return the config of a trial's trainer."""
     return with_entries(options.get("config") or {}, tune_config)
 
 
 def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that say what the workers of a trial need: those of its config where that has some."""
+    """Return the resource arguments of a trial's trainer. Those in the trial's config replace the options."""
     found = {name: source[name] for source in (options, tune_config) for name in _RESOURCES if name in source}
     use_gpu = found.get("use_gpu")
     return {**found, "use_gpu": options["use_gpu"] if use_gpu in ("auto", None) else bool(use_gpu)}
 
 
 def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return what Tune has to reserve: for the trial itself, unless it is the first worker, and for each worker."""
+    """Return the resources for Tune to reserve: for each worker, and for the trial unless it is the first worker."""
     found = _resources_of(options, tune_config)
     num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
     beside = Placement(*(found.get(name) for name in _BESIDE))

@@ -1,7 +1,7 @@
 """`TorchTrainer`: the driver's handle on N replicas of a `TrainingOperator`.
 
-A front end: it checks arguments, turns calls into requests for the engine, and merges what comes back. Workers, Ray and
-failures are the engine's business.
+A front end: it checks arguments, turns calls into requests for the engine, and merges the answers. The engine handles
+workers, Ray and failures.
 """
 
 from __future__ import annotations
@@ -59,71 +59,73 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     Args: What is trained
         training_operator_cls: The operator class, not an instance.
-        config: Passed to the operator. Under the key `BATCH_SIZE` it may hold the batch size of all workers together.
-        seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The
-            global generators are seeded in each worker: alike before `setup`, then each worker's own.
-        add_dist_sampler: Whether registered loaders over map-style datasets are divided over the workers.
+        config: Passed to the operator. The key `BATCH_SIZE` may hold the batch size of all workers together.
+        seed: Seed of initial weights, the order of the data and random numbers; an integer, 0 or more. The global
+            generators are seeded in each worker: equally before `setup`, then differently in each worker.
+        add_dist_sampler: True to divide registered loaders over map-style datasets over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
-        use_tqdm: Whether to show a progress bar in `train`.
+        use_tqdm: True to show a progress bar in `train`.
 
     Args: Where it runs
-        num_workers: How many workers to train with. After failures there may be fewer for a while.
+        num_workers: Number of workers. After failures there may be fewer for a while.
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
-        use_gpu: True reserves GPUs for each worker; "auto" does so if the driver sees one.
-        num_gpus_per_worker: How many, with `use_gpu`. A part of one lets workers share it, over gloo.
-        resources_per_worker: What else each worker needs of Ray's custom resources, such as `{"fast_disk": 1}`.
-        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
-        placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
-            workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
-        runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
-            apply to a worker in the driver.
-        initialization_hook: Called without arguments in each worker process before anything else, to set environment
-            variables for instance.
-        backend: "nccl", "gloo", "auto" (NCCL where each worker has a GPU, else gloo), or "horovod", which has to be
-            built first with `python -m raysgd.horovod.install`.
-        timeout_s: Seconds that a collective may take. With NCCL the default comes from the environment variable
+        use_gpu: True to reserve GPUs for each worker; "auto" to do so if the driver sees one.
+        num_gpus_per_worker: Number of GPUs for each worker, with `use_gpu`. With a fraction, workers share a GPU, over
+            gloo.
+        resources_per_worker: Custom resources of Ray for each worker, such as `{"fast_disk": 1}`.
+        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
+        placement_strategy: "PACK" puts workers on as few nodes as possible, "SPREAD" on as many. None packs workers
+            with GPUs, so that most of their traffic stays inside a node, and spreads others.
+        runtime_env: Ray's runtime environment of the worker processes; None for that of the job. It does not apply to
+            a worker in the driver.
+        initialization_hook: Called without arguments in each worker process before anything else, for example to set
+            environment variables.
+        backend: "nccl", "gloo", "auto" (NCCL if each worker has a GPU, otherwise gloo), or "horovod", which you must
+            build first with `python -m raysgd.horovod.install`.
+        timeout_s: Seconds that a collective may take. With NCCL, the default is the environment variable
             NCCL_TIMEOUT_S.
-        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
-        detached: A name, under which the trainer outlives this program, or a `raysgd.Detached`. What you get is a
-            handle with the same methods. See `docs/detached.md`.
+        use_local: True to run rank 0 in this process. With `num_workers=1` you do not need Ray, and can use a debugger.
+        detached: A name, or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with
+            the same methods. See `docs/detached.md`.
 
     Args: What a step computes
-        strategy: How several workers are kept equal: "ddp" (`DistributedDataParallel`, or with Horovod its
-            `DistributedOptimizer`), "fsdp" (models and optimizer states divided over the workers), "none" (the operator
-            does it). None means "ddp".
+        strategy: How the workers' models are kept equal: "ddp" (`DistributedDataParallel`, or with Horovod its
+            `DistributedOptimizer`), "fsdp" (models and optimizer states are divided over the workers), or "none" (the
+            operator does it). None means "ddp".
         strategy_options: For "fsdp": `min_block_parameters`, `reshard_after_forward`, `mp_policy`, `offload_policy`.
-        wrap_ddp: The older way to say `strategy="none"`.
+        wrap_ddp: False is the older way to say `strategy="none"`.
         use_fp16: True for PyTorch's own mixed precision on GPUs, "apex" for Apex.
-        precision: "fp32", "fp16", "bf16" (PyTorch's own mixed precision, on CPUs too) or "apex"; instead of `use_fp16`.
-        split_batches: False: the batch size of a loader counts one worker. True: it counts all workers together,
-            divided as evenly as can be and held constant when the number of workers changes; so is
-            `config[BATCH_SIZE]`. With DDP.
-        micro_batch_size: The most samples of a split batch that fit into a worker. One with a larger share takes it in
-            several batches, whose gradients add up to one step.
-        deterministic: Whether weights have the same bits whatever happens to workers, as on `num_workers` workers that
-            nothing happens to; see `docs/operator.md`. With DDP. The kernels of GPUs have to be deterministic, too.
-        accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
-        clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
-        clip_grad_value: Bound for each single number of the gradients.
-        sync_batchnorm: Whether batch norms look at the batches of all workers. On GPUs.
-        compile: Whether models are compiled by `torch.compile`; a dict holds options for it.
-        activation_checkpointing: Whether the elements of `ModuleList` and `Sequential` are computed a second time in
-            the backward pass instead of being kept, which saves memory.
+        precision: "fp32", "fp16", "bf16" (PyTorch's own mixed precision, also on CPUs) or "apex"; instead of
+            `use_fp16`.
+        split_batches: False: the batch size of a loader is for one worker. True: it is for all workers together, like
+            `config[BATCH_SIZE]`. It is divided as evenly as possible, and stays constant when the number of workers
+            changes. With DDP.
+        micro_batch_size: Largest number of samples of a split batch that fits into a worker. A worker with a larger
+            share takes it in several batches, whose gradients add up to one step.
+        deterministic: True to get weights with the same bits whatever happens to workers, as on `num_workers` workers
+            without failures; see `docs/operator.md`. With DDP. On GPUs, the kernels must be deterministic, too.
+        accumulate_grad_batches: Number of batches in an optimizer step. Its gradient is that of one large batch.
+        clip_grad_norm: Largest norm of all gradients of an optimizer; None for no limit.
+        clip_grad_value: Largest absolute value of each number in the gradients; None for no limit.
+        sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
+        compile: True to compile models with `torch.compile`, or a dict of options for it.
+        activation_checkpointing: True to compute the elements of `ModuleList` and `Sequential` again in the backward
+            pass instead of keeping their activations. Saves memory.
 
     Args: What follows a failure
-        recovery: Who waits for whom, limits of time, and snapshots; a `raysgd.Recovery`.
-        min_workers: With fewer than these, wait for resources.
-        spare_workers: How many more workers wait, ready, to step in for a lost one. Until then they validate while the
+        recovery: Rules for failures: timeouts, restarts and snapshots; a `raysgd.Recovery`.
+        min_workers: Wait for resources if there are fewer workers than this.
+        spare_workers: Number of extra workers that are ready to replace lost ones. Meanwhile they validate while the
             others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on one of
-            them. They hold resources.
+            them. They occupy resources.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
-        ImportError: `backend` or `use_fp16` asks for a package that is missing; nothing was started.
-        DeprecationWarning: An argument that older versions of the API had.
+        ImportError: `backend` or `use_fp16` needs a package that is missing; nothing was started.
+        DeprecationWarning: An argument of older versions was passed.
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
-        WorkerError: The user's set-up failed; also of the class that it raised.
+        WorkerError: The user's `setup` failed. The error is also an instance of the class that it raised.
 
     Examples:
         >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
@@ -250,30 +252,30 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         self._shows_progress = use_tqdm
         arguments.warn_of_unused_gpus(asked)
 
-    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+    if not TYPE_CHECKING:  # type checkers use `__init__`
 
-        @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
+        @wraps(__init__, assigned=())  # keeps the signature of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer of this program or, with `detached`, the handle on one that outlives it."""
+            """Return a trainer, or with `detached` a handle on a trainer that outlives this program."""
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
-                arguments.refuse_other_name(kwargs)  # without the class, Python does not get as far as `__init__`
+                arguments.refuse_other_name(kwargs)  # without the class, Python would not call `__init__`
                 arguments.take_creators(kwargs)
             if detached is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # the trainer's process has none itself
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # the detached process has no GPU
             handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
             arguments.warn_of_unused_gpus(asked)
             return handle
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
-        """The callbacks that `fit` has in the workers while it runs."""
+        """The worker callbacks of a running `fit`."""
         return self._settings.worker_callbacks
 
     @property
     def wrap_ddp(self) -> bool:
-        """True if models are wrapped in `DistributedDataParallel`; the older way to ask for `strategy`."""
+        """True if models are wrapped in `DistributedDataParallel`. An older form of `strategy`."""
         return self.strategy == "ddp"
 
     def _make_connection(self) -> Connection:
@@ -319,7 +321,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
 
     def _after_evaluation(self) -> None:
-        self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
+        self._controller.snapshots.touch_ranks()  # random states, which `save` writes, may have changed
 
     @property
     def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
@@ -329,7 +331,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return call_data.source_to_predict(data, asked)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
+        """Return a copy of the state: epoch, operator, models, optimizers, schedulers, and mixed precision."""
         state = divided_state.whole(self._snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
@@ -349,36 +351,37 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     ) -> Any:
         """Write the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
 
-        With `strategy="fsdp"` it writes a folder, in which each worker has a file: no process needs the whole state.
-        All workers and the driver have to see its path. `load` reads it into any number of workers.
+        With `strategy="fsdp"`, it writes a folder with a file of each worker, so that no process needs the whole state.
+        The path must be on a file system that all workers and the driver share. `load` reads the folder into any
+        number of workers.
 
         Args:
-            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
-            blocking: False returns at once. The state is copied before the next call can change it, then sent and
-                written in the background. An error is raised by the next `save` or by `shutdown`. If rank 0 is lost
-                meanwhile, the file is not written: the log says so, and `shutdown` raises if no later `save` has made
-                up for it.
-            weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
+            checkpoint: Path, or URI of a file in a store, such as `s3://bucket/last.pt`.
+            blocking: False to return at once. The state is copied before the next call can change it, then sent and
+                written in the background. The next `save` or `shutdown` raises if that fails. If rank 0 is lost before
+                the state is sent, the file is not written: the log says so, and `shutdown` raises unless a later `save`
+                has succeeded.
+            weights_only: False to allow any object in the operator's own state. Such a file needs `load(...,
                 weights_only=False)`.
-            format: "torch" for the whole state, "safetensors" for the weights of the models alone.
-            whole: Whether to gather divided models in the driver and write one file. So it is in any case with
-                "safetensors", and with a URI. A folder is written when `save` returns, also without `blocking`.
-            frozen: Whether the file also holds frozen parameters that `setup` makes again (`remakes_frozen`).
+            format: "torch" for the whole state, "safetensors" for the weights of the models only.
+            whole: True to gather divided models in the driver and write one file. This is always so with "safetensors",
+                and for a URI. A folder is complete when `save` returns, also with `blocking=False`.
+            frozen: True to also write frozen parameters that `setup` makes again (`remakes_frozen`).
 
         Returns:
             `checkpoint`.
 
         Raises:
             ImportError: safetensors is not installed.
-            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI is
-                not one of a file.
+            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI does
+                not name a file.
             OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
         saving.check_format(format)
         if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
-            self._writer.wait()  # an earlier file of this name may be on its way
+            self._writer.wait()  # an earlier file of this name may not be complete
             saving.save_folder(self._controller, checkpoint, weights_only)
             return checkpoint
         content = partial(saving.content_of, weights_only=weights_only, file_format=format)
@@ -404,23 +407,23 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         strict: bool = True,
         parts: Sequence[str] | None = None,
     ) -> LoadReport | Any:
-        """Load what `save` wrote, a file or a folder, or a file of the old library, into all workers.
+        """Load a file or folder that `save` wrote, or a file of the old library, into all workers.
 
         Args:
-            checkpoint: The path or the URI. A file of safetensors has models only, and the rest stays as it is.
-            weights_only: False also unpickles arbitrary objects. Only for files that you trust.
-            strict: False loads the weights that fit by name and shape, and by default nothing else.
-            parts: What to load of the file, the rest stays as it is: some of "models", "criterion", "optimizers",
-                "schedulers", "precision", "operator", "progress". Default: all, and with `strict=False` the models.
+            checkpoint: Path or URI. A safetensors file has only models, and the other parts of the state do not change.
+            weights_only: False to also unpickle arbitrary objects. Only for files that you trust.
+            strict: False to load the weights that fit by name and shape, and by default nothing else.
+            parts: Parts to load from the file; the others do not change. Some of "models", "criterion", "optimizers",
+                "schedulers", "precision", "operator", "progress". Default: all, or with `strict=False` the models.
 
         Returns:
-            What was loaded and what did not fit, if only a part was loaded; else None.
+            A report of what was loaded and what did not fit if only parts were loaded, otherwise None.
 
         Raises:
             FileNotFoundError: There is no such file.
             StorageError: A store could not be reached. An `OSError`.
             CheckpointCorruptedError: The file is truncated or was changed.
-            ValueError, KeyError: The file does not fit; the workers are as they were.
+            ValueError, KeyError: The file does not fit. The workers are unchanged.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
@@ -437,7 +440,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         saving.load_snapshot(self._controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
-        """Step every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
+        """Step every registered scheduler with `metric`, which `ReduceLROnPlateau` needs."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
@@ -448,14 +451,14 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Let all workers set their learning rates by the same value."""
+        """Call a method that changes learning rates on all workers, with the same value."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:
-        """The trained model, or a list of models, without any wrapper.
+        """Return the trained model without wrappers, or a list of several.
 
-        From remote workers it is a copy; with `use_local=True` it is the live model, unless `to_cpu` asks for a copy
-        or the model is sharded.
+        With `use_local=True`, this is the live model, unless you pass `to_cpu=True` or the model is sharded. Otherwise,
+        it is a copy.
         """
         is_local = self._controller.ensure_group().local_replica is not None
         is_sharded = self._facts.is_sharded
@@ -476,14 +479,16 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     def as_trainable(
         cls, *args: Any, override_tune_step: Callable[[Any, dict[str, Any]], Any] | None = None, **kwargs: Any
     ) -> type[Any]:
-        """A class for `ray.tune`: each trial has such a trainer, with the trial's config merged into `config`.
+        """Return a class for `ray.tune`. Each trial has a trainer, with the trial's config merged into `config`.
 
-        `num_workers`, `num_cpus_per_worker`, `num_gpus_per_worker`, `use_gpu` and `use_local` in it replace arguments.
+        If the trial's config has `num_workers`, `num_cpus_per_worker`, `num_gpus_per_worker`, `use_gpu`, `use_local`,
+        `resources_per_worker` or `accelerator_type`, these replace the arguments.
 
         Args:
-            args: Refused: the constructor takes names only.
-            override_tune_step: `(trainer, info)` -> the result of a step. Default: `train`, then `validate`.
-            kwargs: For the constructor.
+            args: Refused: pass all arguments by name.
+            override_tune_step: Called with the trainer and a dict; returns the result of a step. Default: `train`, then
+                `validate`.
+            kwargs: Arguments of the trainer.
 
         Raises:
             MissingTuneError: Ray Tune is not installed; an `ImportError` and a `RuntimeError`.

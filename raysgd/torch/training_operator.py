@@ -1,12 +1,12 @@
-"""`TrainingOperator`: the class that users subclass to say what is trained, on what, and how.
+"""`TrainingOperator`: the class that users subclass to define a training.
 
-The methods form a ladder; each rung does one thing and calls the next one:
+The methods form a ladder. Each one does one thing and calls the next:
 
     train_epoch -> train_batch -> prepare_batch, forward, backward, optimizer_step
     validate    -> validate_batch -> prepare_batch, forward
     optimizer_step -> clip_grad_norm, clip_grad_value
 
-Override the lowest rung that changes what you want to change; the library keeps doing the rest.
+Override the lowest method that changes what you want to change. The library does the rest.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _PRECISION = "`TorchTrainer(precision=...)` chooses it."
 class TrainingOperator(BaseOperator):
     """Defines a training by subclassing; every worker has one instance.
 
-    Override `setup` (required): create models, optimizers and loaders there, and hand them to `register` and
-    `register_data`. With a single `self.model`, `self.optimizer` and `self.criterion` nothing else is needed. Do not
+    Override `setup` (required): create models, optimizers and loaders there, and pass them to `register` and
+    `register_data`. If there is one `self.model`, `self.optimizer` and `self.criterion`, you need nothing else. Do not
     override `__init__`.
 
     Examples:
@@ -74,29 +74,30 @@ class TrainingOperator(BaseOperator):
 
     Attributes:
         world_size: Number of workers.
-        timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
-        global_step: Batches trained on by the stock `train_epoch`. Those that make one global batch count as one.
+        timers: Timers of the current call; `with self.timers.record("name"):` adds one to `profile=True`.
+        global_step: Number of global batches that the stock `train_epoch` has trained on. The last one counts as done
+            only when the loop asks for the next batch; if a failure interrupts its step, `global_step` goes back.
         train_loader: The registered train loader, as this worker iterates over it.
         validation_loader: The registered validation loader, as this worker iterates over it.
-        resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
-            again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
-            overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
-            `state_dict` knows; False makes every failure start from the last snapshot.
-        warms_up: Whether a new worker calls `train_batch` once on the first batch, so that it is fast when
-            it steps in. The state of another worker then replaces what is registered. What else `train_batch`
-            changes stays: check `batch_info.get("warm_up")`, or set this to False.
-        compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
-            or a tuple of the models to compare, set in `setup`.
-        remakes_frozen: Whether `setup` makes all frozen parameters again, alike on every worker and in every run, such
-            as a pretrained base that an adapter is trained on. Then snapshots, checkpoints and what a new worker gets
-            hold only what is trained, and digests of the rest, which are compared. See `docs/huggingface.md`.
-        scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
-            `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
+        resumes_epochs: True if an epoch may continue after workers were lost or added, by calling `train_epoch` again
+            with the remaining batches. None: True if `train_epoch` is the stock one. If you override it, you may set
+            this to True, provided that it keeps nothing between batches except what the library or `state_dict` covers.
+            False restarts from the last snapshot after every failure.
+        warms_up: True if a new worker calls `train_batch` once on the first batch, so that it is fast when it steps in.
+            The registered objects are then replaced by another worker's state. Other effects of `train_batch` remain:
+            check `batch_info.get("warm_up")`, or set this to False.
+        compares_ranks: True if training calls raise `RanksDifferError` when the weights of the workers differ; or a
+            tuple of the models to compare, set in `setup`.
+        remakes_frozen: True if `setup` makes all frozen parameters again, alike on every worker and in every run, such
+            as a pretrained base for an adapter. Then snapshots, checkpoints and the state for a new worker contain only
+            the trained parameters, and digests of the frozen ones, which are compared. See `docs/huggingface.md`.
+        scheduler_metric: Name of the epoch metric for `ReduceLROnPlateau`, with `scheduler_step_freq="epoch"`: a metric
+            of `train_batch`, or in `fit` one of the validation. None is `val_loss`.
     """
 
     scheduler_metric: str | None = None
     remakes_frozen: bool = False
-    _needs_copies: bool | None = False  # before each batch, to undo it; None: if the first one of a call shows that
+    _needs_copies: bool | None = False  # before each batch, to undo it; None: the first batch of a call decides
     train_loader: Any
     validation_loader: Any
 
@@ -141,13 +142,14 @@ class TrainingOperator(BaseOperator):
         """Train on all batches of `iterator` and return the averaged metrics.
 
         Args:
-            iterator: This worker's batches. Draw one, train on it, draw the next.
-            info: What the caller passed as `info`, and the entries that the library adds.
+            iterator: This worker's batches. Draw one, train on it, draw the next. A step counts as done when you draw
+                the next batch, or return.
+            info: The caller's `info`, with entries that the library adds.
             num_steps: The caller's `num_steps`.
             epoch_idx: Index of the pass over the data, from 0.
 
         Returns:
-            `batch_count`, `num_samples`, and for each metric of `train_batch` its mean and `last_<metric>`.
+            `batch_count`, `num_samples`, and the mean and `last_<metric>` of each metric of `train_batch`.
         """
         internals = self._raysgd
         begin_training(required(self, "model"))
@@ -170,25 +172,25 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
-        """Return the schedulers that go by a metric of this epoch, counted from 1; the validation may have it."""
+        """Return the schedulers that need a metric after this epoch, counted from 1. The validation may report it."""
         return schedulers.plateaus_of(self)
 
     @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take one optimizer step on one batch; with accumulation, on the last of several.
+        """Take one optimizer step on one batch. With accumulation, step only on the last batch of several.
 
         Args:
-            batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict
-                or a dataclass, which is passed to the model by keyword (its target has one of `batches.TARGET_NAMES`).
+            batch: A sequence of the inputs of the model and, as last element, the target. Or a dict or a dataclass,
+                whose entries are passed to the model by keyword (the target has one of `batches.TARGET_NAMES`).
             batch_info: `batch_idx`, `global_step`, `epoch_idx` (index of the pass, from 0), `scheduler_step`,
-                `is_padding` and the entries of `info`. A batch is padding where this worker has no samples left and
-                repeats some, with weight 0, because the others have. In the warm-up of a new worker also
+                `is_padding` and the entries of `info`. If this worker has no samples left and others have, its batch is
+                padding: it repeats samples with weight 0. In the warm-up of a new worker, there is also
                 `warm_up=True`: the step does not count.
 
         Returns:
-            Metrics of the batch: numbers, tensors of one element (these are not read before the epoch ends, so the host
-            never waits for the device), or torchmetrics objects. `num_samples` is the weight in the average;
-            `batch_weight`, if there is one, is that instead, and `num_samples` is only added up.
+            Metrics of the batch: numbers, tensors of one element, or torchmetrics objects. Tensors are read when the
+            epoch ends, so that the host does not wait for the device. Metrics are averaged with the weight
+            `batch_weight`, or `num_samples` if there is none. `num_samples` is also added up.
         """
         internals = self._raysgd
         features, target = self.prepare_batch(batch)
@@ -208,7 +210,7 @@ class TrainingOperator(BaseOperator):
         return metrics
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
-        """Split a batch into inputs and target and bring them to the device."""
+        """Split a batch into inputs and target, and move them to the device."""
         features, target = batches.split(batch)
         device = self._raysgd.context.device
         if device.type == "cuda":
@@ -216,12 +218,12 @@ class TrainingOperator(BaseOperator):
         return features, target
 
     def forward(self, features: Any, target: Any) -> Any:
-        """Return the output of the model and the loss, the mean over the samples. Used in training and validation.
+        """Return the model's output and the loss, a mean over the samples. Used in training and validation.
 
-        The loss is that of the criterion; without one, that which the model has put into its output as `loss`.
-        An override may return the loss alone.
-        Where the loss is the mean over something else (tokens, boxes), return how many of these there are as a third.
-        Behind each of these may be a dict of metrics, which are reported as with `self.log`.
+        The loss is that of the criterion, or without a criterion the `loss` in the model's output.
+
+        An override may return the loss alone. If the loss is a mean over something else (tokens, boxes), return their
+        number as a third value. A dict of metrics may follow as the last value; it is reported like `self.log`.
         """
         model = required(self, "model")
         is_unnamed = len(features) != 1 or isinstance(features[0], torch.Tensor)
@@ -235,18 +237,20 @@ class TrainingOperator(BaseOperator):
         return output, self._raysgd.loss_calls.call(criterion, batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
-        """Compute gradients, which add up over the losses of a batch until its `optimizer_step`; need no `zero_grad`.
+        """Compute the gradients of a loss. Do not call `zero_grad`: this clears the gradients of the last step.
+
+        Gradients of several losses of a batch add up until its `optimizer_step`.
 
         Args:
-            loss: The mean over the samples of the batch; with a weight the mean over what that counts.
-            optimizer: The optimizer that the loss is for, or a list of all those that it is for. Needed where several
-                are registered.
+            loss: The mean over the samples of the batch, or over what `weight` counts.
+            optimizer: The optimizer, or a list of the optimizers, that the loss is for. Needed if several are
+                registered.
             weight: How much the batch counts in the mean over all batches of a step and all workers: a number from 0
-                on, such as the number of tokens. All workers have to give one, or none. None: its samples, or the
-                labels that the criterion counts if it is a loss of PyTorch.
+                on, such as the number of tokens. All workers must pass a weight, or none. None: its number of samples,
+                or of labels if the criterion is a PyTorch loss over labels.
 
         Raises:
-            ValueError: It is unknown which optimizer the loss is for, a weight is invalid, or gradients were cleared.
+            ValueError: It is unclear which optimizer the loss is for, a weight is invalid, or gradients were cleared.
         """
         internals = self._raysgd
         chosen = internals.choice.chosen("backward", optimizer)
@@ -256,39 +260,40 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def optimizer_step(self, optimizer: Any = None) -> None:
-        """Step the optimizer with the gradients, the mean over all workers' samples by now.
+        """Step the optimizer. Its gradients are the mean over all workers' samples.
 
-        With accumulation it does nothing before the last batch of a step, and the stock `train_batch` does not call it
-        before. It does nothing either where no worker's batch counted (`weight=0`).
+        With accumulation, it does nothing before the last batch of a step. (The stock `train_batch` only calls it
+        then.) It also does nothing if no worker's batch counts (`weight=0`).
 
         Args:
-            optimizer: The optimizer to step, or a list of them. Needed where several are registered.
+            optimizer: The optimizer to step, or a list of several. Needed if several are registered.
 
         Raises:
-            ValueError: It is not known which optimizer to step.
+            ValueError: It is unclear which optimizer to step.
         """
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
-        """Return how many batches make an optimizer step, as the trainer was told. Asked once in each call of `train`.
+        """Return the number of batches in an optimizer step. Called once in each call of `train`.
 
-        Override it to change the number over time; all workers have to answer alike.
+        By default, it is the trainer's argument. Override it to change the number over time. All workers must return
+        the same number.
         """
         return self._raysgd.context.settings.step_options.accumulate_grad_batches
 
     def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
-        """Clip the norm of all gradients of an optimizer together; only where the trainer was given a bound."""
+        """Clip the norm of all gradients of an optimizer together. Only called if the trainer has `clip_grad_norm`."""
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
-        """Clip each number of the gradients by itself; only where the trainer was given a bound."""
+        """Clip each number in the gradients. Only called if the trainer has `clip_grad_value`."""
         torch.nn.utils.clip_grad_value_(parameters, max_value)
 
     @rung
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on all batches of `val_iterator` and return the averaged metrics.
 
-        Ranks may have different numbers of batches, so nothing in here may be a collective.
+        Workers may have different numbers of batches, so do not use collectives here.
         """
         internals = self._raysgd
         required(self, "model").eval()
@@ -301,7 +306,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
+        """Evaluate one batch. Return `val_loss`, `val_accuracy` if the model predicts classes, and weights."""
         internals = self._raysgd
         output, target, comparisons, counted = internals.evaluate(batch)
         weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)
@@ -316,16 +321,16 @@ class TrainingOperator(BaseOperator):
         """Return more metrics of a validation batch. Override it; `validate_batch` calls it and reports them.
 
         Args:
-            output: What the model predicts: its output, or the `logits` in that.
-            target: The target, as `prepare_batch` returns it.
+            output: The predictions: the model's output, or the `logits` in it.
+            target: The target that `prepare_batch` returned.
         """
         return {}
 
     def evaluate_batch(self, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        """Compute a validation batch, for a `validate_batch` of your own. The model is called once.
+        """Compute a validation batch, for your own `validate_batch`. The model is called once.
 
         Returns:
-            What `measure_batch` is given, and a dict with `val_loss` and what that is averaged by.
+            The output and the target for `measure_batch`, and a dict with `val_loss` and its weight.
         """
         output, target, _, metrics = self._raysgd.evaluate(batch)
         return output, target, metrics
@@ -392,24 +397,24 @@ class TrainingOperator(BaseOperator):
         ddp_args: dict[str, Any] | None = None,
         apex_args: dict[str, Any] | None = None,
     ) -> Any:
-        """Hand models, optimizers, criterion and schedulers to the library, which places, prepares and wraps them.
+        """Pass models, optimizers, criterion and schedulers to the library, which places, prepares and wraps them.
 
         Args:
-            models: One module, or a list or tuple of them.
+            models: One module, or a list or tuple of several.
             optimizers: One optimizer or several.
-            criterion: The loss, the mean over the samples of a batch; moved to the device if it can be. One with
-                parameters to train is wrapped, saved and restored like a model.
-            schedulers: One learning-rate scheduler or several; needs the trainer's `scheduler_step_freq`.
+            criterion: The loss, a mean over the samples of a batch. It is moved to the device. If it has trainable
+                parameters, it is wrapped, saved and restored like a model.
+            schedulers: One learning-rate scheduler or several. Needs the trainer's `scheduler_step_freq`.
             ddp_args: Options for `DistributedDataParallel`, and `comm_hook`: a communication hook, or a tuple of its
-                state and the hook. Nothing else than DDP uses them.
+                state and the hook. Ignored without DDP.
             apex_args: Options for `apex.amp.initialize`.
 
         Returns:
-            `(models, optimizers[, criterion][, schedulers])`, each in the container it was given in.
+            `(models, optimizers[, criterion][, schedulers])`, each in the kind of container that you passed.
 
         Raises:
-            InvalidRegistrationError: Something is of the wrong kind, or an optimizer of several workers has parameters
-                that belong to nothing else that is registered.
+            InvalidRegistrationError: An object is of the wrong kind. Or there are several workers, and an optimizer has
+                parameters that belong to no registered module.
             ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
             TypeError: An unknown keyword.
         """
@@ -424,10 +429,10 @@ class TrainingOperator(BaseOperator):
 
     @answer_mistakes("`self.register_data(train_loader=loader, validation_loader=another)`")
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Hand the loaders to the library.
+        """Pass the loaders to the library.
 
-        A `DataLoader` over a map-style dataset is divided over the workers, in the order that it asks for itself; its
-        `batch_size` is that of one worker. Any other iterable is used as it is, by every worker.
+        A `DataLoader` over a map-style dataset is divided over the workers. Its sampler decides the order, and its
+        `batch_size` is for one worker. Every worker reads all of any other iterable.
         """
         data = self._raysgd.data = register_data(
             self._raysgd.context, train_loader, validation_loader, self._raysgd.as_batch
@@ -436,14 +441,14 @@ class TrainingOperator(BaseOperator):
         self.__dict__.setdefault("validation_loader", data.validation_loader)
 
     def rewrap(self) -> None:
-        """Call it after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
+        """Call this after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
 
-        All workers call it at the same time, between two batches: at the beginning of your own `train_epoch`, or
-        with `trainer.apply_all_operators` between two calls. Workers that come later freeze and add the same. Files do
-        not say what is frozen or added: there your `setup` decides.
+        All workers must call it at the same time, between two batches: at the beginning of your own `train_epoch`, or
+        with `trainer.apply_all_operators` between two calls. Later workers freeze and add the same. Files do not
+        contain what is frozen or added, so your `setup` decides after `load`.
 
         Raises:
-            ValueError: The gradients of what is trained now cannot be averaged.
+            ValueError: The gradients of the trainable parameters cannot be averaged.
             RuntimeError: The workers train different parameters.
         """
         self._raysgd.rewrap()
@@ -451,20 +456,20 @@ class TrainingOperator(BaseOperator):
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:
-        """Wrap the models; override to wrap them in another way."""
+        """Wrap the models. Override this to wrap them differently."""
         return [self._raysgd.parallel.wrap(model, device_ids, ddp_args) for model in models]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Initialise Apex; override to do so in another way."""
+        """Initialize Apex. Override this to do so differently."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for a forward pass and its loss in the trainer's precision; in fp32 it does nothing.
+        """Return the context for a forward pass and its loss in the trainer's precision. In fp32, it does nothing.
 
-        The stock methods do this around `forward`. Use it in a `train_batch` or `validate_batch` of your own:
+        The stock methods run `forward` in it. Use it in your own `train_batch` or `validate_batch`:
         `with self.autocast(): loss = ...`.
         """
         return self._raysgd.precision.forward()
@@ -476,22 +481,22 @@ class TrainingOperator(BaseOperator):
 
     @property
     def device_ids(self) -> list[int] | None:
-        """The `device_ids` for `DistributedDataParallel`: None on a CPU."""
+        """`device_ids` of `DistributedDataParallel`; None on a CPU."""
         return self._raysgd.context.device_ids
 
     @property
     def use_fp16(self) -> bool | str:
-        """True if mixed precision is at work; False before `register`."""
+        """True or "apex" if mixed precision is used; False before `register`."""
         return self._raysgd.fp16
 
     @property
     def use_fp16_native(self) -> bool:
-        """True if PyTorch's own mixed precision is at work."""
+        """True if PyTorch's own mixed precision is used."""
         return self._raysgd.fp16 is True
 
     @property
     def use_fp16_apex(self) -> bool:
-        """True if Apex is at work."""
+        """True if Apex is used."""
         return self._raysgd.fp16 == "apex"
 
     @property
@@ -501,7 +506,7 @@ class TrainingOperator(BaseOperator):
 
     @property
     def scheduler_step_freq(self) -> str | None:
-        """The moments at which the library steps `self.scheduler`."""
+        """When the library steps `self.scheduler`: the trainer's argument."""
         return self._raysgd.scheduler_step_freq
 
     @classmethod
@@ -514,22 +519,23 @@ class TrainingOperator(BaseOperator):
         scheduler_creator: Callable[[Any, dict[str, Any]], Any] | None = None,
         serialize_data_creation: bool = True,
     ) -> type[CreatorOperator]:
-        """Make an operator class out of creator functions.
+        """Make an operator class from creator functions.
 
-        `Own.from_creators(...)` has the methods of `Own` too. Its `setup` runs after the creators, and finds what they
-        made in `self.model`, `self.optimizer` and so on.
+        `Own.from_creators(...)` also has the methods of `Own`. The `setup` of `Own` runs after the creators, and finds
+        their objects in `self.model`, `self.optimizer` and so on.
 
         Args:
-            model_creator: `config` -> model or models.
-            optimizer_creator: What the model creator returned, `config` -> optimizer or optimizers.
-            data_creator: `config` -> train loader, or train and validation loader.
-            loss_creator: A loss class of PyTorch, or `config` -> loss.
-            scheduler_creator: What the optimizer creator returned, `config` -> scheduler or schedulers.
-            serialize_data_creation: Lets the workers of a node create their data one after the other, so that only the
-                first one downloads.
+            model_creator: Returns the model or models, given `config`.
+            optimizer_creator: Returns the optimizer or optimizers, given what `model_creator` returned, and `config`.
+            data_creator: Returns the train loader, or the train and the validation loader, given `config`.
+            loss_creator: A loss class of PyTorch, or a function that returns the loss, given `config`.
+            scheduler_creator: Returns the scheduler or schedulers, given what `optimizer_creator` returned, and
+                `config`.
+            serialize_data_creation: True to let the workers of a node create their data one after the other, so that
+                only the first one downloads them.
 
         Raises:
-            ValueError: A creator is no function of what it is called with.
+            ValueError: A creator is not a function of the arguments that it is called with.
         """
         from raysgd.torch.creator_operator import make_operator
 
@@ -546,28 +552,28 @@ class TrainingOperator(BaseOperator):
     def from_ptl(
         cls, lightning_module_cls: type[Any], train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
-        """Make an operator class out of a `LightningModule` class; see `raysgd.torch.lightning_operator`.
+        """Make an operator class from a `LightningModule` class; see `raysgd.torch.lightning_operator`.
 
         Args:
-            lightning_module_cls: Of `lightning` or `pytorch_lightning`. Its constructor gets `config=config`,
-                or, without such a parameter, the entries of the config that it names.
-            train_dataloader: Trained on instead of what the module's `train_dataloader` returns.
-            val_dataloader: Evaluated on instead of what the module's `val_dataloader` returns.
+            lightning_module_cls: The class, from `lightning` or `pytorch_lightning`. Its constructor gets
+                `config=config`, or without such a parameter the entries of the config that it has parameters for.
+            train_dataloader: Replaces the loader of the module's `train_dataloader`.
+            val_dataloader: Replaces the loader of the module's `val_dataloader`.
 
         Raises:
             ImportError: Lightning is not installed.
-            TypeError: It is no such class, or a loader is a `LightningDataModule`.
+            TypeError: The class is no `LightningModule`, or a loader is a `LightningDataModule`.
         """
         from raysgd.torch.lightning_operator import make_operator
 
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-_FOR_TESTS = "raysgd.torch.operators_for_tests"  # which programs for the old library ask for here
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs for the old library import these from here
 lazy_names(
     __name__,
     {
-        "CreatorOperator": "raysgd.torch.creator_operator",  # which needs this module
+        "CreatorOperator": "raysgd.torch.creator_operator",  # imports this module
         "get_test_metrics_operator": _FOR_TESTS,
         "get_test_operator": _FOR_TESTS,
     },

@@ -1,4 +1,4 @@
-"""Helpers of the old library for code that makes process groups by itself."""
+"""Helpers of the old library for code that makes process groups itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["choose_amp_backend", "setup_address", "setup_process_group"]
 
 
 def setup_address() -> str:
-    """A fresh `tcp://` address on this node, for `setup_process_group`."""
+    """Return a free `tcp://` address on this node, for `setup_process_group`."""
     import ray
 
     return f"tcp://{ray.util.get_node_ip_address()}:{find_free_port()}"
@@ -21,7 +21,7 @@ def setup_address() -> str:
 def setup_process_group(
     url: str, world_rank: int, world_size: int, timeout: datetime.timedelta, backend: str = "gloo"
 ) -> None:
-    """Join a `torch.distributed` process group at `url`. Return when all `world_size` ranks did."""
+    """Join a `torch.distributed` process group at `url`. Return when all `world_size` ranks have joined."""
     import torch.distributed as dist
 
     if backend == "nccl":

@@ -1,1 +1,1 @@
-"""One worker of a class-based trainer: it hosts the operator and answers the calls of the driver."""
+"""One worker of a class-based trainer: hosts the operator and answers the driver's calls."""

@@ -1,7 +1,7 @@
-"""An operator hosted by a framework: its data, its loop, its state, and its place in a group.
+"""A hosted operator: the operator with its data, its loop, its state, and its place in a group.
 
-A replica hosts one operator at a time. Another config or another class makes another `Hosted`; what belongs to the
-process, such as the time that it spent, stays with the replica.
+A replica hosts one operator at a time, and a new operator gets a new `Hosted`. Whatever belongs to the process, such as
+the record of its time, stays with the replica.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from raysgd.worker.state.replica_state import ReplicaState
 
 
 class Hosted(ABC):
-    """An operator, and what is made for it. A subclass makes `operator`, `loop` and `state` in `build`.
+    """An operator with its data, loop and state. A subclass makes `operator`, `loop` and `state` in `build`.
 
     Args:
-        settings: What all of it is made from.
-        world: The place among the replicas.
-        feed: Has the data.
-        ledger: Where the replica books its time.
+        settings: Settings to build the operator from.
+        world: Rank of this worker, and size of the group.
+        feed: Provides the data.
+        ledger: Records what the replica spends its time on.
 
     Attributes:
-        settings: Those of now: entries of the config may have changed.
-        world: The place among the replicas.
-        feed: Has the data.
+        settings: The current settings, with changed entries of the config.
+        world: Rank of this worker, and size of the group.
+        feed: Provides the data.
         operator: The live operator.
         loop: Takes the steps of training calls.
         state: Reads and replaces the state.
-        has_trained: Whether the random numbers of this rank were used.
+        has_trained: True if random numbers of this rank were used.
     """
 
     settings: Any
@@ -58,72 +58,72 @@ class Hosted(ABC):
 
     @abstractmethod
     def build(self) -> RunnerFacts:
-        """Make the operator, which runs the user's `setup`, and what else there is. Return its facts."""
+        """Make the operator, which runs the user's `setup`, and its loop and state. Return facts about them."""
 
     @abstractmethod
     def facts(self) -> RunnerFacts:
-        """The facts that the driver wants to know about it."""
+        """Return the facts that the driver needs about the operator."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Take a step in advance. The state of another rank replaces later what it changes of registered state."""
+        """Take a step in advance. Registered state that it changes is replaced by another rank's state later."""
 
     @abstractmethod
     def take_place(self, world: World) -> None:
-        """Take a place in another group, which this process has joined."""
+        """Take a place in a new group, which this process has already joined."""
 
     @abstractmethod
     def send(self, state: Any, takers: Sequence[int]) -> None:
-        """Send something to other ranks of the group."""
+        """Send a value to the ranks `takers`."""
 
     @abstractmethod
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Receive what another rank sends to `takers`, of which this one is one."""
+        """Receive the value that `source` sends to the ranks `takers`, which include this one."""
 
     @abstractmethod
     def settle_in(self) -> None:
-        """Called in another group when all ranks have the same state."""
+        """Called in a new group when all ranks have the same state."""
 
     def names_of_all(self, name: str) -> Collection[str] | None:
-        """Return the names of the ranks of the group, each of which says its `name`; None where they do not."""
+        """Send this rank's `name` to the group and return the names of all ranks. None if names are not exchanged."""
         return None
 
     @abstractmethod
     def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
-        """The context for the operator's `train_epoch`."""
+        """Return the context for the operator's `train_epoch`."""
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[Any]:
-        """The context for the operator's `validate`."""
+        """Return the context for the operator's `validate`."""
 
     @abstractmethod
     def predicting(self) -> AbstractContextManager[Any]:
-        """The context for the operator's `predict_batch`: it leaves everything as it was."""
+        """Return the context for the operator's `predict_batch`. It leaves the operator unchanged."""
 
     @abstractmethod
     def weight_sums(self) -> WeightSums | None:
-        """Return what the weights are that have to be equal on all ranks; None where there are none."""
+        """Return checksums of the weights that must be equal on all ranks; None if there are none."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
-        """Give random numbers back: those drawn inside are drawn again afterwards."""
+        """Return a context that restores the random state at its end, so that the same numbers are drawn again."""
 
     @abstractmethod
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
-        """The batches of this replica in a prediction, and the rows of each."""
+        """Yield this replica's batches in a prediction, each with its number of rows."""
 
     @abstractmethod
     def as_array(self, value: Any) -> Any:
-        """A tensor as an array; other values as they are."""
+        """Convert a tensor to an array. Other values are returned unchanged."""
 
     @property
     def group_obstacle(self) -> str | None:
-        """The reason why this replica cannot continue in another group at all."""
+        """Reason why this replica can never continue in a new group; None if it can."""
         return self.feed.obstacle("train") or self.feed.obstacle("validation")
 
     @property
     def epoch_obstacle(self) -> str | None:
-        """The reason why an epoch of this operator can only begin again, even with new workers."""
+        """Reason why an interrupted epoch must begin again, even with new workers; None if it can continue."""
         operator, name = self.operator, type(self.operator).__name__
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
@@ -133,11 +133,11 @@ class Hosted(ABC):
 
     @property
     def has_own_validate(self) -> bool:
-        """True if the `validate` of the operator is the user's, which may need no data. The library's needs some."""
+        """True if the user overrides `validate`. An own `validate` may need no data; the library's does."""
         return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:
-        """Tell the operator what has changed since it was made, as those were told that were there."""
+        """Apply changes of the settings that were made since this operator was built, in their order."""
         before = self.settings
         for number in range(len(before.config_changes), len(settings.config_changes)):
             self.change_config(settings.after(number + 1))
@@ -146,13 +146,13 @@ class Hosted(ABC):
         self.settings = settings
 
     def change_config(self, settings: Any) -> list[str]:
-        """Change entries of the config in the operator.
+        """Change entries of the operator's config.
 
         Args:
-            settings: Those with the new values; the last one of their changes is made.
+            settings: Settings with the new values. Only the last of their config changes is applied.
 
         Returns:
-            The names of the entries that surely had no effect but to be there.
+            Names of the entries whose change surely has no effect beyond `operator.config`.
         """
         operator, changed = self.operator, settings.config_changes[-1]
         before, own = dict(operator.config), self.settings
@@ -170,32 +170,32 @@ class Hosted(ABC):
 
     @abstractmethod
     def edited_by(self, candidate: Any) -> Any:
-        """The hyperparameters that the `setup` of another one has chosen differently; empty if none."""
+        """Return the hyperparameters that the `setup` of `candidate` chose differently; empty if there are none."""
 
     @abstractmethod
     def take_edited(self, edited: Any) -> None:
-        """Take over such hyperparameters."""
+        """Apply the hyperparameters that `edited_by` returned."""
 
     @abstractmethod
     def follow_config(self) -> None:
-        """Give the optimizers the hyperparameters of `setup` again."""
+        """Set the optimizers' hyperparameters to those of `setup` again."""
 
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Let these callbacks, and no others, run around each step."""
+        """Run these callbacks around each step, in place of the earlier ones."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)
         self.loop.note_boundary()
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Take over a state; see `ReplicaState.restore`."""
+        """Restore a snapshot or a checkpoint; see `ReplicaState.restore`."""
         self.state.restore(shared_state, own_state)
         self.loop.note_restored()
 
     def close(self) -> None:
-        """Drop the iterators, and with them the processes of loaders. The operator itself stays usable."""
+        """Drop the iterators, which ends the processes of loaders. The operator stays usable."""
         self.feed.close()
 
 
 def is_of_library(method: Any) -> bool:
-    """Return whether a method is the library's."""
+    """Return True if a method is the library's, False if it is the user's."""
     is_ours: bool = method.__module__.startswith("raysgd.")
     return is_ours

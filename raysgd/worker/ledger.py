@@ -1,9 +1,9 @@
-"""The goodput ledger of one replica: every second since it took its place falls into one bin.
+"""The goodput ledger of one replica: every second since it took its place belongs to one bin.
 
-Pure accounting with a clock; it knows no framework. The training loop says which bin begins, so a switch costs a
-reading of the clock. Two kinds of time are not known when they pass: that of a step, which moves to another bin if the
-step breaks off, and that after a call broke off, which is a recovery only if the replica goes on in another group and
-waits in bins that are not shown.
+Pure accounting with a clock, without a framework. The training loop says which bin begins, so a switch costs one
+reading of the clock. Two kinds of time get their bin only later. The time of a step moves to another bin if the step
+is interrupted. The time after an interrupted call is a recovery only if the replica continues in a new group; until
+then, it is in bins that are not shown.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from raysgd.engine.shared.time_spent import (
 from raysgd.exceptions import OnFailure
 
 BROKEN, LEFT = "(broken off)", "(group left)"
-"""After a call broke off, and after the group was left: a recovery, or the end of the call."""
+"""Time since a call was interrupted, and since the group was left. It becomes a recovery, or the driver's time."""
 
-_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}  # an exchange that broke waited for a lost rank
+_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}  # a failed exchange was waiting for a lost rank
 
 ItemT = TypeVar("ItemT")
 
 
 class Ledger:
-    """Accounts for the time of a replica.
+    """Account of a replica's time.
 
     Examples:
         >>> ledger = Ledger(clock=iter(range(20)).__next__)
@@ -58,7 +58,7 @@ class Ledger:
         {'useful': 2.0, 'data': 3.0, 'other': 4.0}
 
     Args:
-        clock: Returns seconds; only differences are used.
+        clock: Returns seconds. Only differences are used.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -70,7 +70,7 @@ class Ledger:
     def _begin(self) -> None:
         self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._seconds = dict.fromkeys((*BINS, BROKEN, LEFT), 0.0)
-        self._complete = self._seconds.copy()  # what complete steps took
+        self._complete = self._seconds.copy()  # as of the last completed step
         self._bin, self._since = START_UP, self._clock()
         self._saved_s = 0.0
         self._at_call: dict[str, float] = {}
@@ -78,9 +78,9 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ bins
 
     def enter(self, name: str) -> str:
-        """From now on the time falls into this bin; return the one before."""
+        """Switch to this bin and return the previous one."""
         with self._lock:
-            now = self._clock()  # inside: another thread that reads must not see a bin begin after its own look
+            now = self._clock()  # under the lock: a reading must not be older than the start of the bin that it sees
             before, self._bin = self._bin, name
             self._seconds[before] += now - self._since
             self._since = now
@@ -95,14 +95,14 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ a training call
 
     def begin_call(self) -> None:
-        """A call begins that continues none: what came before was no recovery."""
+        """Begin a new call. If an earlier call was interrupted, the time since then is the driver's, not a recovery."""
         self._settle(DRIVER, DRIVER)
         self.enter(OTHER)
         self._at_call = self._shown()
 
     @contextmanager
     def call(self, first: str = OTHER) -> Iterator[None]:
-        """Inside is a training call, or a part of one."""
+        """Account for a training call, or a part of one, inside the context."""
         self.enter(first)
         with OnFailure(self._break_off):
             yield
@@ -110,11 +110,11 @@ class Ledger:
         self.enter(OTHER)
 
     def end_call(self) -> None:
-        """The call has its answer."""
+        """End the call: its answer is complete."""
         self.enter(DRIVER)
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
-        """The batches; drawing one is waiting for data, and the time until the next is drawn belongs to a step."""
+        """Yield the batches. Drawing one counts as waiting for data, the time until the next is drawn as a step."""
         self.enter(DATA)
         for batch in batches:
             self.enter(USEFUL)
@@ -123,53 +123,57 @@ class Ledger:
         self.enter(OTHER)
 
     def commit(self) -> None:
-        """The step is complete: what was spent on it counts."""
+        """Complete the step: its time counts."""
         if self._bin in _UNDONE_AS:
             self.enter(self._bin)
         self._complete = self._seconds.copy()
 
     def _break_off(self) -> None:
-        """The step broke off, and will be done again."""
+        """Interrupt the step: its time moves to other bins, because it will be repeated."""
         self.enter(BROKEN)
         for name, target in _UNDONE_AS.items():
             self._move(name, target, self._seconds[name] - self._complete[name])
 
     def exchanging(self, group: Any) -> AbstractContextManager[None]:
-        """Inside, a step exchanges something with the other ranks, through `group`, which counts its `waited_s`."""
+        """Account for an exchange with the other ranks inside the context.
+
+        Args:
+            group: The group of the exchange. Its `waited_s` counts the seconds that this rank waited for others.
+        """
         return _Exchange(self, group)
 
     def begin_exchange(self) -> bool:
-        """An exchange begins; returns whether it is one of a step, to be ended by `end_exchange`."""
+        """Begin an exchange. Return True if it belongs to a step; then `end_exchange` must follow."""
         if self._bin != USEFUL:
             return False
         self.enter(EXCHANGE)
         return True
 
     def end_exchange(self, waited_s: float = 0.0) -> None:
-        """It is over; for so long, this rank waited for others to begin it."""
+        """End the exchange. This rank waited `waited_s` seconds for others to begin it."""
         if self._bin == EXCHANGE:
             self.enter(USEFUL)
             if waited_s:
                 of_step = self._seconds[EXCHANGE] - self._complete[EXCHANGE]
                 self._move(EXCHANGE, SLOWER_RANK, min(waited_s, of_step))
 
-    # ------------------------------------------------------------------------------------------------ other groups
+    # ------------------------------------------------------------------------------------------------ groups
 
     def stand_by(self) -> None:
-        """This replica has no place yet: its time begins when it takes one."""
+        """Mark the replica as standby: its time begins when it takes a place in a group."""
         self._is_successor = self._waits_for_place = True
 
     def leave_group(self) -> None:
-        """The group was left, in which a call broke off."""
+        """Note that the replica left a group in which a call was interrupted."""
         if self._bin == BROKEN:
             self.enter(LEFT)
 
     @contextmanager
     def regrouping(self, goes_on: Callable[[], bool]) -> Iterator[None]:
-        """Inside, the replica takes its place in another group.
+        """Account for the replica taking its place in a new group inside the context.
 
         Args:
-            goes_on: Asked afterwards, where no call broke off: whether there is a call that goes on.
+            goes_on: Returns True if a call continues. Called afterwards, unless a call was interrupted on this rank.
         """
         if self._waits_for_place:
             self._waits_for_place = False
@@ -189,7 +193,7 @@ class Ledger:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Inside, the state is copied: useful steps up to here are saved then."""
+        """Account for a copy of the state inside the context. Useful steps before it are saved then."""
         before = self.enter(SNAPSHOT)
         try:
             yield
@@ -199,7 +203,7 @@ class Ledger:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside is a call that evaluates or predicts."""
+        """Account for a call that evaluates or predicts inside the context."""
         self.begin_call()
         self.enter(EVALUATION)
         try:
@@ -207,15 +211,15 @@ class Ledger:
         finally:
             self.enter(DRIVER)
 
-    # ------------------------------------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------------------------------------ readings
 
     def reading(self) -> TimeSpent:
-        """Return what the time was spent on, up to now; may be called from a second thread."""
+        """Return the time by bin up to now. May be called from a second thread."""
         seconds = self._shown()
         return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
-        """Return what the running call has spent its time on so far, without bins that are empty."""
+        """Return the running call's seconds by bin, without empty bins."""
         found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
         return {name: spent for name, spent in found.items() if spent > 0}
 
@@ -228,7 +232,7 @@ class Ledger:
 
 
 class _Exchange(AbstractContextManager[None]):
-    """One exchange of a step. A class, because a generator would cost as much as the rest."""
+    """Context of one exchange. A class, because a generator would double the cost."""
 
     __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
 

@@ -1,8 +1,8 @@
 """The base of the operators of all frameworks.
 
-Users derive a class from an operator and set whatever attributes they like. So the library keeps all that it needs in
-one object under one name, `_raysgd`, which they do not hit by accident. Private names that subclasses read since the
-first version of the library are views on it, and assignments to those are refused.
+Users subclass an operator and set any attributes. The library therefore keeps its own data in one object, `_raysgd`,
+whose name they do not use by accident. Private names that subclasses have read since the first version of the library
+are views of it, which refuse assignments.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _OF_TRAINER = "It comes from the trainer."
 
 
 def rung(method: Callable[Concatenate[SelfT, ...], ResultT]) -> Callable[Concatenate[SelfT, ...], ResultT]:
-    """Let type checkers accept an override that takes fewer arguments, as the library does; change nothing."""
+    """Let type checkers accept an override with fewer arguments, which the library accepts. Return the method."""
     return method
 
 
 class ReadOnlyView:
-    """An attribute that shows what the library keeps, and refuses assignments.
+    """A read-only attribute of an operator that shows a value of its `Internals`.
 
     Args:
-        path: Where it is in the `Internals`.
-        way_out: What to do instead of an assignment.
+        path: Path of the value in the `Internals`.
+        way_out: Sentence of the error that says what to do instead.
     """
 
     def __init__(self, path: str, way_out: str = _OF_TRAINER) -> None:
@@ -74,19 +74,19 @@ class Internals:
 
     Attributes:
         config: The config of this worker.
-        context: The place of the operator among its replicas, and the objects that it works with.
-        latest_metrics: What the last batch reported.
-        logged: What was passed to `log` since then.
-        logged_outside: What was passed to it before a batch began.
-        meters_to_fill: Where the next `train_epoch` counts: the meters of the call.
-        meters: Where the last one counts, or has counted.
-        lost: What ranks had measured in this call that are gone, on the rank that counts it.
-        once: What was said already.
-        callbacks: What runs around each step in this worker.
-        place: Where the batch is that is trained on or evaluated.
+        context: Rank and group size of the operator, and the objects that it works with.
+        latest_metrics: Metrics of the last batch.
+        logged: Metrics passed to `log` since the last batch reported.
+        logged_outside: Metrics passed to `log` outside of any batch.
+        meters_to_fill: Meters of the call, for the next `train_epoch`; None once it has taken them.
+        meters: Meters of the last `train_epoch`.
+        lost: Metrics of this call from workers that were lost. Empty except on rank 0, which counts them.
+        once: Messages that were logged already.
+        callbacks: Worker callbacks of this operator.
+        place: Place of the current batch in its step. With PyTorch, the `Leg` of the running call.
     """
 
-    _operator: Any  # whose methods report metrics
+    _operator: Any  # reports the metrics
 
     def __init__(self, config: dict[str, Any], context: Any) -> None:
         self.config = config
@@ -103,49 +103,49 @@ class Internals:
 
     @property
     def world(self) -> World:
-        """The place among the replicas."""
+        """Rank of this worker, and size of the group."""
         world: World = self.context.world
         return world
 
     @property
     def use_gpu(self) -> bool:
-        """True if there is a GPU to use."""
+        """True if this worker uses a GPU."""
         use_gpu: bool = self.context.settings.use_gpu
         return use_gpu
 
     def take_place(self, world: World) -> None:
-        """Go on in another group."""
+        """Continue in a new group."""
         self.context = replace(self.context, world=world)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Return what the library itself does when entries of the config have changed: nothing here."""
+        """Apply changed config entries. The base class ignores them."""
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
-        """Return what the library adds to the `info` of a training call."""
+        """Return the entries that the library adds to the `info` of a training call."""
         return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}
 
     def new_meters(self) -> AverageMeterCollection:
-        """Meters for one epoch."""
+        """Return empty meters for one epoch."""
         return AverageMeterCollection()
 
     def take_meters(self) -> AverageMeterCollection:
-        """Return those of the call, once; then new ones."""
+        """Return the meters of the call the first time, then new ones."""
         self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return self.meters
 
     def begin_batch(self) -> None:
-        """Called before a batch is trained on or evaluated: what was logged by then belongs to the call."""
+        """Begin a batch. Metrics logged since the last one belong to the result of the call, not to this batch."""
         if self.logged:
             set_apart(self)
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples of a batch count."""
+        """Return the number of samples of a batch that count."""
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Metrics of a batch together with what was logged in it, and what they are averaged by, if they do not say it.
+        """Return the metrics of a batch with the logged ones, and with their number of samples if it is missing.
 
-        Those that are complete stay as they are, and so does what is no dict of metrics.
+        A value that is not a dict of metrics is returned unchanged.
         """
         if not isinstance(metrics, Mapping):
             return metrics
@@ -154,10 +154,10 @@ class Internals:
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
     def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
-        """Metrics of a batch that a method returned, with those that were logged and without their weight, and that.
+        """Split what a method returned for a batch into metrics, with the logged ones, and the number of samples.
 
         Raises:
-            TypeError: They are no dict.
+            TypeError: The method returned no dict.
         """
         if not isinstance(metrics, Mapping):
             raise TypeError(
@@ -170,7 +170,7 @@ class Internals:
 
 
 class BaseOperator:
-    """The base of the class that users subclass, without any framework; `TrainingOperator` completes it."""
+    """The part of an operator that needs no framework. Users subclass `TrainingOperator`, which is based on it."""
 
     resumes_epochs: bool | None = None
     warms_up: bool = True
@@ -187,87 +187,88 @@ class BaseOperator:
         self.setup(config)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create everything and register it. Runs once in each worker, inside the process group.
+        """Create and register models, optimizers and data. Runs once in each worker, when the process group is open.
 
         Args:
-            config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
+            config: The trainer's `config`. The batch size under `BATCH_SIZE` is already divided by the number of
+                workers.
         """
         raise NotImplementedError("Override `setup` to create and register models and optimizers.")
 
     def log(self, name: str, value: Any) -> None:
-        """Report a metric of the batch, beside those that `train_batch` or `validate_batch` returns.
+        """Report a metric of the batch, in addition to those that `train_batch` or `validate_batch` returns.
 
-        It is averaged in the same way: by the samples of the batch, over batches and workers. Call it anywhere inside
-        these methods. If a name is logged twice in a batch, the last value counts; if it is also returned, that one.
+        It is averaged like these: over batches and workers, weighted by samples. Call it anywhere inside these methods.
+        If a name is logged twice in a batch, the last value counts. A returned value goes before a logged one.
 
         Args:
-            name: The name in the result of `train` or `validate`.
+            name: Name of the metric in the result of `train` or `validate`.
             value: A number, a tensor of one element, or a metric object of torchmetrics.
 
         Raises:
-            TypeError, ValueError: This cannot be the name of a metric.
+            TypeError, ValueError: `name` cannot be the name of a metric, or `value` is a symbolic tensor of TensorFlow.
         """
         note(self._raysgd.logged, name, value)
 
     def skip_batch(self) -> None:
-        """Leave out the batch that was drawn last, on all workers: no training follows for it."""
+        """Leave out the batch that was drawn last. Call it on all workers; no training may follow for this batch."""
         if self._raysgd.place is not None:
             self._raysgd.place.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Predict one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
+        """Predict one batch for `trainer.predict`. By default, return the model's output, or the `logits` in it.
 
         The models are in evaluation mode, and no gradients are kept.
 
         Args:
             batch: A batch of the data. The stock method passes it to the model as training does, without its target.
-            batch_info: `batch_idx`, `has_target` (whether the last part of a batch that is a tuple is a target), and
+            batch_info: `batch_idx`, `has_target` (True if the last part of a batch that is a tuple is a target), and
                 the entries of `info`.
 
         Returns:
-            One result for each row, in their order: a tensor, an array, or a list with an entry for each row; for
-            several results a tuple or a dict of these.
+            One result for each row, in order: a tensor, an array, or a list. For several results, a tuple or a dict of
+            these.
         """
         return self._raysgd.predict(batch, batch_info)
 
     def state_dict(self) -> Any:
-        """State of your own for checkpoints and recovery; what is registered is taken care of. Return CPU data."""
+        """Return your own state for checkpoints and recovery, on the CPU. Registered objects are saved without it."""
         return None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over what `state_dict` returned, which may be None."""
+        """Load what `state_dict` returned, which may be None."""
 
     def world_changed(self) -> None:
-        """Called on every worker after the number of workers has changed under it, with the new `world_size`.
+        """Called on every worker when the number of workers has changed. `world_size` is the new number.
 
-        For what `setup` computed from the number of workers, such as a learning rate. A worker that steps in has run
-        `setup`; one that stayed has not run it again.
+        Override it to update what `setup` computed from the number of workers, such as a learning rate. A new worker
+        has just run `setup`; a worker that stayed does not run it again.
         """
 
     def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
-        """Called on every worker after `trainer.update_config`; an exception refuses the change, on all workers.
+        """Called on every worker after `trainer.update_config`. An exception refuses the change on all workers.
 
-        A worker that starts later runs `setup` with the config from before, and then this, once for each change.
+        A worker that starts later runs `setup` with the original config, then this method once for each change.
 
-        With PyTorch, learning rates that were `config["lr"]` after `setup` follow it; a new one multiplies the whole
-        schedule. Override it, and call `super`, for what else `setup` computed from the config.
+        With PyTorch, learning rates that were `config["lr"]` after `setup` follow it; a new rate scales the whole
+        schedule. To update something else that `setup` computed from the config, override this and call `super`.
 
         Args:
             config: The config with the new values.
-            changed: The values before, by the names that were changed.
+            changed: The previous values of the changed entries, by name.
         """
         self._raysgd.follow(config, changed)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config, with the batch size under `BATCH_SIZE` divided by the workers."""
+        """The config. The batch size under `BATCH_SIZE` is divided by the number of workers."""
         config: dict[str, Any] = self._raysgd.config
         return config
 
     @property
     def world_rank(self) -> int:
-        """Rank among all workers; 0 when alone."""
+        """Rank among all workers; 0 for a single worker."""
         rank: int = self._raysgd.world.rank
         return rank
 
@@ -279,7 +280,7 @@ class BaseOperator:
 
     @property
     def use_gpu(self) -> bool:
-        """True if the trainer requested a GPU and there is one."""
+        """True if the trainer requested GPUs and this worker has one."""
         use_gpu: bool = self._raysgd.use_gpu
         return use_gpu
 
@@ -287,12 +288,14 @@ class BaseOperator:
 def class_of_creators(
     own: type[BaseOperator], creators_cls: type[BaseOperator], members: Mapping[str, Any]
 ) -> type[Any]:
-    """Return the operator class of creator functions, with the methods of an own class, whose `setup` follows theirs.
+    """Return an operator class that calls creator functions and has the methods of a user's class.
+
+    The `setup` of the user's class runs after the creators.
 
     Args:
         own: The class whose `from_creators` was called.
-        creators_cls: The operator that calls creators.
-        members: The creators, by the names under which it looks for them.
+        creators_cls: The operator class that calls creators.
+        members: The creators, by the attribute names that `creators_cls` uses.
     """
     if issubclass(creators_cls, own):
         return type("CustomCreatorOperator", (creators_cls,), dict(members))
@@ -306,13 +309,13 @@ def class_of_creators(
 
 
 def take_place(operator: BaseOperator, world: World) -> None:
-    """Let an operator go on in another group."""
+    """Let an operator continue in a new group."""
     operator._raysgd.take_place(world)
     operator.world_size = world.size
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:
-    """Return what to raise where a program makes an operator itself."""
+    """Return the error for a program that makes an operator itself."""
     name = operator_cls.__name__
     return TypeError(
         f"`{name}()`: workers make the operators, each its own. Pass the class itself, `training_operator_cls={name}`."
@@ -320,7 +323,7 @@ def made_by_hand(operator_cls: type[Any]) -> TypeError:
 
 
 def check_is_set_up(operator: BaseOperator) -> None:
-    """Raise if an `__init__` of the user has not called that of the library."""
+    """Raise `TypeError` if the user's `__init__` did not call `super().__init__`."""
     if not hasattr(operator, "_raysgd"):
         name = type(operator).__name__
         raise TypeError(
@@ -330,7 +333,7 @@ def check_is_set_up(operator: BaseOperator) -> None:
 
 
 def required(operator: BaseOperator, name: str) -> Any:
-    """An attribute that the stock methods need.
+    """Return an attribute that the stock methods need.
 
     Raises:
         NotRegisteredError: The user's class does not set it.
@@ -347,7 +350,7 @@ def required(operator: BaseOperator, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RegisteredParts:
-    """The objects of one kind, and the kind of container that they came in.
+    """Registered objects of one kind, with the type of container that the user passed.
 
     Attributes:
         items: The objects.
@@ -358,7 +361,7 @@ class RegisteredParts:
     container: type | None
 
     def mirror(self, items: Sequence[Any]) -> Any:
-        """`items` in the container that the user used."""
+        """Return `items` in the container that the user passed."""
         if self.container is None:
             return items[0]
         return tuple(items) if self.container is tuple else list(items)
@@ -367,17 +370,17 @@ class RegisteredParts:
 def parts_of(
     name: str, given: Any, is_one: Callable[[Any], bool], what: str, *, may_be_empty: bool = False
 ) -> RegisteredParts:
-    """One object or several of a kind.
+    """Return the objects in an argument of `register`: one object, or a container of several.
 
     Args:
-        name: The argument that they were passed as.
-        given: What was passed.
-        is_one: Whether an object is of that kind. It may be iterable as well.
-        what: The kind, in words.
-        may_be_empty: Whether a container of none will do.
+        name: Name of the argument.
+        given: Value of the argument.
+        is_one: Returns True for an object of the expected kind, which may be iterable itself.
+        what: The expected kind, in words, for the error.
+        may_be_empty: True to accept an empty container.
 
     Raises:
-        InvalidRegistrationError: Something in it is of another kind, or there is none.
+        InvalidRegistrationError: An object is of another kind, or there is none.
     """
     if is_one(given):
         return RegisteredParts([given], None)

@@ -1,6 +1,6 @@
-"""The base of the replicas of operators: what the engine and the driver call by name.
+"""The base of the replicas that host operators: the methods that the engine and the driver call by name.
 
-`hosted` has the operator and its framework, `training` its calls, and `state` copies of the state. Why: ADR 115.
+`hosted` has the operator and its framework, `training` the calls, `state` the copies of the state. ADR 115 says why.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class ClassRunner(ReplicaCalls, ABC):
-    """Hosts one operator at a time; a `RegroupingReplica`.
+    """A `RegroupingReplica` that hosts one operator at a time.
 
     Args:
-        settings: What the operator is made from, and what belongs to it.
-        world: The place among the replicas.
+        settings: Settings to build the operator from.
+        world: Rank of this worker, and size of the group.
     """
 
     _candidate: Hosted | None = None
@@ -42,13 +42,13 @@ class ClassRunner(ReplicaCalls, ABC):
 
     @abstractmethod
     def _make_hosted(self, settings: Any, world: World) -> Hosted:
-        """The hosted operator that these settings make in this framework; its `build` was not called yet."""
+        """Return a hosted operator of this framework for these settings. Its `build` is not called yet."""
 
     def setup(self) -> Any:
-        """Build the operator, which runs the user's `setup`, and tell it what changed later. Return its facts.
+        """Build the operator, which runs the user's `setup`, and apply later changes of the config. Return its facts.
 
         Raises:
-            NotRegisteredError: That registers nothing.
+            NotRegisteredError: `setup` registered no model.
         """
         facts = self._hosted.build()
         if not facts.num_models:
@@ -63,7 +63,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def renew(self, settings: Any, world: World | None = None) -> Any:
-        """Make a new operator, from other settings, in the group that there is. Return facts, like `setup`."""
+        """Make a new operator from new settings, in the same process and group. Return its facts, like `setup`."""
         self.shutdown()
         self.drop_reload()
         self._settings = settings
@@ -71,44 +71,44 @@ class ClassRunner(ReplicaCalls, ABC):
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Tell the operator what has changed in the settings since it was made; see `Hosted.follow`."""
+        """Apply changes of the settings that were made since the operator was built; see `Hosted.follow`."""
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:
-        """Take a step in advance, before this replica has a place among others."""
+        """Take a step in advance, before this replica has a place in a group."""
         self._ledger.stand_by()
         try:
             self._hosted.warm_up()
-        except Exception as error:  # in a real step the user gets it
+        except Exception as error:  # a real step raises it
             logger.warning("warm-up of a new worker failed: %r", error)
 
     @property
     def epoch(self) -> int:
-        """The number of passes over the train data that were begun."""
+        """Number of passes over the train data that have begun."""
         return self._hosted.feed.epoch
 
     @property
     def epochs_done(self) -> int:
-        """The number of passes over the train data that were completed."""
+        """Number of passes over the train data that are complete."""
         feed = self._hosted.feed
         position = feed.position()
         is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
         return feed.epoch - bool(is_mid_pass)
 
     def change_config(self, settings: Any) -> list[str]:
-        """Change entries of the config in the operator; see `Hosted.change_config`."""
+        """Change entries of the operator's config; see `Hosted.change_config`."""
         return self._hosted.change_config(settings)
 
-    # What follows changes a live replica without a new process. ADR 72 says why a class is edited in two steps.
+    # The next methods change the operator class of a live replica. ADR 72 says why in two steps.
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
-        """Make an operator of another class with the state of this one, which goes on until `finish_reload`.
+        """Make an operator of an edited class with the current state. The old one stays in use until `finish_reload`.
 
         Returns:
-            Its facts, and the hyperparameters that its `setup` chooses differently.
+            Facts of the new operator, and the hyperparameters that its `setup` chose differently.
 
         Raises:
-            ValueError: The state does not fit.
+            ValueError: The state does not fit the new operator.
         """
         hosted = self._hosted
         self._candidate, own = None, hosted.state.own()
@@ -123,8 +123,8 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Go on with the operator that `prepare_reload` made; None where there is none."""
-        if self._hosted.settings.revision != revision:  # else it was made with the new class
+        """Switch to the operator that `prepare_reload` made. Return its facts; None if there is no such operator."""
+        if self._hosted.settings.revision != revision:  # otherwise this replica already started with the new class
             candidate = self._candidate
             if candidate is None or candidate.settings.revision != revision:
                 return None
@@ -136,54 +136,58 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def drop_reload(self) -> None:
-        """Forget what `prepare_reload` made."""
+        """Drop the operator that `prepare_reload` made."""
         self._candidate = None
 
     def follow_config(self) -> None:
-        """Give the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
+        """Set the optimizers' hyperparameters to those of `setup` again, after a state of another config was loaded."""
         self._hosted.follow_config()
 
     # ------------------------------------------------------------------------------------------------ the state
 
     def state(self) -> dict[str, Any]:
-        """The state; copy before anything else runs."""
+        """Return the live state. Copy it before anything else runs."""
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copy the state once: rank 0 what all ranks share, every rank what is its own."""
+        """Copy the state between two calls: rank 0 copies the shared state, every rank its own.
+
+        Args:
+            landed_token: Token of the last copy that the driver has fetched; None if it has none.
+        """
         return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
 
     def fetch(self, token: int) -> Any:
-        """The copy of the state that `token` names."""
+        """Return the copy of the state that `token` names."""
         return self._copies.fetch(token)
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """This rank's part of the snapshot taken inside the running call after `number` steps."""
+        """Return this rank's part of the mid-call snapshot after `number` steps; None if it was dropped."""
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Take over a snapshot or a checkpoint; nothing is changed if it does not fit. See `ReplicaState.restore`."""
+        """Restore a snapshot or a checkpoint. If it does not fit, nothing is changed. See `ReplicaState.restore`."""
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
-        """Take over a snapshot that was taken inside a training call, ready to continue the call."""
+        """Restore a snapshot that was taken inside a training call. The call can then continue from there."""
         self.restore(shared_state, own_state)
         self._go_on_from(first, parts)
 
     def shutdown(self) -> None:
-        """Drop the iterators, and with them the processes of loaders. The operator itself stays usable."""
+        """Drop the iterators, which ends the processes of loaders. The operator stays usable."""
         self._hosted.close()
         self._forget_call()
         self._copies.clear()
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue in the new group; take over the state of `handover.source` if it is among the takers."""
+        """Continue in the new group. A rank among `handover.takers` receives the state of `handover.source`."""
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
-            self.drop_reload()  # what was made for the group before
-            if handover.make_replica is not None:  # it was made ready earlier
+            self.drop_reload()  # it was made for the old group
+            if handover.make_replica is not None:  # this standby worker was built with earlier settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
             hosted.take_place(world)
@@ -199,9 +203,19 @@ class ClassRunner(ReplicaCalls, ABC):
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
     ) -> EpochAnswer | None:
-        """Validate a state of the workers that train, on a spare that is in no group; None where this loan was ended.
+        """Validate a state of the training workers on a spare worker, which is in no group.
 
-        A spare that has to be made again for settings from before is made again for its own afterwards.
+        If the state belongs to older settings, the operator is rebuilt for them, and for its own settings afterwards.
+
+        Args:
+            number: Number of the loan.
+            settings: Settings that the state belongs to.
+            state: The state to validate.
+            request: The validation request.
+            share: This worker's part of data that the driver divides.
+
+        Returns:
+            The answer; None if the loan ended before the validation was complete.
         """
 
         def has_left() -> bool:
@@ -225,5 +239,5 @@ class ClassRunner(ReplicaCalls, ABC):
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:
-        """End this loan and all before it; called from a second thread."""
+        """End this loan and all earlier ones. Called from a second thread."""
         self._last_left = max(self._last_left, number)

@@ -1,4 +1,4 @@
-"""The calls of one replica, each up to its answer: `train`, across losses; and `validate` and `predict`."""
+"""The calls of one replica, each up to its answer: `train`, across losses of workers, `validate` and `predict`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _PHASES = {"train": "training", "validation": "validating", "test": "testing", "
 
 @dataclass(frozen=True)
 class RunningCall:
-    """The call that a replica is in.
+    """A call while it runs on a replica.
 
     Attributes:
-        stream: Where its batches come from; counts them as `num_steps_taken`.
-        began_at: Batches that the stream had given out before.
-        num_steps: How many to take; None for all.
-        info: What the operator is told.
-        kind: What the call does.
+        stream: Source of its batches, which counts them as `num_steps_taken`.
+        began_at: Value of `num_steps_taken` when the call began.
+        num_steps: Number of steps to take; None for all.
+        info: `info` of the operator's method.
+        kind: Kind of the call.
     """
 
     stream: Any
@@ -54,32 +54,31 @@ class RunningCall:
 
 
 class ReplicaCalls:
-    """Runs the calls of a hosted operator, continues those that broke off or were held, and says how far they are.
+    """Runs the calls of a hosted operator, continues interrupted or held ones, and reports their progress.
 
     Args:
-        snapshot_every_n_steps: How often to copy the state inside a training call; None for never.
+        snapshot_every_n_steps: Number of steps between copies of the state inside a training call; None for no copies.
     """
 
     _hosted: Hosted
     _running: RunningCall | None = None
-    _run: EpochRun | None = None  # the training call that it is in, or was in last
-    _has_left: Callable[[], bool] | None = None  # whether no more batches are to be validated; None: nothing says so
+    _run: EpochRun | None = None  # the current or last training call
+    _has_left: Callable[[], bool] | None = None  # returns True to end a validation early; None without a loan
 
     def __init__(self, snapshot_every_n_steps: int | None) -> None:
         self._ledger = Ledger()
         self._copies = StateCopies(snapshot_every_n_steps, self._ledger)
 
     def _host(self, hosted: Hosted) -> None:
-        """Work with this operator from here on; no call of it was made yet."""
+        """Use this operator from here on. It has run no call yet."""
         self._hosted = hosted
         self._forget_call()
-        # The number of the last proposal to stop, and whether it is known that all agreed.
-        self._last_hold = 0, False
-        self._name = uuid.uuid4().hex  # what other ranks know this one by, in whatever group
-        self._timers = TimerCollection()  # the operator's, which run in calls that ask for a profile
+        self._last_hold = 0, False  # number of the last proposal to stop; True if it is known that all ranks agreed
+        self._name = uuid.uuid4().hex  # identifies this rank to others, also in later groups
+        self._timers = TimerCollection()  # the operator's timers, enabled in calls with `profile`
 
     def _forget_call(self) -> None:
-        """Forget the call: the state is another one."""
+        """Forget the last training call, because the state was replaced."""
         self._running = self._run = None
         self._copies.forget_call()
 
@@ -89,11 +88,11 @@ class ReplicaCalls:
         """Run the operator's `train_epoch` once.
 
         Args:
-            request: What is asked.
-            share: This replica's part of data that the driver divides; None if it has that already.
+            request: The training request.
+            share: This replica's part of data that the driver divides; None if the replica has it already.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        raised, self._run = self._unfinished, None  # what fails from here on, before it has begun, has no answer
+        raised, self._run = self._unfinished, None  # if the new call fails before it begins, there is no call to resume
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # to the batch in which user code raised
         self._ledger.begin_call()
@@ -109,33 +108,33 @@ class ReplicaCalls:
         return self._go_through(run, stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Go on with a call that broke off or was held, wherever in the data it is by now."""
+        """Continue a call that was interrupted or held, from the step after the last completed one."""
         run, loop = epoch_run.run_of(self._run, request.call), self._hosted.loop
-        if run is None:  # this rank had not begun it yet when it broke off
+        if run is None:  # this rank had not begun the call when it was interrupted
             return self.train_epoch(request, share)
         if run.answer is not None:
             return self._complete(run, run.answer)
-        if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
+        if run.is_finished:  # another rank finished the call: only report what this rank measured
             return self._finish(run, loop.results(run), request)
         self._hosted.feed.begin_again(request, share, run.place)
         return self._go_through(run, loop.stream(request, is_begun=True), request)
 
     def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Go on with an epoch that a run had left at a step, perhaps in another process; its state is loaded.
+        """Continue an epoch that a run left after some step, perhaps in another process. Its state is already loaded.
 
         Args:
-            begun: Where it was left, and what those ranks had measured whose metrics this one counts.
-            request: What is asked.
-            share: As for `train_epoch`.
+            begun: Where the epoch was left, and the metrics of the ranks that this one counts.
+            request: The training request.
+            share: See `train_epoch`.
         """
         loop, run = self._hosted.loop, self._unfinished
-        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # other data are registered by now
+        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # the registered data are different now
             return self.train_epoch(request, share)
         self._ledger.begin_call()
         loop.begin_call()
         self._set_timers(request.profile)
         if run is not None and (run.num_completed, run.epoch_idx) == (begun.num_steps, begun.epoch_idx):
-            run.detach()  # in this very process, which has more than the sums
+            run.detach()  # the epoch was left in this process, which also has metric objects
             run.call = request.call
             return self.resume_epoch(request, share)
         lost = {f"left {number}": metrics for number, metrics in enumerate(begun.lost)}
@@ -146,12 +145,12 @@ class ReplicaCalls:
         return self.resume_epoch(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Go on with a call of `resume_left` that broke off or was held."""
+        """Continue a call of `resume_left` that was interrupted or held."""
         has_begun = epoch_run.run_of(self._run, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def _go_through(self, run: EpochRun, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
-        """Run the operator's `train_epoch` over these batches, once."""
+        """Run the operator's `train_epoch` once, over the rest of the call's batches."""
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
         callbacks = internals.callbacks
@@ -178,7 +177,7 @@ class ReplicaCalls:
                 stack.enter_context(hosted.training(run, stream))
                 place = internals.place = loop.place
                 after = callbacks.after_batch(operator, place) if callbacks.are_there else None
-                if after is not None or not is_stock:  # else the stock loop does it: no one sees the metrics first
+                if after is not None or not is_stock:  # the stock loop completes the metrics itself
                     stack.enter_context(around_batches(operator, "train_batch", place, after))
                 if callbacks.are_there:
                     stack.enter_context(callbacks.listening(operator))
@@ -193,18 +192,18 @@ class ReplicaCalls:
         except HeldAtBoundary:
             is_planned, run.gate = run.gate.is_planned(run.num_completed), Gate()
             return HeldAtStep(run.num_completed, self._snapshot(run), is_planned)
-        except BaseException as error:  # also Ctrl-C: the next call begins at a boundary
+        except BaseException as error:  # also Ctrl-C: the next call must begin at a boundary
             is_alone = not hosted.world.is_distributed
             if loop.can_return and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
-            elif is_alone and stream is feed.train_stream:  # its optimizer stepped, so the batch counts
+            elif is_alone and stream is feed.train_stream:  # the optimizer has stepped, so the batch counts
                 stream.settle()
             raise
         finally:
             internals.meters_to_fill = stream.at_boundary = None
             internals.place = place_before
         if not batches.was_touched and feed.epoch == epoch_before:
-            feed.begin_pass()  # one that brought its own data
+            feed.begin_pass()  # `train_epoch` used its own data
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
@@ -227,11 +226,11 @@ class ReplicaCalls:
         return self._complete(run, answer)
 
     def _complete(self, run: EpochRun, answer: EpochAnswer) -> EpochAnswer:
-        """Return the answer with what ranks had measured that are gone; the first rank counts that."""
+        """Return the answer of this rank. On rank 0, add the metrics of lost workers."""
         return answer if self._hosted.world.rank or not run.rows.lost else run.with_lost(answer)
 
     def _set_timers(self, profile: bool) -> None:
-        """Get the timers ready for a call."""
+        """Reset and enable the operator's timers for a call with `profile`; disable them for other calls."""
         if profile:
             self._timers.reset()
             self._timers.enable()
@@ -245,10 +244,10 @@ class ReplicaCalls:
         """Return the answer to a call.
 
         Args:
-            returned: What the operator's method returned. What is no mapping travels as it is.
-            request: What was asked.
-            num_steps: How many steps were taken.
-            extra: What the library adds to the metrics.
+            returned: What the operator's method returned. If it is no mapping, it is sent unchanged.
+            request: The request of the call.
+            num_steps: Number of steps taken.
+            extra: Entries that the library adds to the metrics.
         """
         if not isinstance(returned, Mapping):
             return EpochAnswer(None, returned, num_steps)
@@ -262,7 +261,11 @@ class ReplicaCalls:
         return EpochAnswer(MetricSummary(values, *behind), None, num_steps)
 
     def _at_boundary(self, loop: Loop, run: EpochRun, stream: Any) -> None:
-        """Between two steps: take a snapshot if one is due, and stop if that was agreed on."""
+        """Called between two steps, when the last one counts: count its metrics, take a snapshot, stop if agreed.
+
+        Raises:
+            HeldAtBoundary: All ranks have agreed to stop here.
+        """
         loop.note_boundary()
         run.meters.count_held()
         if run.meters.has_objects:
@@ -294,10 +297,10 @@ class ReplicaCalls:
             return self._copies.after_call(hosted.state, hosted.world.rank, None)
         return self._snapshot(run)
 
-    # ------------------------------------------------------------------------------------ a call in another group
+    # ------------------------------------------------------------------------------------ a call in a new group
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return how far the training call is that broke off or was held, or the last one that was completed."""
+        """Return the progress of the interrupted or held training call, otherwise of the last completed one."""
         self._ledger.leave_group()
         hosted, loop, run = self._hosted, self._hosted.loop, self._run
         obstacle = hosted.group_obstacle
@@ -309,9 +312,9 @@ class ReplicaCalls:
         return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Ask to stop between two steps, from a second thread; see `RegroupingReplica`."""
+        """Propose a step to stop at. Called from a second thread; see `RegroupingReplica`."""
         run = self._unfinished
-        if number <= self._last_hold[0]:  # it would be settled by now, and the training would wait at it
+        if number <= self._last_hold[0]:  # arrived late: it is settled already, and the training would wait forever
             return None
         self._last_hold = number, False
         hosted = self._hosted
@@ -323,32 +326,32 @@ class ReplicaCalls:
         return step if run.gate.propose(step, lambda: run.num_completed) else None
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Say what became of the proposal."""
+        """Settle a proposal: all ranks stop there if `is_agreed`, otherwise none does."""
         if self._run is not None and number == self._last_hold[0]:
             self._last_hold = number, is_agreed
             self._run.gate.settle(is_agreed)
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return what was proposed last; see `RegroupingReplica`."""
+        """Return the last proposal and its outcome; see `RegroupingReplica`."""
         return self._last_hold
 
     def _leave_group(self) -> None:
-        """Go back to the last boundary, and leave the stream there: it will be another one, or at another place."""
+        """Return to the last boundary, and detach the call from its stream: the new group divides the data again."""
         loop, run = self._hosted.loop, self._unfinished
         loop.break_off()
         self._copies.forget_call()
         if run is not None:
-            if loop.is_whole:  # else the state of another rank follows
+            if loop.is_whole:  # otherwise this rank receives another rank's state
                 loop.return_to_boundary()
             self._note_place(run)
             run.detach()
 
     def _handed_over(self) -> tuple[Mapping[str, Any], RunState | None]:
-        """Return the state, and where the call is, for ranks that take both over."""
+        """Return the state and the progress of the call, for ranks that receive both."""
         return self._hosted.state.read(), None if self._run is None else self._run.state(with_metrics=False)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
-        """Go on from the state of another rank, and from where it is."""
+        """Continue from the state and the progress of another rank."""
         self._hosted.restore(state, None)
         if run is None:
             self._run = None
@@ -358,7 +361,7 @@ class ReplicaCalls:
         self._run = own
 
     def _go_on_from(self, first: RunState, parts: Iterable[RunState]) -> None:
-        """Get ready to continue a call of which a snapshot was taken, with what these ranks had measured."""
+        """Prepare to continue a call from a mid-call snapshot, and count the metrics of the ranks in `parts`."""
         run = self._new_run(first.call, first.epoch_idx, first.num_requested)
         run.count(part.metrics for part in parts)
         run.take_over(first)
@@ -369,11 +372,11 @@ class ReplicaCalls:
         return EpochRun(epoch_idx, num_steps, meters, RankRows(self._name), call=call)
 
     def _settle_run(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Go on in another group.
+        """Continue the call in a new group.
 
         Args:
-            present: Its ranks, all others are gone; None where that is not known.
-            left: How far those were that left in an orderly way.
+            present: Names of the ranks in the new group. All others are lost. None if the names are not known.
+            left: Progress and metrics of the ranks that left in an orderly way.
         """
         run = self._run
         if run is not None:
@@ -386,8 +389,8 @@ class ReplicaCalls:
         """Run the operator's `validate` once.
 
         Args:
-            request: What is asked.
-            share: This replica's part of data that the driver divides; None if it has that already.
+            request: The validation request.
+            share: This replica's part of data that the driver divides; None if the replica has it already.
         """
         with self._ledger.evaluating():
             return self._validate(request, share)
@@ -397,7 +400,7 @@ class ReplicaCalls:
         options = loop.validation_options(request)
         self._set_timers(request.profile)
         feed.take_share("validation", request, share)
-        if feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
+        if feed.ray_loader("validation") is not None:  # all ranks must begin a pass together
             request = replace(request, starts_over=True)
         forget(operator._raysgd)
         with (
@@ -418,12 +421,12 @@ class ReplicaCalls:
         return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
-        """Take part in a round of a prediction.
+        """Predict this replica's batches in one round of a prediction.
 
         Args:
-            request: What is asked.
+            request: The prediction request.
             work: This replica's batches.
-            share: What it needs for the whole prediction; None if nothing, or if it has that already.
+            share: Data for the whole prediction; None if there is none, or if the replica has it already.
 
         Returns:
             The output for each batch, as arrays.
@@ -436,11 +439,11 @@ class ReplicaCalls:
                 batches = hosted.to_predict(request, work, share)
                 return outputs_of(operator, batches, request, place, hosted.as_array)
 
-    # ------------------------------------------------------------------ how far it is, also for a second thread
+    # ------------------------------------------------------------------ progress, also for a second thread
 
     @contextmanager
     def _shown(self, running: RunningCall) -> Iterator[None]:
-        """Inside is the operator's part of a call, and a second thread is told how far that is."""
+        """Show a second thread the progress of the operator's method that runs inside the context."""
         self._running, self._hosted.operator._raysgd.latest_metrics = running, {}
         try:
             yield
@@ -449,12 +452,12 @@ class ReplicaCalls:
 
     @property
     def _unfinished(self) -> EpochRun | None:
-        """The training call of which something is left to do."""
+        """The training call that is not finished; None if there is none."""
         run = self._run
         return None if run is None or run.is_finished else run
 
     def heartbeat(self) -> Heartbeat:
-        """Return a sign of life; called from a second thread."""
+        """Return a heartbeat. Called from a second thread."""
         run, running = self._unfinished, self._running
         if run is None:
             return self._heartbeat("between calls" if running is None else _PHASES[running.kind], -1)
@@ -478,12 +481,12 @@ class ReplicaCalls:
         )
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
-        """Return what it did that all ranks have to do alike, if this error may come from a difference in that."""
+        """Return the record of what all ranks must do alike, if ranks that did different things may explain `error`."""
         loop = self._hosted.loop
         return loop.joint_work if loop.may_be_parted(error) else None
 
     def progress(self) -> CallProgress | None:
-        """Return how far the running call is; called from a second thread."""
+        """Return the progress of the running call; None between calls. Called from a second thread."""
         running = self._running
         if running is None:
             return None

@@ -1,4 +1,4 @@
-"""The callbacks that run in one worker: when each of them is called, and their part of the worker's state."""
+"""The callbacks that run in one worker: when they are called, and their part of the worker's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_sta
 from raysgd.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"
-"""Key of their part of a state; a state without callbacks has none."""
+"""Key of the callbacks' part of a state. A state without callbacks does not have it."""
 
 
 logger = logging.getLogger(__name__)
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 class InstalledCallbacks:
     """The worker callbacks of one operator.
 
-    A state that no callback has claimed is kept: the next callback with the same `state_key` gets it.
+    A state that no callback has claimed is kept for the next callback with the same `state_key`.
 
     Attributes:
-        are_there: Whether there is one.
-        wants_gradients: Whether one is to be called before an optimizer steps.
-        wants_steps: Whether one is to be called after an optimizer has stepped.
+        are_there: True if there is a callback.
+        wants_gradients: True if a callback is called before an optimizer steps.
+        wants_steps: True if a callback is called after an optimizer has stepped.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class InstalledCallbacks:
         self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
-        """Put copies of `callbacks` in the place of those that there are."""
+        """Replace the callbacks by copies of `callbacks`."""
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
@@ -54,14 +54,14 @@ class InstalledCallbacks:
     # ---------------------------------------------------------------------------------------------- around a step
 
     def begin_epoch(self, epoch: Any, operator: Any) -> None:
-        """Called before steps; an epoch that continues after a failure has begun already, unless this worker is new."""
+        """Call `on_epoch_begin`, unless this worker called it for the epoch before a failure interrupted it."""
         if epoch is not self._epoch:
             self._epoch = epoch
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
-        """Return what is called with the metrics of each batch; None where no callback sees them."""
+        """Return a function to call with the metrics of each batch; None if no callback needs them."""
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
 
         def after(metrics: Any) -> Any:
@@ -76,7 +76,7 @@ class InstalledCallbacks:
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
-        """Inside, callbacks are called around the steps of optimizers."""
+        """Call callbacks around the steps of optimizers inside the context."""
         self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
@@ -86,22 +86,22 @@ class InstalledCallbacks:
             self._listen([], [])
 
     def gradients(self, optimizer: Any) -> None:
-        """Called before an optimizer steps, with gradients that are complete."""
+        """Call `on_gradients` before an optimizer steps, when its gradients are complete."""
         for each in self._on_gradients:
             call_event(each, "on_gradients", self._operator, optimizer)
 
     def stepped(self, optimizer: Any) -> None:
-        """Called after an optimizer has stepped."""
+        """Call `on_optimizer_step` after an optimizer has stepped."""
         for each in self._on_steps:
             call_event(each, "on_optimizer_step", self._operator, optimizer)
 
     @property
     def changed_by_steps(self) -> list[WorkerCallback]:
-        """Return the callbacks that are called when an optimizer steps."""
+        """The callbacks that are called when an optimizer steps."""
         return [*self._on_gradients, *self._on_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
-        """Called with what `train_epoch` returned; returns that with what callbacks have added."""
+        """Call `on_epoch_end`. Return the metrics of `train_epoch` with what callbacks have added."""
         self._epoch = None
         watching = self._with("on_epoch_end")
         if not watching or not isinstance(returned, Mapping):
@@ -115,36 +115,36 @@ class InstalledCallbacks:
         return [each for each in self._callbacks if getattr(type(each), method) is not getattr(WorkerCallback, method)]
 
     def of_kind(self, kind: type) -> Any:
-        """Return the callback of a class; None if there is none."""
+        """Return the callback of exactly this class; None if there is none."""
         return next((each for each in self._callbacks if type(each) is kind), None)
 
     # ---------------------------------------------------------------------------------------------- their state
 
     def states(self) -> dict[str, Any]:
-        """The state of each callback by its `state_key`, and what no callback has claimed yet."""
+        """Return the states of the callbacks by `state_key`, with states that no callback has claimed."""
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 
     def state_of(self, key: str) -> Any:
-        """Return one of these states; None if there is none."""
+        """Return the state under one `state_key`; None if there is none."""
         found = next((each for each in self._callbacks if key_of(each) == key), None)
         return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
 
     def part_of_state(self) -> dict[str, Any]:
-        """Their part of the state of a replica; empty if there is none."""
+        """Return the callbacks' part of the replica's state; empty if there are no states."""
         states = self.states()
         return {CALLBACKS: states} if states else {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state whose part for callbacks is of another form.
+        """Check the form of the callbacks' part of a state.
 
         Raises:
-            ValueError: It is.
+            ValueError: The part is not a mapping.
         """
         if not isinstance(state.get(CALLBACKS, {}), Mapping):
             raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
 
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
-        """Take over their part of a state. A callback that has none in it begins again: the model is another one."""
+        """Load the callbacks' part of a state. A callback without a state in it begins again, as for a new model."""
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
             call_event(each, "on_begin", operator)
@@ -157,7 +157,7 @@ class InstalledCallbacks:
             )
 
     def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
-        """Give each callback its state; return callbacks that have none."""
+        """Load the state of each callback. Return the callbacks without one."""
         self._unclaimed = {key: state for key, state in states.items() if state is not None}
         for each in self._callbacks:
             state = self._unclaimed.pop(key_of(each), None)
@@ -176,7 +176,10 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 
 
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
-    """Add a batch to those of a step; return their means and what these are over. What has no mean stays."""
+    """Add a batch to the meters of its step. After the last one, return the means of the step with their weights.
+
+    Metrics that cannot be averaged keep the value of this batch.
+    """
     if not isinstance(metrics, Mapping):
         return metrics
     values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}

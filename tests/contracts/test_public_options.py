@@ -56,12 +56,17 @@ def test_recovery_has_nine_rules() -> None:
 
 def test_the_package_has_few_names() -> None:
     assert raysgd.__all__ == [
+        "CallRecord",
         "CreatorOperator",
         "Detached",
+        "GroupEvent",
+        "History",
+        "Preempted",
         "PyTorchTrainer",
         "Recovery",
         "TFTrainer",
         "TorchTrainer",
+        "TrainerStatus",
         "TrainingOperator",
         "__version__",
         "attach",

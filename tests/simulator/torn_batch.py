@@ -30,7 +30,9 @@ class _Pair(TrainingOperator):
             original_models=[self.weights],
             optimizers=[torch.optim.Adagrad([first]), torch.optim.SGD([second], lr=1.0, maximize=True)],
         )
-        internals: Any = SimpleNamespace(registered=registered, precision=Precision(), callbacks=InstalledCallbacks())
+        internals: Any = SimpleNamespace(
+            registered=registered, precision=Precision(), callbacks=InstalledCallbacks(), remade=None
+        )
         self._raysgd = internals
 
 

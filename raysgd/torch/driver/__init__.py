@@ -1,1 +1,1 @@
-"""The driver's part of `TorchTrainer`: arguments, files, changes."""
+"""The driver's part of `TorchTrainer`: checks of arguments and answers, and files."""

@@ -1,7 +1,7 @@
-"""Checks of `TorchTrainer` that refuse an argument before anything starts, and defaults.
+"""Defaults and checks of `TorchTrainer`'s arguments, before anything starts.
 
 Every check raises `ValueError` or `TypeError`, and says what was passed, what is allowed, and what to do. The settings
-check each option by itself; this module checks options against each other, and what only the driver knows.
+check each option by itself. This module checks combinations of options, and options that only the driver can check.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Refuse workers that cannot meet: one in a driver that is outside the cluster, or several without collectives."""
+    """Check that workers can form a group: the driver's worker is in the cluster, and PyTorch has collectives."""
     if use_local:
         _check_use_local(num_workers)
     if num_workers > 1 and not torch.distributed.is_available():
@@ -59,17 +59,23 @@ _once = Once()
 
 
 def check_operator_class(operator_cls: Any) -> None:
-    """Refuse anything but an operator class."""
+    """Check that the argument is an operator class."""
     checks.check_operator_class(operator_cls, TrainingOperator, "TrainingOperator")
 
 
 def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, global_option: str = "") -> None:
-    """Refuse what cannot be divided over the workers, which step each by itself if they step apart.
+    """Check that a dataset can be divided over the workers.
+
+    Args:
+        dataset: The dataset of a call; None for the registered data.
+        name: Name of the argument.
+        steps_apart: True if the workers do not step together.
+        global_option: The trainer's option for global batches, which need data that can be divided by samples; empty
+            if there is none.
 
     Raises:
-        TypeError: It is of an unknown kind.
-        ValueError: It cannot be divided by samples, though the trainer has this option for global batches; or not by
-            workers that step apart.
+        TypeError: The dataset is of an unknown kind.
+        ValueError: It cannot be divided by samples, or not for workers that do not step together.
     """
     if dataset is None:
         return
@@ -93,7 +99,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
 
 
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
-    """Return whether to use GPUs; "auto" asks the driver's PyTorch."""
+    """Return True to use GPUs. "auto" does so if the driver's PyTorch sees one."""
     available = torch.cuda.is_available()
     if isinstance(use_gpu, str) and use_gpu == "auto":
         return available
@@ -104,7 +110,7 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
 
 
 def warn_of_unused_gpus(use_gpu: bool | str) -> None:
-    """Say that nodes have GPUs where the driver, by which "auto" goes, has none."""
+    """Warn if "auto" uses no GPUs, because the driver has none, but the nodes have some."""
     if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
         logger.warning(
             'the nodes have %g GPUs, and training runs on CPUs: `use_gpu="auto"` goes by the driver, which has none. '
@@ -114,7 +120,7 @@ def warn_of_unused_gpus(use_gpu: bool | str) -> None:
 
 
 def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
-    """Refuse amounts that Ray does not hand out, and NCCL on a GPU that workers share."""
+    """Refuse numbers of GPUs that Ray cannot reserve, and NCCL on a GPU that workers share."""
     if (
         not is_number(num_gpus_per_worker)
         or num_gpus_per_worker <= 0
@@ -132,7 +138,7 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
 
 
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """The backend that "auto" stands for, or the one that was named."""
+    """Return the name of the backend. "auto" is NCCL with GPUs and gloo without."""
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
     if backend not in ("nccl", "gloo", "horovod"):
@@ -141,7 +147,7 @@ def resolve_backend(backend: str, use_gpu: bool) -> str:
 
 
 def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
-    """Refuse what cannot be had together with `backend="horovod"`, and that itself where Horovod is missing."""
+    """Refuse options that do not work with `backend="horovod"`, and the backend if Horovod is missing."""
     hvd = import_horovod()
     if precision == "apex":
         raise ValueError(
@@ -161,14 +167,14 @@ def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
 
 
 def resolve_timeout(timeout_s: float | None, backend: str) -> float:
-    """Seconds that a collective may take: what was passed, or the default of the transport."""
+    """Return the seconds that a collective may take: the argument, or the default of the backend."""
     if timeout_s is not None:
         return timeout_s
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
 def check_spares(group: GroupSettings, strategy: str) -> None:
-    """Refuse spares where they cannot take the place of a lost worker."""
+    """Refuse spare workers if they could not replace a lost worker."""
     group.refuse_spares(
         ((strategy != "ddp", f'`strategy="{strategy}"`'), (group.backend == "horovod", '`backend="horovod"`')),
         'workers outside the driver, `Recovery(in_place=True)`, and `strategy="ddp"` on gloo or NCCL',
@@ -176,13 +182,13 @@ def check_spares(group: GroupSettings, strategy: str) -> None:
 
 
 def outlives_its_process(options: Mapping[str, Any]) -> bool:
-    """Return whether the workers of a trainer with these options can outlive its process."""
+    """Return True if the workers of a trainer with these options can outlive its process."""
     is_ddp = options.get("strategy") in (None, "ddp") and options.get("wrap_ddp", True)
     return is_ddp and options.get("backend") != "horovod"
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Refuse an invalid batch size; warn about one that cannot be divided evenly, if it would have to be."""
+    """Refuse an invalid batch size in the config. Warn if it must be divided evenly and cannot be."""
     config = settings.config
     if BATCH_SIZE not in config:
         return
@@ -199,7 +205,7 @@ STRATEGIES = ("ddp", "fsdp", "none")
 
 
 def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
-    """Return how replicas are kept equal, of the newer argument and the older one."""
+    """Return the strategy that the newer argument `strategy` or the older `wrap_ddp` names."""
     refuse_text(wrap_ddp=wrap_ddp)
     if strategy is None:
         return "ddp" if wrap_ddp else "none"
@@ -224,11 +230,11 @@ _OTHER_FSDP = {
     "mixed_precision": "Pass `mp_policy`.",
     "cpu_offload": "Pass `offload_policy`.",
 }
-"""Arguments of PyTorch's earlier FSDP, which put whole models together: what to do instead."""
+"""Arguments of PyTorch's first FSDP, with what to do instead."""
 
 
 def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
-    """Return the options of FSDP; refuses those that are unknown, of the wrong kind or not asked for."""
+    """Return the options of FSDP. Refuse unknown or invalid ones, and any for another strategy."""
     if strategy_options is None:
         return FSDPOptions()
     if not isinstance(strategy_options, Mapping):
@@ -257,7 +263,7 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 
 
 def check_global_batches(settings: TorchSettings) -> None:
-    """Refuse global batches where nothing divides them, or nothing averages the gradients of uneven shares."""
+    """Refuse global batches if the data would not be divided by samples, or gradients not weighted by shares."""
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
     way_out = 'it divides data that `strategy="ddp"` on gloo or NCCL trains on. Use that, or omit it'
     settings.batch_options.refuse_with(
@@ -295,7 +301,7 @@ def check_global_batches(settings: TorchSettings) -> None:
 
 
 def check_combination(settings: TorchSettings) -> None:
-    """Refuse what cannot work together, by name."""
+    """Refuse options that do not work together, by name."""
     precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
     step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
     check_global_batches(settings)
@@ -361,10 +367,10 @@ _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_cr
 
 
 def refuse_other_name(given: Mapping[str, Any]) -> None:
-    """Refuse an operator class that was passed under another name than that of its argument.
+    """Refuse an operator class that was passed under a wrong name.
 
     Raises:
-        TypeError: One was.
+        TypeError: There is one.
     """
     for name, value in given.items():
         if isinstance(value, type) and issubclass(value, TrainingOperator):
@@ -372,10 +378,10 @@ def refuse_other_name(given: Mapping[str, Any]) -> None:
 
 
 def take_creators(given: dict[str, Any]) -> None:
-    """Refuse the creator functions that were arguments once.
+    """Refuse creator functions, which older versions accepted.
 
     Raises:
-        DeprecationWarning: One of them was passed.
+        DeprecationWarning: One was passed.
     """
     if any([given.pop(name, None) for name in _CREATORS]):
         raise DeprecationWarning(
@@ -385,10 +391,10 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Refuse the other arguments that were retired; return `serialize_data_creation`, which has no effect.
+    """Refuse all other retired arguments. Return `serialize_data_creation`, which has no effect.
 
     Raises:
-        DeprecationWarning: One of them was passed.
+        DeprecationWarning: One was passed.
     """
     _take(given, "num_replicas", "use `num_workers`")
     _take(

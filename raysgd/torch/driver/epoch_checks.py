@@ -1,4 +1,4 @@
-"""Checks of the driver when all workers have answered a call of `train` or `validate`."""
+"""Checks of all workers' answers to a call of `train` or `validate`, in the driver."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
-    """Refuse an epoch of replicas that step together unless all did the same, in the same order, and are equal.
+    """Check that replicas that step together did the same, in the same order, and have equal weights.
 
     Raises:
-        UnevenStepsError: They did not do the same.
+        UnevenStepsError: They did different things.
         RanksDifferError: Their weights differ.
     """
     counts = [answer.num_steps for answer in answers]
@@ -34,7 +34,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
-    """Tell of a loop that had no batch on any worker, though it was to have some."""
+    """Warn if no worker had any batch, although the call should have some."""
     counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:
         logger.warning(

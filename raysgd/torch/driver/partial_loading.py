@@ -1,4 +1,4 @@
-"""Loads a part of a file, such as the weights alone, and says what did not fit."""
+"""Loading of parts of a file, such as the weights alone, with a report of what did not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysgd.torch.objects.loading import with_plain_names
 from raysgd.worker.state.replica_state import RESUME
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
-"""What a file is made of, for `load(parts=...)`."""
+"""Parts of a file, for `load(parts=...)`."""
 
 _WEIGHTS = ("models",)
 _NOT_PRECISION = frozenset({"epoch", "operator", "models", "optimizers", "schedulers", CRITERION, RESUME, REMADE})
@@ -27,14 +27,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The part of a file that `load` took. Of several models, each name begins with the number of the model and a dot.
+    """What `load` took from a file, and what did not fit.
+
+    With several models, each name begins with the number of the model and a dot.
 
     Attributes:
         parts: The parts that were loaded.
-        missing: Names of weights that the file lacks. They keep their values.
+        missing: Names of weights that the file lacks. These keep their values.
         unexpected: Names in the file that no model has.
-        mismatched: Names whose shapes differ: the shape in the file, and that of the model. They keep their values.
-        num_loaded: How many weights were loaded.
+        mismatched: Names whose shapes differ, with the shapes in the file and in the model. These keep their values.
+        num_loaded: Number of weights that were loaded.
     """
 
     parts: tuple[str, ...]
@@ -56,11 +58,11 @@ class LoadReport:
 
 
 def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
-    """The parts to load, in their order; None for the whole file.
+    """Return the parts to load, in the order of `PARTS`; None for the whole file.
 
     Raises:
         TypeError: `parts` is no sequence of names.
-        ValueError: There is no such part.
+        ValueError: A name is unknown, or there is none.
     """
     checks.refuse_text(strict=strict)
     if parts is None:
@@ -78,7 +80,14 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 
 
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
-    """Return the content of a file of either format, or of a folder; tensors may be views of the open file."""
+    """Return the content of a file of either format, or of a folder. Tensors may be views of the file.
+
+    Args:
+        path: Path of the file or folder.
+        name: Name of it for errors.
+        weights_only: False to unpickle arbitrary objects.
+        held: Keeps the file open.
+    """
     if divided_folder.is_folder(path):
         return divided_folder.opened(path, weights_only).read_whole()
     if weights_file.is_weights_file(path):
@@ -89,17 +98,17 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
 def merged(
     snapshot: Snapshot, saved: Mapping[str, Any], parts: tuple[str, ...] | None, strict: bool
 ) -> tuple[dict[str, Any], LoadReport]:
-    """The present state with parts of a saved one in it, and what these were.
+    """Return the current state with parts of a saved one, and a report.
 
     Args:
-        snapshot: The present state.
-        saved: What is in the file.
-        parts: What to take of it; None for the models.
-        strict: Whether all weights have to fit. Checked where the state is loaded.
+        snapshot: The current state.
+        saved: Content of the file.
+        parts: Parts to take from the file; None for the models.
+        strict: True to take all weights, so that loading the state raises if one does not fit.
 
     Raises:
         KeyError: The file lacks a part.
-        ValueError: It holds another number of models.
+        ValueError: The file has a different number of models.
     """
     state: dict[str, Any] = as_in_file(divided_state.whole(snapshot.shared_state, copy=True))
     parts = parts or _WEIGHTS
@@ -118,7 +127,7 @@ def merged(
 
 
 def _names_left_out(state: Mapping[str, Any]) -> list[Collection[str]]:
-    """Return the names in each model that the state leaves out because `setup` makes them again."""
+    """Return the names of each model's weights that the state leaves out, because `setup` makes them again."""
     parts = state[REMADE]["parts"] if REMADE in state else ()
     return [parts[index] if index < len(parts) else () for index in range(len(state["models"]))]
 
@@ -141,7 +150,7 @@ def _part(saved: Mapping[str, Any], part: str) -> Any:
 def _take_models(
     own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...], left_out: Sequence[Collection[str]]
 ) -> LoadReport:
-    """Put saved models in the place of those that there are; unless strict, the weights that fit into these."""
+    """Replace the models' states in `own` by saved ones. Without `strict`, take only the weights that fit."""
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"
         raise ValueError(f"The file holds {found} models, but the operator registered {len(own)}. Nothing was loaded.")

@@ -1,6 +1,6 @@
-"""The bar of `use_tqdm=True`: one for each call of `train`, with the words of the old library.
+"""The progress bar of `use_tqdm=True`: one for each call of `train`, with the words of the old library.
 
-In a terminal or a notebook it is cleared when the epoch ends. In a log file it is one line at the end of the epoch.
+In a terminal or a notebook, it is cleared when the epoch ends. In a log file, it is one line at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from raysgd.callbacks.progress import LineBar, make_bar
 
 @contextmanager
 def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
-    """Show one epoch: the block gets a function to call as often as there is news.
+    """Show one epoch. The context gets a function to call with each new progress.
 
     Args:
-        stream: Where to draw; standard error by default.
+        stream: Stream to draw on. Default: standard error.
     """
     bar, began = make_bar(stream or sys.stderr), time.monotonic()
     is_drawn, newest = type(bar) is not LineBar, list[CallProgress]()

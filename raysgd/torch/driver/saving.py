@@ -1,4 +1,4 @@
-"""Files of a `TorchTrainer`: what it writes, in each of its formats, and what it reads."""
+"""Files of a `TorchTrainer`: saving in each format, and loading."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from raysgd.worker.state.replica_state import RESUME
 from raysgd.worker.state.state_checks import check_parts, check_progress
 
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
-"""A state to load: what concerns all ranks; what each rank had for itself; whether it leaves nothing out."""
+"""A state to load: the shared state, each rank's own state, and True if nothing is missing."""
 
 
 def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
-    """Load what `state_dict` returned into the workers of a trainer; `held` as in `_load`.
+    """Load a state from `state_dict` into the workers of a trainer. See `_load` for `held`.
 
     Raises:
-        ValueError, KeyError: It does not fit; the workers are as they were.
+        ValueError, KeyError: The state does not fit. The workers are unchanged.
     """
     _load(controller, _checked(controller, state, is_file=False), held)
 
 
 def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
-    """Load what another trainer's workers had. It may be shared: nothing of it is changed.
+    """Load a snapshot of another trainer. The snapshot may be shared, and is not changed.
 
     Raises:
-        ValueError, KeyError: It does not fit; the workers are as they were.
+        ValueError, KeyError: The snapshot does not fit. The workers are unchanged.
     """
     shared = snapshot.shared_state
     _check_parts(divided_state.outline(shared), controller.facts[0])
@@ -60,7 +60,7 @@ def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
 
 
 def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
-    """Load the folder of a checkpoint of divided models. Workers whose models are divided read it themselves."""
+    """Load the checkpoint folder of divided models. Workers with divided models read it themselves."""
     folder = divided_folder.opened(path, weights_only)
     if not controller.facts[0].is_sharded:
         _load(controller, _checked(controller, folder.read_whole(), is_file=True))
@@ -75,14 +75,17 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     check_progress(state["epoch"], state.get(RESUME))
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
-    # A file of this very group leaves nothing out: afterwards it is what the workers have.
+    # A file of as many ranks has everything: afterwards, it equals the state of the workers.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
 def _load(controller: ElasticController, content: Content, held: ExitStack | None = None) -> None:
-    """Load into all workers; nothing of `content` is kept.
+    """Load a state into all workers. No reference to `content` is kept.
 
-    Once it is copied, `held` lets go of the file that it lies in, and raises if that was written to meanwhile.
+    Args:
+        controller: Controller of the workers.
+        content: The state.
+        held: Keeps the file of the state open. Closed when the state is copied; raises if the file has changed.
     """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
@@ -115,11 +118,11 @@ Writer = Callable[[str, dict[str, Any]], object]
 
 
 def check_format(name: Any) -> None:
-    """Refuse an unknown format, and one whose package is missing.
+    """Check the name of a file format.
 
     Raises:
-        ValueError: It is unknown.
-        ImportError: safetensors is not installed.
+        ValueError: The format is unknown.
+        ImportError: The format is "safetensors", which is not installed.
     """
     if name not in ("torch", "safetensors"):
         guess = checks.did_you_mean(str(name), ("torch", "safetensors"))
@@ -131,16 +134,16 @@ def check_format(name: Any) -> None:
 def content_of(
     snapshot: Snapshot, weights_only: bool, file_format: FileFormat, frozen: EncodedState | None = None
 ) -> tuple[dict[str, Any], Writer]:
-    """Return what a file is to hold, as views of the snapshot, and what writes it.
+    """Return the content of a file, as views of the snapshot, and the function that writes it.
 
     Args:
         snapshot: The state.
-        weights_only: Whether to refuse what could not be loaded back without running code.
-        file_format: The format of the file.
-        frozen: The parameters that the state leaves out because `setup` makes them again, to be in the file.
+        weights_only: True to refuse content that could only be loaded by running code.
+        file_format: Format of the file.
+        frozen: Frozen parameters that the state leaves out, to write them into the file; None to leave them out.
 
     Raises:
-        ValueError: Something in it could not be loaded back.
+        ValueError: A part of the state could not be loaded back.
     """
     state = as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
     if frozen is not None and REMADE in state:
@@ -153,7 +156,7 @@ def content_of(
 
 
 def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state that leaves nothing out."""
+    """Return the state with the frozen parameters that it leaves out."""
     from raysgd.torch.objects.remade import completed
 
     models = [completed(*each) for each in zip(state["models"], tensors, strict=False)]
@@ -164,10 +167,10 @@ def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> d
 
 
 def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bool) -> None:
-    """Let each worker write its part into a folder.
+    """Let each worker write its part of the state into a folder.
 
     Raises:
-        ValueError: Something in the state could not be loaded back.
+        ValueError: A part of the state could not be loaded back.
         OSError: The folder could not be written.
     """
     with files.state_is_kept(), divided_folder.making(checkpoint) as folder:
@@ -193,16 +196,16 @@ def load(
     """Load a file or a folder into all workers.
 
     Args:
-        checkpoint: The path or the URI.
-        weights_only: Whether to refuse what could run code.
-        parts: Which parts of the state; None for all.
-        strict: Whether all weights have to fit.
-        controller: Has the workers.
-        saves: Notes the file.
-        take_snapshot: Takes the state as it is now, of which the rest stays when only a part is loaded.
+        checkpoint: Path or URI.
+        weights_only: True to refuse content that could run code.
+        parts: Parts of the state to load; None for all.
+        strict: True if all weights must fit.
+        controller: Controller of the workers.
+        saves: Records the file that was loaded.
+        take_snapshot: Returns the current state, which keeps the parts that are not loaded.
 
     Returns:
-        What was loaded and what did not fit, if only a part was loaded; else None.
+        A report if only parts were loaded, otherwise None.
     """
     name = files.shown(checkpoint)
     with ExitStack() as held:

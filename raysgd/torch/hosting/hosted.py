@@ -1,4 +1,4 @@
-"""An operator hosted by PyTorch: its data, its loop, its state, and its place in a group."""
+"""A hosted PyTorch operator: the operator with its data, its loop, its state, and its place in a group."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts(RunnerFacts):
-    """Facts about an operator that only PyTorch has.
+    """Facts about a PyTorch operator.
 
     Attributes:
-        num_schedulers: How many schedulers are registered; None when there are none.
-        is_synchronous: Whether every step involves all ranks.
-        is_sharded: Whether it takes all ranks to read a model.
-        plateau_metrics: The metrics of an epoch that schedulers go by.
+        num_schedulers: Number of registered schedulers; None if there are none.
+        is_synchronous: True if every step involves all ranks.
+        is_sharded: True if all ranks must help to read a model.
+        plateau_metrics: Names of the epoch metrics that `ReduceLROnPlateau` schedulers need.
     """
 
     num_schedulers: int | None
@@ -73,10 +73,10 @@ class TorchFacts(RunnerFacts):
 
 
 class TorchHosted(hosted.Hosted):
-    """An operator of PyTorch, and what is made for it.
+    """A hosted PyTorch operator.
 
     Attributes:
-        parallel: How the replicas are kept equal.
+        parallel: Strategy that keeps the replicas equal.
     """
 
     settings: TorchSettings
@@ -91,7 +91,7 @@ class TorchHosted(hosted.Hosted):
         rule = global_batches(settings)
         feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, self._make_batch)
         super().__init__(settings, world, feed, ledger)
-        self._modes: ModuleModes | None = None  # of models that are evaluated, to give them back
+        self._modes: ModuleModes | None = None  # modes of the models before an evaluation, to restore them
         self._prediction: PredictionLoader | None = None
 
     @property
@@ -125,7 +125,7 @@ class TorchHosted(hosted.Hosted):
         return facts
 
     def _check_data(self) -> None:
-        """Refuse train data that cannot be divided by global batches, if the trainer has to."""
+        """Refuse train data that cannot be divided by global batches, if an option needs that."""
         train, options = self._data("train"), self.settings.batch_options
         if options.is_global and isinstance(train, UndividedLoader):
             name = "deterministic" if options.deterministic else "split_batches"
@@ -141,10 +141,10 @@ class TorchHosted(hosted.Hosted):
             )
 
     def _part_ways(self) -> None:
-        """Give this rank random numbers that no other one has."""
+        """Give this rank random numbers that differ from those of all other ranks."""
         rank = self.world.rank
         if self.has_trained:
-            if rank != self.operator.world_rank:  # a new worker may begin with those of the former place
+            if rank != self.operator.world_rank:  # a new worker may begin with those of this worker's former rank
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:
             rng.part_ways(self.settings.seed, rank)
@@ -192,7 +192,7 @@ class TorchHosted(hosted.Hosted):
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
         if not any(group for groups in differing for group in groups):
             return []
-        candidate.take_edited(differing)  # what cannot follow is refused while the old class is there
+        candidate.take_edited(differing)  # may raise: now, while the old class is still in use
         return differing
 
     def take_edited(self, edited: list[Hyperparameters]) -> None:
@@ -210,7 +210,7 @@ class TorchHosted(hosted.Hosted):
         if not isinstance(data, ShardedLoader):
             return
         if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
-            return  # its own `train_epoch` takes steps that the stock `train_batch` could not take
+            return  # the user's `train_epoch` does not use the stock `train_batch`, which could not run
         try:
             self.loop.begin_leg(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
@@ -234,7 +234,7 @@ class TorchHosted(hosted.Hosted):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self.loop.forget_time()  # the ranks are compared, and some of them are new
+        self.loop.forget_time()  # ranks are compared by it, and some are new
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)
@@ -259,7 +259,7 @@ class TorchHosted(hosted.Hosted):
         gradients, began_at = internals.gradients, stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
-        # What would not be trained as it was wrapped is refused ahead of a pass.
+        # Before each pass, refuse parameters that were frozen, unfrozen or added without `rewrap`.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
         try:
@@ -276,14 +276,14 @@ class TorchHosted(hosted.Hosted):
             parallel.end_leg()
 
     def _rows_of(self, run: EpochRun, stream: Any) -> StepRows | None:
-        """Return what lets the ranks tell each other what they have measured, where others could go on without one."""
+        """Return the exchange of what the ranks have measured; None if the call could not continue without a rank."""
         exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
         if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return None
         return StepRows(exchange, run)
 
     def _end_evaluation(self) -> None:
-        """Give models their modes back, and drop what a prediction draws from."""
+        """Restore the modes of models, and close the loader of a prediction."""
         if self._modes is not None:
             self._modes.give_back()
         if self._prediction is not None:
@@ -291,7 +291,7 @@ class TorchHosted(hosted.Hosted):
         self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
-        """Return the advice for user code about shares of batches that do not work, and PyTorch's own errors."""
+        """Return the context that adds advice to errors of PyTorch, and checks shares of global batches."""
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or self.parallel.leg.shards is not None)
         if isinstance(source, DividedLoaderSource):
@@ -307,7 +307,7 @@ class TorchHosted(hosted.Hosted):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The models stay in evaluation mode afterwards, until they are trained again."""
+        """Return the context of an evaluation. Models stay in evaluation mode until they are trained again."""
         internals, registered = self.internals, self.internals.registered
         noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
         modes = self._modes = self._modes or ModuleModes()
@@ -320,7 +320,7 @@ class TorchHosted(hosted.Hosted):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Modes of models and random states are given back, so that training goes on as if nothing had happened."""
+        """Return the context of a prediction. It restores modes and random states, so training is not affected."""
         registered, modes = self.internals.registered, ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
@@ -363,27 +363,27 @@ class TorchHosted(hosted.Hosted):
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], None]:
-        """Remember what padding must not change: what metric objects have seen."""
+        """Remember the states of metric objects, and return a function that restores them after a padding batch."""
         return metric_objects.remember(self.operator, self.internals.registered)
 
     def _data(self, name: str) -> Any:
-        """Return what is registered under "train" or "validation"."""
-        if self.operator is None:  # it is still being set up
+        """Return the data registered under "train" or "validation"; None if there is none."""
+        if self.operator is None:  # still in `setup`
             return None
         data = self.internals.data
         return data.train if name == "train" else data.validation
 
 
 def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> NoParallel:
-    if settings.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
+    if settings.use_horovod:  # also for one rank, so that its optimizers have Horovod's methods
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
         return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
     if not (world.is_distributed or settings.may_grow) or settings.strategy == "none":
         return NoParallel(has_others=world.is_distributed)
     if settings.strategy == "ddp":
-        return DDP(tells_rows=device.type == "cpu")  # elsewhere it would wait for the device
-    from raysgd.torch.parallel.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without
+        return DDP(tells_rows=device.type == "cpu")  # on a GPU, this would wait for the device
+    from raysgd.torch.parallel.fsdp import FSDP  # here, because it loads more parts of PyTorch
 
     return FSDP(device, world.size, settings.fsdp_options)
 

@@ -1,4 +1,4 @@
-"""The steps of a training call: what they are made of, whether one is half done, and the way back to before it."""
+"""The loop over the steps of a training call, which can undo a step that is half done."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
 class _SinceBoundary:
-    """What has happened since the state was last that of a completed step.
+    """A log of what has happened since the last boundary, where the state was that of a completed step.
 
     Args:
-        global_step: That of the operator there.
+        global_step: `global_step` of the operator at the boundary.
 
     Attributes:
-        global_step: The same.
-        stepped: The optimizers that began to step, by identity.
-        waiting: The parameters with gradients where a batch began; None if none has begun.
+        global_step: The argument.
+        stepped: IDs of the optimizers that have begun to step.
+        waiting: Parameters that had gradients when the step began; None if none has begun.
     """
 
     def __init__(self, global_step: int) -> None:
@@ -52,18 +52,21 @@ class _SinceBoundary:
         self.waiting: list[torch.Tensor] | None = None
 
     def without_step(self, optimizers: Iterable[Any]) -> list[Any]:
-        """Return those of these optimizers that did not step."""
+        """Return the optimizers that did not step."""
         return [each for each in optimizers if id(each) not in self.stepped]
 
 
 class StepLoop(Loop):
-    """The loop of an operator; optimizers report to it when they begin to step.
+    """The steps of one operator. Hooks of its optimizers report when they begin to step.
+
+    A step counts only when the loop over the batches asks for the next one. Then `note_boundary` is called. Until then,
+    `global_step` of the operator is ahead, and `return_to_boundary` can undo the step.
 
     Args:
-        operator: Takes the steps.
-        parallel: How the replicas are kept equal.
-        feed: Has the data.
-        undo: Copies what batches change; None where no batch is repeated after a failure.
+        operator: The operator.
+        parallel: Strategy that keeps the replicas equal.
+        feed: Provides the data.
+        undo: Copies what batches change; None if batches are never repeated after a failure.
     """
 
     _feed: TorchFeed
@@ -74,20 +77,20 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
-        self._leg: Leg | None = None  # of the call; the last one
+        self._leg: Leg | None = None  # the last leg of the call
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
-        self._works: dict[int, str] = {}  # by identity of optimizers: what their steps are recorded as
+        self._works: dict[int, str] = {}  # names of the optimizers' steps in the `GlobalRecord`, by ID
         self._log = _SinceBoundary(0)
-        self._not_stepped: list[Any] = []  # the optimizers that did not step in the batch before the boundary
-        self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
-        self._watches = undo is not None or self._keeps_gradients  # what each batch does
+        self._not_stepped: list[Any] = []  # optimizers that did not step in the last step before the boundary
+        self._keeps_gradients = needs_copies(operator) is not False  # True if gradients may stay from step to step
+        self._watches = undo is not None or self._keeps_gradients
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
-        self._has_own_gradients = False  # that were not exchanged, and wait
-        self._has_exchanged = self._has_taken_steps = False  # in the batches of this call
+        self._has_own_gradients = False  # True if gradients wait that were not averaged over the ranks
+        self._has_exchanged = self._has_taken_steps = False  # in this call
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
-            optimizer.register_step_pre_hook(self._note_step)  # behind those of `setup`: what these raise is no step
+            optimizer.register_step_pre_hook(self._note_step)  # after hooks of `setup`, which may raise
 
     @property
     def place(self) -> Leg:
@@ -113,26 +116,26 @@ class StepLoop(Loop):
 
     @property
     def is_whole(self) -> bool:
-        """True if the state is that of a completed step, or can be made that one."""
+        """True if the state is that of a completed step, or can be returned to it."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            return False  # steps without an exchange bypass the others; the call compares the ranks when it is repeated
+            return False  # steps without an exchange let ranks differ; the repeated call compares the ranks and raises
         if self.undo is None or self._log.waiting is None:
             return not self._log.stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
     def begin_step(self) -> None:
-        """See `StepWatcher`."""
+        """Copy what the batches of a step may change. Called before its first batch."""
         self._log.waiting = self.waiting_parameters()
         if self.undo is not None:
             self.undo.begin_batch(self._log.waiting)
 
     def note_exchange(self) -> None:
-        """See `StepWatcher`."""
+        """Note an exchange of gradients in the step."""
         if self.undo is not None:
             self.undo.note_exchange()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters with gradients that no optimizer has stepped with yet."""
+        """Return the parameters with gradients with which no optimizer has stepped yet."""
         if not self._keeps_gradients:
             return []
         log = self._log
@@ -154,7 +157,7 @@ class StepLoop(Loop):
             self.undo.end_batch()
 
     def note_restored(self) -> None:
-        """The state is another one: gradients that there are wait."""
+        """Called when the state was replaced. Existing gradients wait for a step."""
         self._has_own_gradients = self._has_taken_steps = False
         self._not_stepped = list(self._optimizers)
         if self.undo is not None:
@@ -187,10 +190,10 @@ class StepLoop(Loop):
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
-        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None  # also while user code hangs
+        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None  # includes a hang of user code
 
     def plain(self, value: Any) -> Any:
-        """Tensors as numbers where they have one element, and on the CPU in any case."""
+        """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""
         if isinstance(value, torch.Tensor):
             return value.item() if value.ndim == 0 else value.detach().cpu()
         return value
@@ -210,11 +213,15 @@ class StepLoop(Loop):
     # ---------------------------------------------------------------------------------------- the steps of a call
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None) -> Leg:
-        """Begin the steps of a call over such data, or go on with them in another group.
+        """Make the `Leg` of a call, or of its rest in a new group. `parallel.leg` holds it.
+
+        Args:
+            epoch_idx: Index of the pass over the data.
+            source: Source of the batches; None for the warm-up.
 
         Raises:
-            ValueError: The operator's `accumulate_grad_batches` returned something that cannot work, or several
-                optimizers are registered.
+            ValueError: The operator's `accumulate_grad_batches` returned an invalid number, or a step has several
+                batches and several optimizers are registered.
         """
         operator, most_parts, shards = self._operator, 1, None
         internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
@@ -243,7 +250,7 @@ class StepLoop(Loop):
         return self._leg
 
     def _check_window(self, window: int) -> None:
-        """Refuse steps of several batches with several optimizers, each of which would need its own window."""
+        """Refuse steps of several batches with several optimizers, because each would need its own window."""
         most = self._operator._raysgd.context.settings.batch_options.micro_batch_size
         if window > 1 or most is not None:
             option = f"accumulate_grad_batches={window}" if window > 1 else "micro_batch_size"
@@ -262,10 +269,10 @@ class StepLoop(Loop):
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
-        """Leave no gradient behind for another call.
+        """End a leg: step with the gradients of an incomplete window.
 
         Raises:
-            ValueError: An option of the trainer had no effect on the steps of these batches.
+            ValueError: Accumulation or clipping had no effect on the steps.
         """
         name = type(self._operator).__name__
         if leg.waiting is not None:
@@ -288,14 +295,14 @@ class StepLoop(Loop):
 def make_undo(
     operator: TrainingOperator, parallel: NoParallel, undo: bool | None, world: World, ledger: Ledger | None = None
 ) -> Undo | None:
-    """Return the copies of what batches change; None where no batch is repeated after a failure.
+    """Return the `Undo` of an operator; None if its batches are never repeated after a failure.
 
     Args:
-        operator: Takes the batches.
-        parallel: How the replicas are kept equal.
+        operator: The operator.
+        parallel: Strategy that keeps the replicas equal.
         undo: See `Recovery`.
-        world: The place of this worker.
-        ledger: Where the time of copies is booked.
+        world: Rank of this worker.
+        ledger: Records the time that copies take.
     """
     if parallel.obstacle is not None:
         return None
@@ -331,7 +338,7 @@ def make_undo(
 
 
 def needs_copies(operator: TrainingOperator) -> bool | None:
-    """Return whether a batch of an operator may have to be copied before it: None if its first batch shows that."""
+    """Return whether everything must be copied before each batch of an operator; None if its first batch shows it."""
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return True
@@ -345,5 +352,5 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def is_stock(operator: TrainingOperator, *names: str) -> bool:
-    """Tell whether these methods of an operator are all the library's, and no others are set on the object."""
+    """Return True if all these methods of an operator are the library's, also those set on the object."""
     return all(getattr(getattr(operator, name), "__func__", None) is getattr(TrainingOperator, name) for name in names)

@@ -1,7 +1,7 @@
-"""The library's record of an operator of PyTorch: what it registered, what of that is trained, what its methods use.
+"""The library's record of a PyTorch operator: registered objects, trained parts, and the objects its methods use.
 
-Frozen parameters and groups of optimizers count as `setup` or the last `rewrap` has left them. Snapshots carry what
-`rewrap` has changed, so that other processes, whose `setup` did not, freeze and add the same.
+The trained parts are the parameters that are not frozen and the groups of optimizers, as `setup` or the last `rewrap`
+left them. Snapshots contain them if `rewrap` changed them, so that processes that only ran `setup` train the same.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from raysgd.worker.state.state_checks import require
 
 Flags = tuple[list[list[bool]], list[int]]
 Noted = dict[str, Any]
-"""`frozen`: for each module the names of its frozen parameters; `groups`: for each optimizer those of its groups."""
+"""Trained parts by name. `frozen`: names of frozen parameters by module. `groups`: names by optimizer and group."""
 
 
 class TrainedParts:
-    """The record of what is trained.
+    """The record of frozen parameters and optimizer groups.
 
     Args:
-        registered: As `setup` has left it.
+        registered: The registered objects, at the end of `setup`.
     """
 
     def __init__(self, registered: RegisteredObjects) -> None:
@@ -53,26 +53,26 @@ class TrainedParts:
         self.note()
 
     def note(self) -> None:
-        """Note what is trained now."""
+        """Record what is trained now."""
         self._now, self._flags = _read(self._registered), _flags_of(self._registered)
 
     @property
     def since_setup(self) -> Noted | None:
-        """The trained parts, for a state; None where they are what `setup` chose."""
+        """The trained parts, for a snapshot; None if they are unchanged since `setup`."""
         return None if self._now == self._of_setup else self._now
 
     @property
     def flags(self) -> Flags:
-        """The trained parts now, without names: which parameters, and how many groups."""
+        """The trained parts now: `requires_grad` of each parameter, and the number of groups of each optimizer."""
         return _flags_of(self._registered)
 
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
-        """Tell whether parameters were frozen or unfrozen, or groups added, since it was noted.
+        """Return True if parameters were frozen or unfrozen, or groups were added, since the last `note`.
 
-        A model that is all frozen counts as unchanged: models are frozen for a part of each batch, too.
+        A completely frozen model counts as unchanged, because user code may freeze it for a part of each batch.
 
         Args:
-            freezes_in_batches: Whether the same holds for each parameter.
+            freezes_in_batches: True to count single frozen parameters as unchanged as well.
         """
         present = _flags_of(self._registered)
         if present == self._flags:
@@ -87,10 +87,10 @@ class TrainedParts:
         )
 
     def check(self, freezes_in_batches: bool = False) -> None:
-        """Refuse to train anything else than what was noted; see `has_changed`.
+        """Check that nothing has changed since the last `note`; see `has_changed`.
 
         Raises:
-            ValueError: Something was changed since.
+            ValueError: Something has changed.
         """
         if self.has_changed(freezes_in_batches):
             raise ValueError(
@@ -99,7 +99,10 @@ class TrainedParts:
             )
 
     def take(self, noted: Noted | None) -> bool:
-        """Freeze, unfreezes and add groups as in a state; tell whether anything was changed.
+        """Freeze and unfreeze parameters and add groups as in a snapshot. Return True if anything changed.
+
+        Args:
+            noted: The trained parts in the snapshot; None for those of `setup`.
 
         Raises:
             ValueError: A group has parameters that are not registered.
@@ -133,7 +136,7 @@ def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _named(optimizer: Any, names: Mapping[int, str]) -> list[list[str | None]]:
-    """Return the names of the parameters in each group; None for those that nothing saves."""
+    """Return the names of the parameters in each group; None for a parameter that is not registered."""
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in _groups_of(optimizer)]
 
 
@@ -148,7 +151,7 @@ def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
 def _give_groups(
     optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Drop the groups of an optimizer from the first one that differs on, and add those of a state."""
+    """Give an optimizer these groups: drop its groups from the first one that differs, and add the remaining ones."""
     own = _named(optimizer, {id(parameter): name for name, parameter in parameters.items()})
     num_alike = 0
     for ours, theirs in zip(own, groups, strict=False):
@@ -171,10 +174,12 @@ _NOTHING = nullcontext()
 
 
 class OptimizerChoice:
-    """Knows it from the argument, from what stock code is doing, or because there is only one.
+    """Chooses the optimizers for a call of `backward` or `optimizer_step`.
+
+    It takes them from the argument, from the stock code that is running, or takes the only registered one.
 
     Args:
-        default: `self.optimizer` of the operator; raises where there is none.
+        default: Returns `self.optimizer` of the operator, or raises if there is none.
 
     Attributes:
         registered: All registered optimizers.
@@ -186,12 +191,12 @@ class OptimizerChoice:
         self._acting: Any = None
 
     def acting_on_usual(self) -> AbstractContextManager[None]:
-        """Say the same of `self.optimizer`, which is the one anyway where it is the only one."""
+        """Return the context in which methods without an argument act on `self.optimizer`."""
         return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """Say which one the methods are for, to overrides without such an argument too."""
+        """Let methods act on `optimizer` inside the context, also overrides without such an argument."""
         before, self._acting = self._acting, optimizer
         try:
             yield
@@ -199,10 +204,14 @@ class OptimizerChoice:
             self._acting = before
 
     def chosen(self, method: str, given: Any) -> list[Any]:
-        """The optimizers that a method is to act on.
+        """Return the optimizers that a method acts on.
+
+        Args:
+            method: Name of the method.
+            given: Its argument `optimizer`.
 
         Raises:
-            ValueError: It is not known which ones.
+            ValueError: It is unclear which optimizers are meant.
         """
         if given is not None:
             chosen = list(given) if isinstance(given, list | tuple) else [given]
@@ -224,29 +233,29 @@ class OptimizerChoice:
         return [self._default()]
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
-        """Optimizers that stock code does not step, but whose gradients its one loss is to be the only source of."""
+        """Return the other optimizers whose gradients stock code clears as well, because it has no other loss."""
         registered = () if given is not None else self.registered
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 
 
 class TorchInternals(Internals):
-    """See `raysgd.worker.operator.Internals`.
+    """The library's record of a PyTorch operator.
 
     Attributes:
-        registered: The record of models, optimizers, criterion and schedulers.
-        data: The record of loaders.
+        registered: Models, optimizers, criterion and schedulers.
+        data: Loaders.
         scheduler_step_freq: When the library steps schedulers.
-        precision: The number format of training.
-        parallel: How the replicas are kept equal.
-        choice: Which optimizers a call is for.
-        trained: What is frozen and in the groups of optimizers; None before `setup` is done.
-        remade: The frozen parameters that no state holds; None unless the operator says `remakes_frozen`.
-        loss_calls: Tells how the criterion is called.
-        own_steps: Bounds for gradients.
-        gradients: Computes and applies them.
-        chosen: The hyperparameters of the optimizers as `setup` chose them.
-        follows_rate: Whether one of them took its learning rate from the config when that changed last.
-        evaluated: The calls of the criterion in a batch of the validation whose means are over labels.
+        precision: Number format of the training.
+        parallel: Strategy that keeps the replicas equal. Its `leg` is the `place` of training batches.
+        choice: Chooses the optimizers for a call of `backward` or `optimizer_step`.
+        trained: Frozen parameters and optimizer groups; None before the end of `setup`.
+        remade: Frozen parameters that no state holds; None unless the operator sets `remakes_frozen`.
+        loss_calls: Observes calls of the criterion.
+        own_steps: Clips gradients before optimizers step.
+        gradients: Computes and applies gradients.
+        chosen: Hyperparameters of the optimizers that `setup` chose.
+        follows_rate: True if a learning rate followed the last change of the config.
+        evaluated: Calls of the criterion in a validation batch that are means over labels.
     """
 
     context: OperatorContext
@@ -263,7 +272,7 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        self._reported: dict[str, Any] | None = None  # by the stock `train_batch`, of the batch that it is in
+        self._reported: dict[str, Any] | None = None  # metrics of the current batch from the stock `train_batch`
         self._counts_ahead = False
         self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
@@ -280,30 +289,30 @@ class TorchInternals(Internals):
         """Return arrays as a batch for the models of the operator."""
         return as_batch(arrays, form, self.registered.original_models)
 
-    # The names under which operators find the precision say nothing before there is something to compute in it.
+    # The next three are empty before `register`, because nothing is computed in the precision yet.
 
     @property
     def fp16(self) -> bool | str:
-        """The value that operators find as `use_fp16`."""
+        """Value of the operator's `use_fp16`."""
         return self.precision.flag if self.registered.original_models else False
 
     @property
     def amp(self) -> Any:
-        """The object that operators find as `_amp`."""
+        """Value of the operator's `_amp`."""
         return self.precision.namespace if self.registered.original_models else None
 
     @property
     def scaler(self) -> Any:
-        """The scaler that operators find as `_amp_scaler`."""
+        """Value of the operator's `_amp_scaler`."""
         return self.precision.scaler if self.registered.original_models else None
 
     @property
     def criterion(self) -> Any:
-        """The one that stock methods use; None without one."""
+        """Criterion that the stock methods use; None if there is none."""
         return getattr(self._operator, "criterion", self.registered.criterion)
 
     def register(self, **given: Any) -> tuple[Any, ...]:
-        """Make the record of what `register` was given; return what that returns."""
+        """Register the arguments of the operator's `register`. Return what that method returns."""
         if self._operator.remakes_frozen:
             self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
@@ -314,10 +323,11 @@ class TorchInternals(Internals):
         self.registered, self.choice.registered = registered, registered.optimizers
 
     def begin_training(self, counts_ahead: bool = False) -> None:
-        """Called when `setup` is done: what it has frozen after `register` is not averaged.
+        """Called at the end of `setup`. Gradients of parameters that are frozen by now are not averaged.
 
         Args:
-            counts_ahead: Whether only code of the library comes between `train_batch` and the meters.
+            counts_ahead: True if metrics can go to the meters before the backward pass, because no user code runs
+                between `train_batch` and the meters.
         """
         self._counts_ahead = counts_ahead
         self.trained = TrainedParts(self.registered)
@@ -328,10 +338,10 @@ class TorchInternals(Internals):
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
 
     def _leave_out_frozen(self) -> None:
-        """Leave frozen parameters out of states from now on, if all ranks have made the same.
+        """Leave frozen parameters out of states from now on. Check first that all ranks have made the same ones.
 
         Raises:
-            ValueError: They have not, or the models are divided.
+            ValueError: The ranks' frozen parameters differ, or the models are divided.
         """
         from raysgd.torch.objects.remade import RemadeParameters
 
@@ -346,20 +356,20 @@ class TorchInternals(Internals):
             self.remade.check_ranks(self.sum_over_workers)
 
     def rewrap(self) -> None:
-        """Train what is unfrozen by now."""
+        """Average the gradients of all parameters that are trainable now."""
         self.parallel.rewrap(self.registered.wrapped)
-        if self.trained is not None:  # else `setup` is not done
+        if self.trained is not None:  # otherwise still in `setup`
             self.trained.note()
         if self.remade is not None:
             self.remade.follow_trained()
 
     def follow_trained(self, noted: Noted | None) -> None:
-        """Train what a snapshot says, on all ranks that take it over."""
+        """Train the parts that a snapshot names. Called on all ranks that load it."""
         if self.trained.take(noted):
             self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Give the optimizers the learning rate of the config, after it changed."""
+        """Let the optimizers' learning rates follow a changed `lr` of the config."""
         if "lr" not in changed:
             return
         new = hyperparameters.follow(self.chosen, config["lr"], changed["lr"])
@@ -368,13 +378,13 @@ class TorchInternals(Internals):
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
-        """All parameters that are trained."""
+        """Return all parameters of the trained modules."""
         return (parameter for part in self.registered.trained for parameter in part.parameters())
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
-        """Output, loss and weight of what `forward` returned; its metrics are logged."""
+        """Split what `forward` returned into output, loss and weight. Log its metrics."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
-            return *returned, None  # as the stock one does
+            return *returned, None  # like the stock `forward`
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
             note(self.logged, name, value)
@@ -386,7 +396,7 @@ class TorchInternals(Internals):
         return {**super().info_of_call(num_steps, epoch_idx), **told}
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples a batch has.
+        """Return the number of samples of a batch.
 
         Raises:
             ValueError: It is unknown.
@@ -397,27 +407,30 @@ class TorchInternals(Internals):
         return num_samples
 
     def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
-        """Return the samples of a batch, and its weight if it has one.
+        """Return the number of samples of a batch, and its weight if it has one.
 
         Args:
             features: The inputs.
             target: The target.
-            weight: What `forward` says; None if it does not: then the labels that the criterion counts do, where the
-                number of samples is unknown.
+            weight: Weight that `forward` returned; None if it returned none. If the number of samples is unknown as
+                well, the batch counts by the labels of the criterion.
 
         Raises:
-            ValueError: Nothing says it.
+            ValueError: The batch has no weight, and neither its samples nor its labels are known.
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
             if len(self.place.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.batch.has_uncounted = True  # unless the loss is that of the criterion
+            self.place.batch.has_uncounted = True  # unless the loss is the criterion's
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
-        """Return the samples that were drawn for a batch, and those found in it; of padding all that it has."""
+        """Return the number of samples that were drawn for a batch, and the number found in it.
+
+        For padding, both are the number found.
+        """
         drawn = self.place.batch.num_samples if self.place is not None else None
         if drawn:
             return drawn, batches.samples_of(batch, drawn)
@@ -425,11 +438,11 @@ class TorchInternals(Internals):
         return found, found
 
     def evaluate(self, batch: Any) -> tuple[Any, Any, list[LossCall], dict[str, Any]]:
-        """Return what `forward` makes of a batch of the validation.
+        """Run `forward` on a validation batch.
 
         Returns:
-            The predictions; what they are to be; how the criterion compared the two; and the loss, as `val_loss`, with
-            what it counts by if user code says so, else the samples.
+            The predictions, the target, the calls of the criterion, and a dict of `val_loss`, the number of samples,
+            and the weight if `forward` returned one.
         """
         operator, comparisons = self._operator, list[LossCall]()
         features, target = operator.prepare_batch(batch)
@@ -447,10 +460,11 @@ class TorchInternals(Internals):
         self.evaluated = []
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return what the stock `train_batch` is to return, ahead of its backward pass.
+        """Complete the metrics of the stock `train_batch` before its backward pass.
 
-        In the stock loop it waits in the meters from here on: in the backward pass the ranks tell each other what they
-        have measured.
+        In the stock loop, they wait in the meters from here on. With the last gradients of the backward pass, each rank
+        sends the others what it has measured, and that must include this batch. The meters count it when the step
+        counts.
         """
         if not self._counts_ahead or self.place is None:
             return metrics
@@ -462,9 +476,12 @@ class TorchInternals(Internals):
         return metrics
 
     def end_batch(self, metrics: Any, batch: Any) -> None:
-        """Let the metrics that `train_batch` returned wait until the step counts, unless they do."""
+        """End a batch: let the metrics that `train_batch` returned wait in the meters, unless `report` did so.
+
+        The meters count them when the loop asks for the next batch. `global_step` is ahead until then.
+        """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
-        if leg.batch.is_waiting:  # `train_batch` left it out
+        if leg.batch.is_waiting:  # `train_batch` ran no backward pass
             leg.skip()
         waits = reported is not None and metrics is reported and not self.logged
         if not waits:
@@ -481,15 +498,15 @@ class TorchInternals(Internals):
         self._operator.global_step += leg.batch.is_last_part
 
     def note_amount(self, comparison: LossCall) -> None:
-        """Note what a mean in an evaluation is over."""
+        """Note a call of the criterion in an evaluation, and its number of labels."""
         if comparison.amount is not None:
             self.place.batch.amounts.append(comparison.amount)
-            self.evaluated.append(comparison._replace(output=None, target=None))  # large
+            self.evaluated.append(comparison._replace(output=None, target=None))  # these are large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
-            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # it was left out
-        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # else it is complete
+            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # the batch was left out
+        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # otherwise complete already
             metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics
@@ -502,7 +519,7 @@ class TorchInternals(Internals):
         return metrics if counts_alike else self._weighted(metrics)
 
     def _check_count(self, num_samples: Any) -> None:
-        """Refuse samples of a batch that are others than those by which it counted beside others."""
+        """Refuse a returned `num_samples` that differs from the samples by which the gradients counted."""
         batch = self.place.batch
         counts = self.place.has_several_batches and not batch.is_padding
         if counts and num_samples != batch.samples is not None:
@@ -514,7 +531,7 @@ class TorchInternals(Internals):
             )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
+        """Return the metrics of a batch with the weights of losses that are not means over samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:
@@ -524,10 +541,10 @@ class TorchInternals(Internals):
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
     def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
-        """Return the labels that `val_loss` is the mean over, if it is what the criterion returned; else None.
+        """Return the number of labels over which `val_loss` is the mean; None if the criterion did not return it.
 
         Raises:
-            ValueError: It is not, and labels do not count alike.
+            ValueError: The criterion did not return it, and counts labels unevenly.
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:
@@ -543,7 +560,7 @@ class TorchInternals(Internals):
         return None
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
-        """Return what the library adds to the `batch_info` of a training batch."""
+        """Return the entries that the library adds to the `batch_info` of a training batch."""
         is_padding = self.parallel.leg.batch.is_padding
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: is_padding}
 
@@ -551,7 +568,7 @@ class TorchInternals(Internals):
         return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects.remember_all)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Return what the stock `predict_batch` returns."""
+        """Predict a batch like the stock `predict_batch`."""
         operator, model = self._operator, required(self._operator, "model")
         features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
         with operator.timers.record("predict_fwd"), self.precision.forward():
@@ -559,12 +576,11 @@ class TorchInternals(Internals):
         return batches.prediction(output)
 
     def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:
-        """The mean of a metric over all workers, each of which has to ask; None where no worker has it.
+        """Return the mean of a metric over all workers; None if no worker has it. All workers must call this.
 
         Args:
-            name: The metric.
-            *parts: The metrics of this worker: those of an epoch or, with `num_samples`, of the parts of a batch or of
-                user code.
+            name: Name of the metric.
+            *parts: Metrics of this worker: of an epoch or, with `num_samples`, of parts of a batch or from user code.
         """
         counted = []
         for metrics in parts:
@@ -578,7 +594,7 @@ class TorchInternals(Internals):
         return total / count if count else None
 
     def sum_over_workers(self, *values: float) -> list[float]:
-        """The sums of all workers' values; every worker has to ask."""
+        """Return the sums of all workers' values. All workers must call this."""
         if not self.world.is_distributed:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.context.device)
@@ -588,7 +604,7 @@ class TorchInternals(Internals):
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:
-    """Return whether a metric is a result of the criterion, as a tensor or as a number."""
+    """Return True if a metric is a result of the criterion, as a tensor or as a number."""
     if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
     own = result.item()
@@ -606,11 +622,11 @@ def _unknown_count(drawn: int, found: int) -> ValueError:
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
-    """Return what single metrics of a batch are averaged by, as it reports it.
+    """Return the weights of single metrics, as entries of a batch's metrics.
 
     Args:
-        counts: What the other metrics are averaged by.
-        amounts: What a metric is the mean over; None where it is like the others.
+        counts: Number of samples of the batch, and its weight if it has one.
+        amounts: Weights by metric; None if a metric counts like the others.
     """
     usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
     are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}

@@ -1,8 +1,7 @@
-"""The work of `register` and `register_data`: they check, place, prepare and wrap, and make the record of it all.
+"""The work of `register` and `register_data`: check, place, prepare and wrap the objects, and record them.
 
-The record is what the library trains, saves and restores. Nothing else says what is registered, whatever other
-attributes an operator has. What was given may be one object or several, in whatever container, and comes back in the
-same one.
+The library trains, saves and restores the objects in the record, whatever other attributes an operator has. The user
+may pass one object or several in a container, and gets them back in the same kind of container.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 
 def models_of(given: Any) -> RegisteredParts:
-    """One module (iterable or not) or several.
+    """Return the models in an argument: one module, which may be iterable itself, or several.
 
     Raises:
-        InvalidRegistrationError: If anything in it is no module, or there is none.
+        InvalidRegistrationError: An object is no module, or there is none.
     """
     what = "a `torch.nn.Module` (criteria go into `criterion`, loaders into `register_data`)"
     return parts_of("models", given, lambda item: isinstance(item, torch.nn.Module), what)
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
-    """One optimizer, also one that merely behaves like one, or several.
+    """Return the optimizers in an argument: one or several. Any object with a `step` counts.
 
     Raises:
-        InvalidRegistrationError: If anything in it cannot step.
+        InvalidRegistrationError: An object cannot step, or has no parameters.
     """
     parts = parts_of("optimizers", given, _steps, "an optimizer, which has a `step`", may_be_empty=True)
     for optimizer in parts.items:
@@ -64,7 +63,7 @@ def _check_parameters(optimizer: Any) -> None:
 
 
 def criterion_of(given: Any) -> Any:
-    """The criterion, or None when none was given.
+    """Return the criterion in an argument; None if there is none.
 
     Raises:
         InvalidRegistrationError: It cannot be called.
@@ -80,7 +79,7 @@ def criterion_of(given: Any) -> Any:
 
 
 def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
-    """Refuse what yields no batches, and warn of a dataset that may yield samples.
+    """Check that a loader yields batches. Warn about a dataset, which may yield samples.
 
     Raises:
         InvalidRegistrationError: It cannot be iterated over, or yields samples.
@@ -109,7 +108,7 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
 
 
 def schedulers_of(given: Any) -> RegisteredParts | None:
-    """One scheduler or several; None when none were given. An empty container counts as given."""
+    """Return the schedulers in an argument: one or several, perhaps an empty container. None if it was not passed."""
     if given is None or given is False:
         return None
     return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
@@ -120,19 +119,19 @@ def _steps(item: Any) -> bool:
 
 
 def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Parameters of a criterion that are not those of a model which it looks at."""
+    """Return the parameters of a criterion that do not belong to a model that it refers to."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     parameters = part.parameters() if isinstance(part, torch.nn.Module) else ()
     return [parameter for parameter in parameters if id(parameter) not in known]
 
 
 def outsiders(optimizers: Sequence[Any], modules: Iterable[torch.nn.Module], owner: Any) -> list[str]:
-    """Parameters of the optimizers that are in none of the modules, in words.
+    """Return the parameters of optimizers that belong to none of the modules, in words.
 
     Args:
-        optimizers: Those that were registered, before anything replaces their parameters.
-        modules: What is trained together, saved and restored.
-        owner: In whose attributes the parameters may have a name.
+        optimizers: The optimizers to register, before wrapping replaces their parameters.
+        modules: The modules that are trained, saved and restored.
+        owner: The operator, whose attributes give names to the parameters.
     """
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     return [
@@ -156,18 +155,18 @@ def _named(parameter: Any, owner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The record of what `register` was given; all empty before.
+    """The record of the objects that were passed to `register`. Empty before.
 
     Attributes:
         original_models: The models without wrappers.
-        models: The same, wrapped, as training calls them.
-        optimizers: Wrapped where the backend does that.
+        models: The models with their wrappers, as training calls them.
+        optimizers: The optimizers. With Horovod, the wrapped ones.
         criterion: The loss, wrapped if it has parameters.
-        original_criterion: A loss with parameters to train, without its wrapper.
-        own_criterion: A loss with parameters, frozen or not, with its wrapper.
+        original_criterion: A loss with trainable parameters, without its wrapper; otherwise None.
+        own_criterion: A loss with parameters, trainable or frozen, with its wrapper; otherwise None.
         schedulers: The schedulers.
         returned: What `register` returned.
-        has_schedulers: Whether schedulers were given, even an empty container.
+        has_schedulers: True if schedulers were passed, even an empty container.
     """
 
     original_models: list[torch.nn.Module] = field(default_factory=list)
@@ -182,24 +181,24 @@ class RegisteredObjects:
 
     @property
     def trained(self) -> list[torch.nn.Module]:
-        """The modules that are trained and saved, without wrappers: the models, then a criterion with parameters."""
+        """Modules that are trained and saved, without wrappers: the models, then a criterion with parameters."""
         own = self.original_criterion
         return [*self.original_models] if own is None else [*self.original_models, own]
 
     @property
     def wrapped(self) -> list[torch.nn.Module]:
-        """The same, with wrappers, and a criterion all of whose parameters are frozen, too."""
+        """The models and a criterion with parameters, trainable or frozen, with their wrappers."""
         own = self.own_criterion
         return [*self.models] if own is None else [*self.models, own]
 
 
 @dataclass(frozen=True)
 class RegisteredData:
-    """The record of what `register_data` was given, as this worker iterates over it.
+    """The record of the data that were passed to `register_data`, as this worker iterates over them.
 
     Attributes:
-        train: The train loader, divided or not; None where there is none.
-        validation: The validation loader, divided or not; None where there is none.
+        train: The train loader, divided or not; None if there is none.
+        validation: The validation loader, divided or not; None if there is none.
     """
 
     train: ShardedLoader | UndividedLoader | StreamData | None = None
@@ -207,17 +206,17 @@ class RegisteredData:
 
     @property
     def ray_batches(self) -> dict[str, RayBatches]:
-        """The batches of Ray Data to divide, as the driver needs them: "train", "validation", both or neither."""
+        """Datasets of Ray Data that the driver must divide, under "train" and "validation"."""
         return ray_batches_of({"train": self.train_loader, "validation": self.validation_loader})
 
     @property
     def train_loader(self) -> Any:
-        """The loader itself."""
+        """The train loader itself; None if there is none."""
         return None if self.train is None else self.train.loader
 
     @property
     def validation_loader(self) -> Any:
-        """The loader itself."""
+        """The validation loader itself; None if there is none."""
         return None if self.validation is None else self.validation.loader
 
 
@@ -228,18 +227,18 @@ def register(
     before: RegisteredObjects,
     keep: Callable[[RegisteredObjects], None],
 ) -> None:
-    """Check, place, prepare and wrap what an operator registers.
+    """Check, place, prepare and wrap the objects that an operator registers.
 
     Args:
-        operator: Has hooks that the user may have overridden.
-        context: What it works with.
+        operator: The operator, with hooks that the user may have overridden.
+        context: Context of the operator.
         given: The arguments of its `register`, by name.
-        before: What was registered before.
-        keep: Called with the record, also while it is being made: the hooks may look at it.
+        before: The earlier record.
+        keep: Called with the record, also while it is incomplete, because the hooks may read it.
 
     Raises:
-        InvalidRegistrationError: Something is of the wrong kind, or an optimizer of several workers has parameters
-            that nothing else has.
+        InvalidRegistrationError: An object is of the wrong kind. Or there are several workers, and an optimizer has
+            parameters that belong to no registered module.
         ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
     """
     parallel = context.parallel
@@ -279,12 +278,12 @@ def register(
         record = replace(record, schedulers=schedulers.items, has_schedulers=True)
     keep(replace(record, returned=tuple(returned)))
     chosen = context.settings.step_options.compile
-    for model in () if chosen is False else record.models:  # in place, so that nothing gets another identity
+    for model in () if chosen is False else record.models:  # in place: the models stay the same objects
         model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
 def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
-    """Return what is done to a model before it is wrapped. The names in its state stay as they are."""
+    """Apply the options that change a model before it is wrapped. The names in its state do not change."""
     options = context.settings.step_options
     if options.sync_batchnorm and context.is_one_of_several:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -299,12 +298,12 @@ def _with_criterion(
     own: Sequence[torch.nn.Parameter],
     ddp_args: dict[str, Any],
 ) -> RegisteredObjects:
-    """Treat a criterion with parameters as a model."""
+    """Wrap and record a criterion with parameters like a model."""
     if not own:
         return record
     assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
     is_trained = any(parameter.requires_grad for parameter in own)
-    # Without the communication hook: its state is that of one model.
+    # Without the communication hook, whose state belongs to one model.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
     wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
     original = record.criterion if is_trained else None
@@ -312,7 +311,7 @@ def _with_criterion(
 
 
 def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
-    """Refuse, or with one worker warn about, optimizers that train what is not averaged or saved."""
+    """Refuse optimizers with parameters that are not averaged or saved. With a single worker, only warn."""
     is_distributed = context.world.is_distributed
     if is_distributed and not context.parallel.synchronizes:
         return  # the user keeps the replicas equal
@@ -340,13 +339,13 @@ def register_data(
     """Divide the loaders over the workers.
 
     Args:
-        context: What the operator works with.
+        context: Context of the operator.
         train_loader: A loader, another iterable, a stream, a dataset of Ray Data, or None.
-        validation_loader: The same.
-        make_batch: Makes batches of arrays of Ray Data.
+        validation_loader: Like `train_loader`.
+        make_batch: Makes a batch from arrays of Ray Data.
 
     Raises:
-        InvalidRegistrationError: One of them yields no batches.
+        InvalidRegistrationError: A loader yields no batches.
     """
     for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
         if ray_batches(loader) is None and not isinstance(loader, Stream):
@@ -358,7 +357,7 @@ def register_data(
 
 
 def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
-    """Return how loaders are divided by global batches; None where the size of a worker's batch is given."""
+    """Return the rule by which loaders are divided by global batches; None if their batch size counts one worker."""
     options = settings.batch_options
     if not options.is_global:
         return None
@@ -392,7 +391,7 @@ def _divided(
 
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
-    """A stream, which all workers read together."""
+    """Return the data of a stream, which all workers read together."""
     rule, reason = global_batches(context.settings), context.settings.obstacle_of_streams
     if rule is None or reason is not None:
         raise InvalidRegistrationError(f"`register_data({name}_loader=...)` got {reason}")
@@ -400,7 +399,7 @@ def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamDat
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, *, training: bool) -> UndividedLoader:
-    """Return what the driver divides with the help of Ray Data, unless every worker is to read all of it."""
+    """Return a loader over Ray Data, which the driver divides unless every worker reads all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
     if training and is_shared and not context.parallel.synchronizes:

@@ -1,4 +1,4 @@
-"""The parts that an operator is made from: the settings of the trainer, and the context that its worker adds."""
+"""The arguments of a PyTorch operator: the settings of its trainer, and the context of its worker."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from raysgd.torch.parallel.strategy import NoParallel, trainable
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings(ReplicaSettings):
-    """The settings that every replica is made from. The docstring of `TorchTrainer` explains each field.
+    """The settings of all replicas. The docstring of `TorchTrainer` explains the other fields.
 
     Attributes:
-        may_grow: Whether a worker that starts alone is connected and wrapped as one of several: others may join it.
+        may_grow: True if a single worker is connected and wrapped like one of several, because others may join it.
 
     Raises:
         ValueError: A value cannot work.
@@ -59,7 +59,7 @@ class TorchSettings(ReplicaSettings):
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a failure can go on in another group."""
+        """True if survivors of a failure can continue in a new group."""
         return self.strategy == "ddp" and not self.use_horovod
 
     @property
@@ -76,7 +76,7 @@ def _check_tqdm() -> None:
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """The place of one operator among its replicas, and the objects that it works with."""
+    """The rank of one operator, and the objects that it works with."""
 
     settings: TorchSettings
     world: World
@@ -86,7 +86,7 @@ class OperatorContext:
 
     @property
     def use_gpu(self) -> bool:
-        """True if the trainer requested a GPU and there is one."""
+        """True if the trainer requested GPUs and this worker has one."""
         return self.device.type == "cuda"
 
     @property
@@ -101,11 +101,11 @@ class OperatorContext:
 
     @property
     def device_ids(self) -> list[int] | None:
-        """The `device_ids` for `DistributedDataParallel`: None on a CPU."""
+        """`device_ids` of `DistributedDataParallel`; None on a CPU."""
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:
-        """Bring a model or a criterion to the device. One without numbers gets them, unless it is divided later."""
+        """Move a model or a criterion to the device. A module without numbers is filled, unless it is divided later."""
         if isinstance(part, torch.nn.Module) and is_empty(part):
             if not (self.parallel.is_sharded and trainable(part)):
                 fill(part, self.device)

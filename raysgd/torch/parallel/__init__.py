@@ -1,1 +1,1 @@
-"""Ways to keep the copies of a model equal: DDP, FSDP, Horovod, and what they exchange."""
+"""Strategies that keep the replicas of a model equal: DDP, FSDP and Horovod, with the exchanges between ranks."""

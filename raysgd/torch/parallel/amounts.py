@@ -1,15 +1,15 @@
-"""What batches count by in the mean that a step of the optimizer takes, and the arithmetic of that mean.
+"""The amounts by which batches count in the gradient of an optimizer step.
 
-A batch counts by an *amount*: its samples, or the weight that user code gave to its backward pass, or the labels that a
-loss of PyTorch counts. The gradient of a step is the mean over the amounts of all its batches, on all ranks:
+An *amount* is the number of samples of a batch, or the weight that user code passed to its backward pass, or the number
+of labels that a PyTorch loss counts. The gradient of a step is the mean over the amounts of all batches on all ranks:
 
-    gradient = sum of (amount of this rank * gradient of this rank) / amounts of all ranks, over the batches
+    gradient = sum of (amount * gradient) over all batches and ranks / sum of the amounts
 
-Where a step has one batch, a hook multiplies gradients on their way to the other ranks (`Leg.outgoing_weight`), also
-where user code runs the backward pass. Where it has several (a *window*), each loss is multiplied by its amount, and
-the sum is divided by all amounts once, at the step: a hook would see the sum of several batches.
+If a step has one batch, a hook multiplies the gradients before they are sent to the other ranks, also if user code runs
+the backward pass (`Leg.outgoing_weight`). If a step has several batches (a *window*), a hook would see the sum of their
+gradients. So each loss is multiplied by its amount, and the step divides the sum by all amounts.
 
-Why gradients are weighted by samples, over several batches, and by weights of users: ADR 3.
+ADR 3 says why gradients are weighted by samples, over several batches, and by weights of users.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 
 @dataclass
 class Window:
-    """The batches whose gradients wait for a step of the optimizer, and what they count by.
+    """The batches whose gradients wait for an optimizer step, with their amounts.
 
     Attributes:
-        is_weighted: Whether something else than samples says how much each batch counts.
-        reference: What each amount is divided by, alike on all ranks, so that losses keep about their size.
-        own: The amounts of this rank's batches.
-        total: Those of all ranks' batches, where samples count and so all ranks know them.
-        num_batches: How many batches are in it.
-        last: The batch that was counted last, and its weight.
-        is_exchanged: Whether the gradients are the mean over the ranks, because no exchange was put off.
-        is_of_criterion: Whether the criterion counts, and not user code.
+        is_weighted: True if batches count by something other than samples.
+        reference: Divisor of each amount, the same on all ranks, so that losses keep about their size.
+        own: Sum of the amounts of this rank's batches.
+        total: Sum of the amounts of all ranks' batches. Only if they count by samples, which all ranks know.
+        num_batches: Number of batches.
+        last: Number of the last batch, and its weight.
+        is_exchanged: True if the gradients are already averaged over the ranks, because no exchange waits.
+        is_of_criterion: True if the amounts come from the criterion, False if they come from user code.
     """
 
     is_weighted: bool
@@ -46,21 +46,21 @@ class Window:
     is_of_criterion: bool = False
 
     def correction(self, seen: float, num_ranks: int) -> float:
-        """Return what to multiply the gradients with, of batches of all ranks with these amounts; 0 for no amount."""
+        """Return the factor for the gradients at the step; `seen` is the sum of all ranks' amounts. 0 if that is 0."""
         return self.reference * num_ranks / seen if seen else 0.0
 
 
 class Counted:
-    """The amount that a batch of this rank counts by if not by its samples, and that of all ranks.
+    """The amount of a batch that does not count by its samples, and the sum of all ranks' amounts.
 
     Args:
-        amount: That of this rank; 0 for padding.
-        reference: What amounts are divided by on their way, alike on all ranks, so that equal ones change no bit.
-        num_ranks: How many ranks there are.
-        wait: Returns the sum of all ranks' amounts, where nothing else has brought it.
+        amount: Amount of this rank's batch; 0 for padding.
+        reference: Divisor of the amounts, the same on all ranks, so that equal amounts change no bit of a gradient.
+        num_ranks: Number of ranks.
+        wait: Returns the sum of all ranks' amounts. Called if they were not sent with the gradients.
 
     Attributes:
-        amount, reference: The same.
+        amount, reference: The arguments.
     """
 
     def __init__(self, amount: Any, reference: float, num_ranks: int, wait: Callable[[], Any]) -> None:
@@ -74,22 +74,22 @@ class Counted:
 
     @property
     def total(self) -> Any:
-        """The sum of all ranks' amounts. The first time, all ranks have to ask."""
+        """Sum of all ranks' amounts. The first read is an exchange, in which all ranks must take part."""
         if self._total is None:
             self._total = self._wait()
         return self._total
 
     @property
     def own(self) -> list[float]:
-        """What this rank tells the others."""
+        """The numbers that this rank sends to the others."""
         return [self.amount]
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Take notice of all ranks' amounts, which have travelled beside gradients."""
+        """Add up all ranks' amounts, which were sent with the gradients."""
         self._total = sum(float(each) for (each,) in told)
 
     def factor(self) -> Any:
-        """Return what to multiply this rank's gradients with in the mean over all ranks; 0 where nothing counts."""
+        """Return the factor for this rank's gradients in the mean over all ranks; 0 if nothing counts."""
         share = self.amount * self._num_ranks
         if isinstance(self.total, torch.Tensor):
             return torch.nan_to_num(share / self.total)
@@ -97,14 +97,14 @@ class Counted:
 
 
 class Omitted:
-    """The samples that ranks leave out of a step. Its gradients are the mean over all samples, with 0 for these.
+    """The samples that ranks leave out of a step. Without correction, its gradient counts them as 0 in the mean.
 
     Args:
-        size: How many global batches the step may have.
+        size: Largest number of global batches in the step.
 
     Attributes:
-        own: How many this rank leaves out of each global batch.
-        is_known: Whether all ranks' are known.
+        own: Number of samples that this rank leaves out of each global batch.
+        is_known: True if the numbers of all ranks are known.
     """
 
     def __init__(self, size: int) -> None:
@@ -112,20 +112,21 @@ class Omitted:
         self.learn([self.own])
 
     def note(self, index: int, num_drawn: float, num_omitted: float) -> None:
-        """Note a batch of so many samples on all ranks, and how many of them this rank leaves out."""
+        """Note a batch of the global batch `index`: its samples on all ranks, and those that this rank leaves out."""
         self._drawn[index] += num_drawn
         self.own[index] += num_omitted
         self.is_known = False
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Take notice of what each rank leaves out, which has travelled beside gradients."""
+        """Add up what all ranks leave out, which was sent with the gradients."""
         self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
 
     @property
     def correction(self) -> float:
-        """What to multiply the gradients with; 0 where nothing counts.
+        """Factor for the gradients; 0 if no sample counts.
 
-        Where other batches of the step count, one without any sample that does counts as 0, as with Lightning.
+        If all samples of one global batch are left out and others of the step count, its gradient counts as 0, as with
+        Lightning.
         """
         drawn = self._drawn
         kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]

@@ -1,4 +1,4 @@
-"""One batch of a training call: what it counts by, and a log of what has happened in it."""
+"""One batch of a training call: the facts about it, and a log of what happened in it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from typing import Any
 
 
 class Batch:
-    """A batch that was handed out. What user code does before the first one, or behind the last one, has one, too.
+    """The facts about one batch, which never change, and the log of what happened in it.
+
+    An object without samples stands for user code before the first batch of a leg and after the last one.
 
     Args:
-        weight: Factor for this rank's gradient in the mean over the ranks, for this batch by itself.
-        num_samples: This rank's samples in it, 0 when it is only there to take part in the collectives; None when
-            unknown.
-        total: Its samples by which it counts beside others of its step; None where that is of no interest.
-        number: How many batches of the leg there were up to this one; 0 for none.
-        index: How many global batches of its step are complete with it.
-        is_last_part: Whether the global batch ends with this one.
-        is_boundary: Whether the optimizer steps on it. Without accumulation it always does.
+        weight: Factor for this rank's gradient in the mean over the ranks, if the batch is a step by itself.
+        num_samples: Number of this rank's samples; 0 for padding, None if unknown.
+        total: With accumulation, the number of samples by which the batch counts in its step; None without.
+        number: Number of batches of the leg up to this one; 0 if it is not from the data.
+        index: Number of global batches of the step that are complete after this batch.
+        is_last_part: True if the global batch ends with this batch.
+        is_boundary: True if the optimizer step ends with this batch. Without accumulation, always.
 
     Attributes:
-        weight, num_samples, total, number, index, is_last_part, is_boundary: The same, for good.
-        is_padding: Whether it is only there to take part in the collectives.
+        weight, num_samples, total, number, index, is_last_part, is_boundary: The arguments.
+        is_padding: True if the batch counts no samples, and only takes part in the collectives of the other ranks.
 
-        is_waiting: Whether it is not trained on yet, where that matters.
-        had_backward: Whether a backward pass was noted.
-        computed: The optimizers, by identity, with gradients of this batch.
-        weights: What its backward passes count by, if not by samples.
-        amounts: What the criterion's means in it are over, if not samples.
-        has_uncounted: Whether a loss left labels out, or counted some more than others, and no one has said so; a
-            tensor where that is not known without waiting for a device.
-        is_by_samples: Whether it counts by its samples in a backward pass, beside others.
-        is_exchanged: Whether gradients were exchanged in it.
-        was_asked_to_step: Whether the optimizer of a window was asked to step on it, whether it did or not.
-        left_out: The optimizers, by identity, in whose gradients nothing counts, so that they are not to step.
+        is_waiting: True if the batch waits for its backward pass, and its weight matters.
+        had_backward: True if a backward pass was noted.
+        computed: IDs of the optimizers that have gradients of this batch.
+        weights: Weights of its backward passes that user code passed.
+        amounts: Amounts, such as labels, over which the criterion took its means.
+        has_uncounted: True if a loss counted labels unevenly, and no weight was passed. A tensor if only the device
+            knows.
+        is_by_samples: True if the batch counted by its samples in a backward pass.
+        is_exchanged: True if the last gradients of the batch were sent.
+        was_asked_to_step: With accumulation, True if the optimizer was asked to step on this batch.
+        left_out: IDs of the optimizers that must not step, because nothing counts in their gradients.
     """
 
     __slots__ = (
@@ -78,7 +79,7 @@ class Batch:
         self.has_uncounted: Any = False
 
     def end(self) -> Batch:
-        """Return what follows where no other batch does: it is none of the data, and this log goes on."""
+        """Return the object for user code after the last batch. It continues this log, and is not from the data."""
         after = Batch(number=self.number, index=self.index, is_last_part=self.is_last_part)
         after.had_backward, after.computed = self.had_backward, self.computed
         after.is_exchanged, after.left_out = self.is_exchanged, self.left_out
@@ -87,10 +88,10 @@ class Batch:
 
     @property
     def samples(self) -> int | None:
-        """This rank's samples, also if no one divided them; None when unknown."""
+        """Number of this rank's samples, also if the library did not divide them; None if unknown."""
         return self.total if self.num_samples is None else self.num_samples
 
     def claim_rows(self) -> bool:
-        """Return whether ranks tell each other what they measured now: once, with the last gradients of a step."""
+        """Return True if the ranks must exchange their rows now: once per step, with its last gradients."""
         is_first, self.is_exchanged = not self.is_exchanged, True
         return is_first and self.is_boundary

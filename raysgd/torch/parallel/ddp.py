@@ -1,4 +1,4 @@
-"""Replicas that `DistributedDataParallel` keeps equal, also in another group."""
+"""Replicas that `DistributedDataParallel` keeps equal, across changes of the group."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, 
 
 @dataclass(eq=False)
 class _WrappedModel:
-    """A model that `DistributedDataParallel` was put around.
+    """A model in a `DistributedDataParallel` wrapper.
 
     Attributes:
         model: The wrapper.
-        options: What it was made with.
-        covered: The parameters whose gradients it averages: those that were not frozen when it was made, or at the
-            last `rewrap`.
+        options: Options of the wrapper.
+        covered: Parameters whose gradients the wrapper averages: those not frozen when it was made, or at the last
+            `rewrap`.
     """
 
     model: DistributedDataParallel
@@ -35,7 +35,7 @@ class _WrappedModel:
 
 
 class DDP(NoParallel):
-    """`DistributedDataParallel` around every model that has something to train.
+    """`DistributedDataParallel` around every model with trainable parameters.
 
     Args:
         tells_rows: See `NoParallel`.
@@ -47,14 +47,14 @@ class DDP(NoParallel):
         super().__init__(tells_rows=tells_rows)
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
-        self._hooked: set[int] = set()  # by identity of wrappers: those with our communication hook
-        self._numbers: dict[int, int] = {}  # by identity of wrappers: the order in which they came
+        self._hooked: set[int] = set()  # IDs of the wrappers that have our communication hook
+        self._numbers: dict[int, int] = {}  # numbers of the wrappers in order, by ID
         self._uncovered: list[torch.nn.Parameter] = []
 
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
     ) -> torch.nn.Module:
-        """Put a model into the wrapper; without `init_sync` it takes over nothing from the first rank."""
+        """Wrap a model. Without `init_sync`, it does not get the weights of rank 0."""
         covered = trainable(model)
         if not covered:
             return self._leave_out(model)
@@ -63,7 +63,7 @@ class DDP(NoParallel):
             take_from_first((*covered, *model.buffers()))
             init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
-        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # which are set as well
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # these are assigned, too
         require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
@@ -83,14 +83,14 @@ class DDP(NoParallel):
         return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
-        """Build each wrapper again around the same model, as the same object: user code keeps a reference."""
+        """Initialize each wrapper again for the new group, in place, because user code refers to it."""
         super().reform()
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         super().rewrap(models, is_agreed)
-        ours = [each for each in self._wrapped if any(each.model is model for model in models)]  # not the user's own
+        ours = [each for each in self._wrapped if any(each.model is model for model in models)]  # not users'
         for each in ours:
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
             if is_agreed and [*map(id, covered)] == [*map(id, each.covered)]:
@@ -127,10 +127,10 @@ class DDP(NoParallel):
             )
 
     def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
-        """Install the hook that weights, watches and sends gradients.
+        """Make a leg, and install the hook that weights, sends and tracks gradients.
 
         Raises:
-            ValueError: The user registered one by hand; PyTorch allows one each.
+            ValueError: The user registered a communication hook on a model. PyTorch allows one per model.
         """
         leg = super().begin_leg(models, may_run_backward, *args, **options)
         leg.check = partial(self._check_step, leg.check)
@@ -141,7 +141,7 @@ class DDP(NoParallel):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None]:
-        """Return what `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
+        """Return a function that works like `DistributedDataParallel.no_sync`, for a batch instead of a context."""
         wrapped = _wrappers(models)
 
         def defer(is_deferred: bool) -> None:
@@ -166,16 +166,16 @@ class DDP(NoParallel):
                 omitted.learn([of_all])
             used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
             for parameter in used:
-                if parameter.grad is None:  # of this rank; others have one
+                if parameter.grad is None:  # only other ranks have one
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Exchange what `DistributedDataParallel` does not: it exchanges gradients once after each forward pass.
+        """Average gradients that `DistributedDataParallel` does not: it averages once after each forward pass.
 
-        Gradients that were averaged before are alike on all ranks, and stay as they are in another average.
+        Gradients that were averaged before are equal on all ranks, so averaging them again does not change them.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):
@@ -187,7 +187,7 @@ class DDP(NoParallel):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Give every rank those of the first one once, then keep forward passes free of collectives."""
+        """Copy rank 0's buffers to every rank, then turn off collectives in forward passes."""
         wrapped = _wrappers(models)
         for model in wrapped:
             repeat_first(model.module.buffers())
@@ -203,13 +203,13 @@ class DDP(NoParallel):
 
 
 def _with_gradients(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    """Return the parameters that can be trained. All of them are covered where all are frozen, which DDP refuses."""
+    """Return the parameters that can have gradients, for a model that is all frozen, which DDP would refuse."""
     return tuple(each for each in model.parameters() if each.is_floating_point() or each.is_complex())
 
 
 @contextmanager
 def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module) -> Iterator[None]:
-    """Inside, a model trains these parameters, whatever is frozen at the moment."""
+    """Let a model train exactly these parameters inside the context, whatever is frozen."""
     before, ids = [(each, each.requires_grad) for each in model.parameters()], {*map(id, covered)}
     for parameter, _ in before:
         parameter.requires_grad_(id(parameter) in ids)

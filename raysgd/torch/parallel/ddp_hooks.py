@@ -1,9 +1,10 @@
-"""The communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how that ended.
+"""Communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how the exchange ended.
 
-A model has one hook, that of raysgd, which may have the user's inside.
+With the last bucket of a step, the hook also sends what this rank has measured (`StepRows`). Each model has one hook,
+raysgd's, which calls the user's hook if there is one.
 """
 
-# No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
+# No postponed annotations here: PyTorch checks the annotations of a communication hook and accepts no strings.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,26 +23,27 @@ from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import NoParallel
 
-COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
+COMM_HOOK = "comm_hook"  # key of `ddp_args` that is not an option of DistributedDataParallel
 
 _NO_ROW: Array = np.empty(0, np.uint8)
-_FIRST_BUCKET_BYTES = 2**20  # of `DistributedDataParallel`
+_FIRST_BUCKET_BYTES = 2**20  # default of `DistributedDataParallel`, like the next
 _USUAL_BUCKET_MB = 25
 _DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class _HookState:
-    """The state that our communication hook is called with.
+    """The state of our communication hook.
 
-    PyTorch keeps it in the model. A copy of the model shares it, and a pickled one goes without: neither is trained.
+    PyTorch keeps it in the model. A copy of the model shares it, and a pickled model loses it, because neither is
+    trained.
 
     Attributes:
-        parallel: Knows the weight of the step, and watches its exchanges.
-        work: What the exchange of this model's gradients is recorded as.
-        goes_at_once: Whether to go past gloo where that can be done.
-        function: A user's hook that does the rest; None for an average.
-        state: What that one is called with.
+        parallel: Strategy of the replica, with the leg and its exchanges.
+        work: Name of the exchange of this model's gradients in the `GlobalRecord`.
+        goes_at_once: True to send gradients over the mesh instead of gloo if possible.
+        function: The user's hook, which sends the gradients; None to average them.
+        state: State of the user's hook.
     """
 
     parallel: NoParallel
@@ -60,12 +62,15 @@ class _HookState:
 def register(
     parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> bool:
-    """Install the hook that the user passed, or raysgd's once training begins; return whether it did.
+    """Install raysgd's hook, with the user's inside if there is one. Return True if it was installed.
+
+    Without a user's hook, this waits until training begins (`is_armed`).
 
     Raises:
-        ValueError: The user registered one by hand; PyTorch allows one each. Or the model has its own group.
+        ValueError: The user registered a hook on the model, of which PyTorch allows one. Or the model has its own
+            process group.
     """
-    # After a failure the group of all ranks is another one than that which was passed.
+    # A `process_group` would be wrong after a failure, when all ranks are in a new group.
     if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
         raise ValueError(
             "A model is wrapped with a `process_group`, and gradients are averaged over all workers: omit it. To "
@@ -91,19 +96,19 @@ def register(
 
 
 def obstacle(options: dict[str, Any]) -> str | None:
-    """Return why the communication hook of a model does not work in a new wrapper; None when it does."""
+    """Return why the communication hook of a model does not work in a new wrapper; None if it does."""
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
     return None
 
 
 def without_hook(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that `DistributedDataParallel` itself knows."""
+    """Return the options for `DistributedDataParallel` itself."""
     return {name: value for name, value in options.items() if name != COMM_HOOK}
 
 
 def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Weight gradients if need be, and send them: as the user's hook does, at once, or as PyTorch does."""
+    """Weight the gradients of a bucket and send them: with the user's hook, over the mesh, or as PyTorch does."""
     parallel, gradients = state.parallel, bucket.buffer()
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
@@ -122,7 +127,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Begin an exchange of gradients, and that of rows beside it."""
+    """Begin an exchange of gradients. With the last bucket, exchange rows at the same time."""
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
@@ -132,7 +137,7 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
-    """Average gradients over the ranks, with what else there is to tell: rows with the last, amounts with the first."""
+    """Average gradients over the mesh. Amounts are sent with the first bucket, rows with the last."""
     gradients, leg, divisor = bucket.buffer(), parallel.leg, float(group.size)
     counted = None if leg.counted is None or leg.counted.is_known else leg.counted
     told = leg.omitted if counted is None and leg.omitted is not None and not leg.omitted.is_known else counted
@@ -154,7 +159,7 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
 
 
 def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, row: Array) -> list[Array]:
-    """Add gradients up, with each rank's row and how much its batches count."""
+    """Add up gradients, and send this rank's amounts and its row with them. Return the rows of all ranks."""
     own = np.array(told.own, np.float64).view(np.uint8)
     received = group.add_up_with(numbers, np.concatenate((own, row)))
     told.learn([each[: own.nbytes].view(np.float64).tolist() for each in received])
@@ -162,9 +167,9 @@ def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, 
 
 
 def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
-    """Tell whether the gradients are so few that, but for a first MiB, their exchange begins after the backward pass.
+    """Return True if the gradients fit into two buckets, so that the last exchange begins after the backward pass.
 
-    Gloo, whose threads exchange one bucket while the next is computed, has no use for them.
+    Then gloo has no advantage: its threads exchange one bucket while the next is computed.
     """
     most = _FIRST_BUCKET_BYTES + (options.get("bucket_cap_mb") or _USUAL_BUCKET_MB) * 2**20
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -176,7 +181,7 @@ def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bo
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
-    """The state and the function of a user's hook: `function`, or `(state, function)`."""
+    """Return the state and the function of a user's hook, which is `function` or `(state, function)`."""
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     if not callable(function):
         raise ValueError(
@@ -187,7 +192,7 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Tell whether a user's hook may remember something: a group, what it sent before, a counter."""
+    """Return True if a user's hook may keep something between calls, such as a group, past errors, or a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)

@@ -1,14 +1,14 @@
-"""The fate of a step's exchanges with the other ranks, also where user code catches what they raise.
+"""The exchanges of a step with the other ranks, and how they ended.
 
-A `train_batch` that continues after any exception also continues after a lost connection. Each later step would have no
-exchange and perhaps no update, and still count as done. So this is looked at before a step counts.
+User code may catch every exception, so it may continue after a lost connection. Each later step would then have no
+exchange and perhaps no update. So before a step counts, `Exchanges.check` looks at how its exchanges ended.
 
-Every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended. Where a step made none
-that is known, it counts only if the connections are still open. A rank that was lost *after* the
-step's exchanges leaves the step valid, with the gradients of all ranks.
+Every exchange of gradients by `DistributedDataParallel` or Horovod reports how it ended. If a step made no exchange
+that is known, it counts only if the connections are still open. If a rank was lost *after* the step's exchanges, the
+step is valid, because it has the gradients of all ranks.
 
-With its last gradients a step exchanges the rows of the ranks, once, whatever else it exchanges; see
-`raysgd.worker.data.rank_rows`. Rows go over the mesh of the ranks, so there are some where there is one: with gloo.
+With its last gradients, a step also exchanges rows: what each rank has measured, see `raysgd.worker.data.rank_rows`.
+Rows are sent over the mesh of the ranks, which exists with gloo only.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from raysgd.worker.ledger import Ledger
 
 
 class StepRows:
-    """Tells all ranks of a leg what each of them has measured, before the optimizer steps.
+    """The exchange of metrics between the ranks of a leg, before the optimizer steps.
 
-    What they tell is what counts once the step is done: the metrics of a batch wait in the meters from before its
-    backward pass.
+    A row contains the sums as they will be once the step counts. They include the metrics of its batches, which have
+    been waiting in the meters since before the backward pass.
 
     Args:
-        exchange: Moves the rows.
-        run: The call: has the meters of this rank, and keeps what all ranks have told.
+        exchange: Sends the rows.
+        run: The call, with the meters of this rank. Keeps the rows of all ranks.
     """
 
     def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
         self._exchange, self._run = exchange, run
 
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange rows, unless that was done in this step, or the step goes on with other batches.
+        """Exchange rows with the last gradients of a step. Does nothing if that was done, or if more batches follow.
 
         Args:
-            batch: The one that the replica is in.
-            gather: As for `RowExchange.exchange`.
+            batch: The current batch.
+            gather: See `RowExchange.exchange`.
 
         Returns:
-            Whether that was done now.
+            True if rows were exchanged now.
 
         Raises:
             MeshBroken: A connection to another rank ended.
@@ -67,21 +67,22 @@ class StepRows:
         return True
 
     def exchange_beside_gloo(self, batch: Batch) -> None:
-        """Do the same while gloo exchanges gradients, in which other ranks may wait.
+        """Exchange rows while gloo exchanges gradients.
 
         Raises:
-            DistNetworkError: A connection to another rank ended; those of gloo have to be ended, too.
+            DistNetworkError: A connection to another rank ended. Other ranks may be waiting in gloo, so its connections
+                must be ended, too.
         """
         try:
             self.exchange(batch)
         except MeshBroken as error:
-            raise DistNetworkError(str(error)) from None  # else it would be taken for one that no rank waits in
+            raise DistNetworkError(str(error)) from None  # after `MeshBroken`, gloo's connections would stay open
 
 
 def gather_rows(size: int) -> Gather | None:
-    """Return what gathers the rows of so many ranks; None where there is no mesh.
+    """Return the function that gathers the rows of `size` ranks; None if there is no mesh.
 
-    A rank that is left alone keeps its rows for others who may join it.
+    A single rank keeps its own row, because others may join it.
     """
     group = exchanges_at_once()
     return _to_itself if size == 1 else None if group is None else group.gather
@@ -92,7 +93,10 @@ def _to_itself(row: Array) -> list[Array]:
 
 
 def names_of_all(name: str) -> Collection[str] | None:
-    """Return what the ranks of the group are known by; None where there is no mesh. All ranks have to ask."""
+    """Send this rank's name to the group, and return the names of all ranks; None if there is no mesh.
+
+    All ranks must call this.
+    """
     group = exchanges_at_once()
     if group is None:
         return None
@@ -103,11 +107,11 @@ class Exchanges:
     """The exchanges of the running step, in one group.
 
     Args:
-        is_lost: Whether an exception means that the group is broken.
-        is_broken: Whether a connection of the group has ended.
+        is_lost: Returns True if an exception means that the group is broken.
+        is_broken: Returns True if a connection of the group has ended.
 
     Attributes:
-        ledger: Is told when exchanges begin and end.
+        ledger: Accounts for the time of exchanges; None for no account.
     """
 
     def __init__(
@@ -122,22 +126,27 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return those of another group: what becomes of an exchange of this one is of no interest there."""
+        """Return a new object for the next group. It knows nothing of the exchanges of this group."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
-        """Stand for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
+        """Track an exchange that was begun. Return a future that ends like it.
+
+        Args:
+            future: Future of the exchange.
+            is_last: True if the gradients of a model are complete after it.
+        """
         self.count(is_last)
-        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # the pass is over but for it
+        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # all else is done
         received = partial(self._received_last, is_awaited) if is_last else self._received
-        return future.then(received)  # not a callback beside it, which the backward pass would not wait for
+        return future.then(received)  # so that the backward pass waits for the callback, too
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
-        """Count the time inside as an exchange that the backward pass waits for."""
+        """Account for the time inside the context as an exchange."""
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Count an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
+        """Count an exchange that was begun or done. If one raises, pass the exception to `note` instead."""
         self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
@@ -153,10 +162,10 @@ class Exchanges:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what an exchange raises in the block."""
+        """Note an exception that an exchange raises inside the context."""
         try:
             yield
-        except Exception as error:  # each backend raises other classes
+        except Exception as error:  # backends raise different classes
             self.note(error)
             raise
 
@@ -171,10 +180,10 @@ class Exchanges:
         return self._error is not None
 
     def check(self) -> None:
-        """End a step; raise if it cannot count because the group broke in it.
+        """End a step. Raises if the group broke in it, so that it cannot count.
 
         Raises:
-            RuntimeError: One that `is_lost` takes for a lost connection.
+            RuntimeError: A connection was lost. `is_lost` is true for the exception.
         """
         num_made, self._num_made = self._num_made, 0
         if self._error is not None:
@@ -184,20 +193,20 @@ class Exchanges:
 
 
 def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return what a communication hook returns where nothing is under way."""
+    """Return a completed future, for a communication hook that has nothing to wait for."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(gradients)
     return future
 
 
 def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
-    """Let an optimizer step only where the step counts, in place, so that there is no other way to step it.
+    """Replace the `step` of an optimizer by one that steps only if `counts` allows it.
 
     Args:
-        optimizer: The optimizer; other objects with a `step` will do.
-        counts: Is given the closure; returns whether to step.
+        optimizer: The optimizer, or another object with a `step`.
+        counts: Called with the closure. Returns True to step.
     """
-    own: Any = optimizer.step  # perhaps that of a scheduler, or one with scaled gradients
+    own: Any = optimizer.step  # a scheduler or a scaler may have replaced it already
 
     @functools.wraps(getattr(own, "__func__", own))
     def step(_: Any, closure: Any = None) -> Any:
@@ -205,4 +214,4 @@ def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
             return None
         return own() if closure is None else own(closure)
 
-    optimizer.step = MethodType(step, optimizer)  # schedulers wrap methods only
+    optimizer.step = MethodType(step, optimizer)  # a method, because schedulers wrap nothing else

@@ -1,16 +1,15 @@
 """Models, gradients and optimizer states divided over the ranks: PyTorch's `fully_shard`, also called FSDP2.
 
-Every parameter lives on all ranks, a part on each. A group of parameters is put together for its forward and backward
-pass and taken apart again, also in evaluation. Here a group is a block of the model with enough parameters to be worth
-an exchange; all the rest is one more. What leaves the ranks (checkpoints, snapshots, `get_model`) is whole and plain,
-so it fits any other kind of training.
+Each rank holds a part of every parameter. A group of parameters is gathered for its forward and backward pass, and
+divided again afterwards, also in evaluation. A group is a block of the model with enough parameters to be worth an
+exchange; the remaining parameters are one more group. Checkpoints, snapshots and `get_model` have whole, plain tensors,
+so they fit any other kind of training.
 
-What leaves the workers whole, and how ranks evaluate together: ADR 92.
-
-A forward pass of a divided model takes all ranks. In training all of them take the same steps. In evaluation they need
-not: one has more batches, one generates a longer text. So each time that a rank calls a model, all ranks say which one
-they call. Those that call none, or another one, get the arguments, run the forward pass too, and drop its output: no
-code of the operator sees it. A rank without batches is in rounds until no rank has any. What else was weighed: ADR 92.
+All ranks must take part in a forward pass of a divided model. In training, all ranks take the same steps. In
+evaluation, one rank may have more batches, or generate a longer text. So each time that a rank calls a model, all ranks
+say which one they call (a round). Ranks that call none, or another model, get the arguments, run the forward pass, and
+drop its output, without any code of the operator. A rank without batches stays in rounds until no rank has any. ADR 92
+has the alternatives.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
 
-_HAS_LEFT = -1  # instead of the number of a model
+_HAS_LEFT = -1  # sent instead of the number of a model by a rank that calls none
 
 Exchange = Callable[[int], list[int]]
-"""Tells the other ranks a number, and returns the numbers of all ranks."""
+"""Sends a number to the other ranks, and returns the numbers of all ranks."""
 Share = Callable[[Any, int], Any]
-"""Returns the arguments that the rank with this number has given."""
+"""Sends the arguments of a call from the rank with this number, and returns them on all ranks."""
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class ForwardRounds:
-    """This rank's place in the rounds.
+    """This rank's side of the rounds in which all ranks run forward passes together.
 
     Args:
-        exchange: How the ranks talk.
-        share: How they pass arguments.
+        exchange: Exchanges numbers between the ranks.
+        share: Sends arguments from one rank to all.
     """
 
     def __init__(self, exchange: Exchange, share: Share) -> None:
@@ -60,19 +59,20 @@ class ForwardRounds:
 
     @contextmanager
     def opened(self, models: Sequence[Any], context: Context = nullcontext) -> Iterator[None]:
-        """An evaluation; ends on all ranks at the same time.
+        """Evaluate inside the context, which ends on all ranks at the same time.
 
-        A rank whose code raises between two forward passes stays for the others, so that they can finish.
+        If user code raises on a rank between two forward passes, the rank keeps helping the others, so that they can
+        finish.
 
         Args:
             models: The models, in the same order on each rank.
-            context: That of forward passes.
+            context: Returns the context of forward passes.
         """
         self._models, self._context, self._is_open = models, context, True
         try:
             yield
-        except Exception:  # of user code
-            with suppress(Exception):  # where the ranks have lost each other, that one is the better one to tell about
+        except Exception:  # from user code
+            with suppress(Exception):  # if the group breaks as well, the first exception says more
                 self._help()
             raise
         else:
@@ -81,7 +81,7 @@ class ForwardRounds:
             self._is_open = False
 
     def enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Called ahead of each forward pass; returns when the other ranks run it, too."""
+        """Called before each forward pass. Returns when the other ranks run it, too."""
         own = next((number for number, each in enumerate(self._models) if each is model), None)
         if not self._is_open or own is None:
             return
@@ -93,10 +93,14 @@ class ForwardRounds:
             pass
 
     def _round(self, said: int, call: Any = None) -> int | None:
-        """Run a forward pass for other ranks, unless this one is about to run it.
+        """Agree with all ranks on the model to run. Run it for the other ranks if this one calls another, or none.
+
+        Args:
+            said: Number of the model that this rank calls, or `_HAS_LEFT`.
+            call: Arguments of this rank's call.
 
         Returns:
-            The model that ranks run; None where no rank calls any.
+            Number of the model that the ranks run; None if no rank calls any.
         """
         answers = self._exchange(said)
         calls = [answer for answer in answers if answer != _HAS_LEFT]
@@ -110,7 +114,7 @@ class ForwardRounds:
         return chosen
 
     def _run(self, model: Any, args: Any, kwargs: Any) -> None:
-        self._is_open = False  # its own forward pass is not another round
+        self._is_open = False  # this forward pass must not begin another round
         try:
             with torch.no_grad(), self._context():
                 model(*args, **kwargs)
@@ -119,7 +123,7 @@ class ForwardRounds:
 
 
 def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
-    """Return what to call ahead of each forward pass of a model, compiled or not."""
+    """Return the pre-hook for the forward passes of a model, compiled or not."""
 
     def hook(model: Any, args: Any, kwargs: Any) -> None:
         enter = torch.compiler.disable(rounds.enter) if torch.compiler.is_compiling() else rounds.enter
@@ -130,11 +134,11 @@ def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
 
 _reduce_scatter: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # the newer name first
+)  # the first name is the newer one
 
 
 class FSDP(NoParallel):
-    """`fully_shard` on every model that has something to train."""
+    """`fully_shard` on every model with trainable parameters."""
 
     synchronizes = True
     is_sharded = True
@@ -144,17 +148,17 @@ class FSDP(NoParallel):
         self._device, self._world_size = device, world_size
         self._options = options or FSDPOptions()
         self._mesh: DeviceMesh | None = None
-        self._moved: dict[int, torch.nn.Parameter] = {}  # by identity of the whole parameters: what took their place
-        self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
+        self._moved: dict[int, torch.nn.Parameter] = {}  # divided parameters, by the IDs of the whole ones
+        self._whole: list[torch.nn.Parameter] = []  # keeps the whole ones alive, so that their IDs stay unique
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._rounds = ForwardRounds(self._numbers_of_all, self._arguments_of)
         self._has_hook = False
         self._group_beside: Any = None
         if device.type == "cpu":
-            return_large_blocks()  # parts of models, which come and go with each forward and backward pass
+            return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Divide the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
+        """Divide the model in place. `options` are for `DistributedDataParallel` and are ignored."""
         if not trainable(model):
             return self._leave_out(model)
         comes_empty = is_empty(model)
@@ -178,16 +182,16 @@ class FSDP(NoParallel):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Give a part without numbers those of rank 0, until the body has divided it."""
+        """Fill a module that has no numbers yet, with those of rank 0, until the body of the context has divided it."""
         fill(part, self._device)
         whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
         take_from_first((*whole, *part.buffers()))
         yield
-        for parameter in whole:  # optimizers have them still
+        for parameter in whole:  # free the memory: optimizers still refer to the parameters
             parameter.data = parameter.data.new_empty(0)
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Put the divided parameters into the places of the whole ones, with what optimizers know about these."""
+        """Replace the whole parameters in optimizers by the divided ones, and divide their states."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._moved.get(id(parameter), parameter) for parameter in group["params"]]
@@ -206,10 +210,10 @@ class FSDP(NoParallel):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return what puts exchanges off.
+        """Return a function that lets exchanges wait; None if user code may run backward passes.
 
-        Where user code runs the loop, it may end in the middle of a window, and gradients that were not exchanged with
-        their backward pass never can be. There every batch is exchanged.
+        User code may stop in the middle of a window, and gradients that were not exchanged in their backward pass
+        cannot be exchanged later. So every batch is exchanged then.
         """
         if may_run_backward:
             return None
@@ -222,24 +226,24 @@ class FSDP(NoParallel):
         return defer
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Gradients whose exchange was put off are kept aside, out of reach of `zero_grad`."""
+        """Return False if exchanges may wait: `fully_shard` then keeps gradients out of the reach of `zero_grad`."""
         return self.leg.defer is None and super().are_cleared(parameters)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Let ranks run different numbers of forward passes; models stay divided."""
+        """Let ranks run different numbers of forward passes. Models stay divided."""
         roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
             model.set_reshard_after_forward(True)
-            model.reshard()  # the last forward pass without a backward pass may have left it together
+            model.reshard()  # a forward pass without a backward pass may have left the parameters gathered
         self._refresh_left_out()
         try:
             with self._rounds.opened(roots, self.forward_context):
                 yield
         finally:
             for part in _sharded_parts(models):
-                part.reshard()  # of a forward pass that broke off
+                part.reshard()  # in case a forward pass was interrupted
                 keeps = part in roots or not self._options.reshard_after_forward
                 part.set_reshard_after_forward(not keeps, recurse=False)
 
@@ -255,7 +259,7 @@ class FSDP(NoParallel):
         return to_device(holder[0], self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """The whole state on rank 0; the others get one without tensors."""
+        """Return the whole state on rank 0, and a state without tensors on other ranks. All ranks must call this."""
         state: dict[str, Any] = _gathered(part.state_dict(), keep=dist.get_rank() == 0)
         return state
 
@@ -266,12 +270,12 @@ class FSDP(NoParallel):
 
     @property
     def group_beside(self) -> Any:
-        """One over gloo, made at the first time."""
+        """A separate group over gloo. The first read makes it, on all ranks."""
         self._group_beside = self._group_beside or new_group_beside()
         return self._group_beside
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Take from the whole tensors what belongs to this rank; no exchange."""
+        """Load this rank's parts of whole tensors, without an exchange."""
         own = model.state_dict()
         rest = dict(state)
         with torch.no_grad():
@@ -281,7 +285,7 @@ class FSDP(NoParallel):
         model.load_state_dict(rest, strict=False)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """The same for an optimizer. State with the shape of its parameter is divided like the parameter."""
+        """Load this rank's part of an optimizer state. Tensors in the shape of their parameter are divided like it."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in state["param_groups"] for index in group["params"]]
         by_index = dict(zip(indices, parameters, strict=True))
@@ -292,7 +296,7 @@ class FSDP(NoParallel):
         optimizer.load_state_dict({**state, "state": entries})
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """A whole copy on rank 0; all ranks have to ask."""
+        """Return a whole copy on rank 0, and None on other ranks. All ranks must call this."""
         state = self.state_of(model)
         skeleton = self._skeletons.get(id(model))
         if skeleton is None:
@@ -300,14 +304,14 @@ class FSDP(NoParallel):
         if dist.get_rank():
             return None
         plain = _filled(skeleton, state)
-        for name, buffer in model.named_buffers():  # those that are in no state, too
+        for name, buffer in model.named_buffers():  # also buffers that are not in the state
             owner, _, attribute = name.rpartition(".")
             setattr(plain.get_submodule(owner), attribute, buffer.detach().cpu().clone())
         return without_checkpointing(plain).train(model.training)
 
 
 class _WeightedReduceScatter:
-    """The exchange of gradients, weighted on their way out."""
+    """The exchange of gradients, which weights them before they are sent."""
 
     def __init__(self, parallel: FSDP) -> None:
         self._parallel = parallel
@@ -351,7 +355,7 @@ def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose parameters take no memory: what `get_model` fills, since a divided model cannot be copied."""
+    """Return a copy whose parameters take no memory. `get_model` fills it, because a divided model cannot be copied."""
     memo: dict[int, Any] = {
         id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -360,7 +364,7 @@ def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Module:
-    """A copy of the skeleton with these tensors; what was one parameter under several names is one again."""
+    """Return a copy of the skeleton with these tensors. Parameters with several names stay shared."""
     plain = copy.deepcopy(skeleton)
     names: dict[int, list[str]] = {}
     for name, parameter in plain.named_parameters(remove_duplicate=False):
@@ -374,7 +378,7 @@ def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Mod
 
 
 def _gathered(value: Any, keep: bool) -> Any:
-    """`value` with whole tensors. All ranks have to take part, in the same order; only those that `keep` hold them."""
+    """Return `value` with whole tensors on ranks with `keep`. All ranks must call this, in the same order."""
     if isinstance(value, DTensor):
         whole = value.full_tensor()
         return whole.cpu() if keep else None
@@ -386,7 +390,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return what of `whole` this rank holds if it is divided as `like` is; it may be divided so already."""
+    """Return this rank's part of `whole`, divided like `like`. `whole` may be divided already."""
     if isinstance(whole, DTensor):
         return whole.to_local()
     [placement] = like.placements
@@ -398,7 +402,7 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """Return what an optimizer keeps for a parameter, divided as the parameter is."""
+    """Return an optimizer's entry for a parameter, divided like the parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

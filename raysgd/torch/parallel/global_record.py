@@ -1,9 +1,9 @@
-"""A record of what the ranks do in a training call that all of them have to do alike, and what they are behind it.
+"""A record of what all ranks must do alike in a training call, and checksums of the parameters they must keep equal.
 
-A rank that makes another number of exchanges than the others pairs its own with other ones of theirs, or waits for ever
-in the last one. Nothing in an exchange tells, unless the sizes differ. So each rank records what it does, without an
-exchange, and the driver compares the records: those in heartbeats while the call runs, and all once it is over or has
-failed. Of what a rank is, it says two numbers for each parameter that all ranks keep equal.
+If a rank makes more or fewer exchanges than the others, it pairs its exchanges with the wrong ones, or waits forever in
+the last one. The exchanges do not notice, unless sizes differ. So each rank records what it does, without an exchange,
+and the driver compares the records: in heartbeats while the call runs, and at its end. To compare the replicas after a
+call, each rank reports two numbers for each parameter.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torch.nn.parameter import is_lazy
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # by so much ranks may be apart that do the same: a GPU works on behind what was recorded
-_CHUNK = 1 << 16  # numbers that a CPU converts at once, within its cache
+_NUM_MARKS = 32  # how far ranks that do the same may be apart: a GPU runs behind the record
+_CHUNK = 1 << 16  # numbers that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
 
 
 class GlobalRecord:
-    """This rank's record of a call of one group. It is read in a second thread.
+    """This rank's record of one call in one group. A second thread reads it.
 
     Args:
-        number: How many calls this group has begun, as all ranks do; 0 before the first one.
+        number: Number of the call in this group, the same on all ranks; 0 before the first call.
 
     Attributes:
-        number: The same.
+        number: The argument.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -47,7 +47,7 @@ class GlobalRecord:
         self._marks = deque([0], _NUM_MARKS)
 
     def note(self, what: str) -> None:
-        """Record that something begins that all ranks do at this place."""
+        """Record the beginning of something that all ranks do in the same order."""
         with self._changing:
             if self._is_open:
                 self._counts[what] += 1
@@ -55,7 +55,7 @@ class GlobalRecord:
 
     @property
     def work(self) -> JointWork | None:
-        """The work of the last call of this group; None where there was none."""
+        """The record of the group's last call, to send to the driver; None before the first call."""
         with self._changing:
             if not self.number:
                 return None
@@ -63,7 +63,7 @@ class GlobalRecord:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Inside is the rest of the call."""
+        """Close the record at the end of the context. The call is complete unless the context raises."""
         try:
             yield
             self._is_over = True
@@ -77,13 +77,13 @@ def sums_of(
     left_out_of: Callable[[torch.nn.Module], Collection[str] | None],
     is_exact: bool,
 ) -> WeightSums | None:
-    """Return the numbers of all parameters to compare, frozen ones too; None where there are none.
+    """Return the checksums of all parameters to compare, also of frozen ones; None if there are none.
 
     Args:
         models: The registered models, without wrappers.
-        compares_ranks: That of the operator.
-        left_out_of: Returns the names of the parameters of a model that are not kept equal; None for all of them.
-        is_exact: Whether the bits are to be equal.
+        compares_ranks: `compares_ranks` of the operator.
+        left_out_of: Returns the names of a model's parameters that may differ between ranks; None if all may differ.
+        is_exact: True to compare bits.
     """
     began = time.perf_counter()
     if isinstance(compares_ranks, tuple | list):
@@ -111,7 +111,7 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 
 
 def _row(parameter: torch.Tensor, is_exact: bool) -> torch.Tensor:
-    """Return the two numbers. A few of the parameter's are converted at once, so that this takes little memory."""
+    """Return the two checksums of a parameter. It is converted in chunks, to save memory."""
     flat, rows = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1), []
     for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_ELSEWHERE):
         if is_exact:  # sums of integers are the same in any order

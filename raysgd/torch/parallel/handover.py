@@ -1,8 +1,9 @@
-"""Hands one rank's state to others over the group's own connections, from each rank to the next.
+"""Handover of one rank's state to other ranks over the group's connections, passed on from rank to rank.
 
-What is not a tensor is pickled, and what is unpickled can run code: it goes over connections on which both sides have
-proved that they belong to the group, which those of gloo and NCCL have not. Where there is a mesh of such connections,
-everything goes over it. With NCCL tensors go over NCCL, through two small buffers of the device.
+Everything but tensors is pickled, and unpickling can run code. So pickles are only sent over connections on which both
+sides have proved that they belong to the group, which those of gloo and NCCL have not. If there is a mesh of such
+connections, everything is sent over it. Otherwise, the pickle is sent over the group's board, and tensors are sent over
+NCCL through two small buffers on the device.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from raysgd.connections.mesh.sums import Chain, ChainTransfer
 from raysgd.connections.torch import board_of_group, exchanges_at_once
 
 STAGED_BYTES = 2**24
-"""The size of each of the two buffers."""
+"""Size of each of the two buffers."""
 
 _KEY_LENGTH = 16
-_ARRIVAL_S = 60.0  # it was sent before the tensors
+_ARRIVAL_S = 60.0  # for the pickle, which is sent before the tensors
 
 
 def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
-    """Send `state` to `takers`, which must all `receive` at this time."""
+    """Send `state` to the ranks `takers`, which must all call `receive` at the same time."""
     encoded, group = lend(state), exchanges_at_once()
     parts = [encoded.buffer, *encoded.apart]
     if group is not None:
@@ -40,7 +41,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
 
 
 def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
-    """Return what `source` sends to `takers`; tensors are on the CPU and not shared."""
+    """Receive the state that `source` sends to `takers`. Its tensors are on the CPU and not shared."""
     group = exchanges_at_once()
     if group is not None:
         head, buffer, *apart = group.receive_parts(source, takers)
@@ -76,11 +77,11 @@ def _topic(key: bytes) -> str:
 
 
 def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
-    """Return what moves bytes of the host through two buffers where the transport reaches them.
+    """Return a function that sends and receives bytes of the host through two buffers on the device of the transport.
 
     Args:
-        device: Where that is.
-        num_bytes: The size of a buffer, and of the largest piece.
+        device: The device.
+        num_bytes: Size of a buffer, and of the largest piece.
     """
     sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     newest: Bytes | None = None
@@ -93,7 +94,7 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
     def move(outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
         nonlocal sent, received, newest
-        if newest is not None:  # it is what goes out now
+        if newest is not None:  # the piece received last is sent next, so it need not be copied again
             sent, received = received, sent
         works = [dist.isend(filled(piece), rank) for rank, piece in outgoing.items()]
         works += [dist.irecv(received[: len(piece)], rank) for rank, piece in incoming.items()]
@@ -113,5 +114,5 @@ def _tensor(piece: Bytes) -> torch.Tensor:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Return where tensors have to be for the group's transport."""
+    """Return the device on which the group's transport needs its tensors."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,11 +1,11 @@
-"""Replicas kept equal by Horovod, with what `DistributedDataParallel` guarantees.
+"""Replicas that Horovod keeps equal, with the guarantees of `DistributedDataParallel`.
 
-Horovod averages gradients in the optimizer: `hvd.DistributedOptimizer` sends each one as soon as a backward pass has
-it, and waits in `step`. Here it waits at the end of the backward pass already. So code that looks at the gradients
-between the two, to clip them, to unscale them, or to run a second backward pass, finds those of all ranks, as with
-`DistributedDataParallel`, and the same operator trains the same under both.
+Horovod averages gradients in the optimizer: `hvd.DistributedOptimizer` sends each gradient as soon as a backward pass
+has computed it, and waits in `step`. Here, the end of the backward pass waits. So code between the backward pass and
+the step, such as clipping, unscaling, or a second backward pass, sees averaged gradients. An operator therefore trains
+the same with Horovod and with `DistributedDataParallel`.
 
-Why the backward pass waits: ADR 23.
+ADR 23 says why the backward pass waits.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
-_NUM_NAMES_OF_SUMS = 8  # of one that no rank waits for any more, and of those that may follow it
+_NUM_NAMES_OF_SUMS = 8  # used in turn: no rank waits for a sum any more when its name is used again
 
 
 class HorovodByHand(NoParallel):
-    """Replicas that the user keeps equal, in a group of Horovod."""
+    """Replicas that the user keeps equal, in a Horovod group."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hvd = import_horovod()
-        self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)  # its connections are its own
+        self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)  # Horovod hides its connections
 
     def all_sum(self, tensor: torch.Tensor) -> None:
         self._hvd.allreduce_(tensor, name="raysgd.sum", op=self._hvd.Sum)
 
 
 class HorovodParallel(HorovodByHand):
-    """Wraps optimizers instead of models."""
+    """Replicas that Horovod keeps equal. Optimizers are wrapped, not models."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class HorovodParallel(HorovodByHand):
         self.synchronizes = world_size > 1
         self.leg = Leg(is_global=self.synchronizes)
         self.record = GlobalRecord() if self.synchronizes else None
-        self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
+        self._pairs: list[tuple[Any, Any]] = []  # registered optimizers with their wrapped ones
         self._averaged: set[torch.Tensor] = set()
         self._num_models = self._num_sums = 0
         self._backward_pass = -1
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """The model itself, with the parameters and buffers of rank 0."""
+        """Return the model itself, with the parameters and buffers of rank 0."""
         self._num_models += 1
         self._take_from_rank_0(f"model.{self._num_models}", [*model.parameters(), *model.buffers()])
         return model
@@ -71,10 +71,10 @@ class HorovodParallel(HorovodByHand):
                 tensor.copy_(self._hvd.synchronize(handle))
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """An optimizer for the same parameters whose gradients are averaged over the ranks, in the state of rank 0.
+        """Return an optimizer for the same parameters that averages gradients over the ranks, in the state of rank 0.
 
         Raises:
-            InvalidRegistrationError: Horovod cannot take this one.
+            InvalidRegistrationError: Horovod does not support this optimizer.
         """
         for plain, wrapped in self._pairs:
             if optimizer is plain or optimizer is wrapped:
@@ -122,17 +122,17 @@ class HorovodParallel(HorovodByHand):
         return wrapped
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Weight a gradient before it is sent: Horovod has a place for that, which it calls compression."""
-        gradient = gradient.contiguous()  # Horovod takes no other
+        """Weight a gradient before it is sent. Horovod calls this hook compression."""
+        gradient = gradient.contiguous()  # Horovod accepts no others
         weight = self.leg.outgoing_weight()
         return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
-        """Return a gradient that was received."""
+        """Return the averaged gradient unchanged."""
         return gradient
 
     def _take_state_of_rank_0(self, wrapped: Any) -> None:
-        # Not `hvd.broadcast_optimizer_state`: it takes a step to have a state that it can send.
+        # Not `hvd.broadcast_optimizer_state`, which steps the optimizer to have a state to send.
         name = f"raysgd.state.{len(self._pairs)}"
         state = self._hvd.broadcast_object(wrapped.state_dict() if self._hvd.rank() == 0 else None, 0, name=name)
         if self._hvd.rank():
@@ -151,7 +151,7 @@ class HorovodParallel(HorovodByHand):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Give every rank rank 0's buffers once; forward passes have none of our collectives anyway."""
+        """Copy rank 0's buffers to every rank. Forward passes have no collectives of ours anyway."""
         if self.synchronizes:
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield
@@ -169,7 +169,7 @@ class HorovodParallel(HorovodByHand):
         return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
 
     def _note_backward(self, parameter: torch.Tensor) -> None:
-        """Runs whenever a parameter has a new gradient: sees to it that the end of the backward pass is heard of."""
+        """Called when a parameter has a new gradient. Lets `_finish_backward` run at the end of the backward pass."""
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
@@ -184,12 +184,12 @@ class HorovodParallel(HorovodByHand):
 
 
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:
-    """Let gradients be averaged once for each backward pass. Horovod made the class for this optimizer alone."""
+    """Change the optimizer's class so that `step` does not average again. Horovod made the class for this optimizer."""
     cls = type(wrapped)
     original_synchronize, original_step = cls.synchronize, cls.step
 
     def synchronize(self: Any) -> None:
-        """Wait for the gradients that are under way; the end of the backward pass did that already."""
+        """Wait for gradients that are being averaged. The end of the backward pass has usually done so."""
         if self._handles:
             original_synchronize(self)
 
@@ -208,21 +208,21 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
             "group can be added now: add it before `register`, with a learning rate of 0 until it is needed."
         )
 
-    step.hooked = True  # type: ignore[attr-defined]  # PyTorch adds its hooks to steps without that mark, once more
+    step.hooked = True  # type: ignore[attr-defined]  # without it, PyTorch would add its hooks again
     cls.synchronize, cls.step, cls.zero_grad, cls.add_param_group = synchronize, step, zero_grad, add_param_group
 
 
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
-    """Let learning-rate schedulers, which hold the plain optimizer, act on the wrapped one.
+    """Let learning-rate schedulers, which refer to the plain optimizer, act on the wrapped one.
 
-    Stepping the plain one would leave the other ranks behind unnoticed, so that is refused.
+    Stepping the plain optimizer raises, because it would not average gradients.
     """
 
     def share(optimizer: Any) -> None:
         plain.param_groups, plain.state = wrapped.param_groups, wrapped.state
 
     def tell(optimizer: Any, args: Any, kwargs: Any) -> None:
-        plain._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        plain._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
 
     def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError(

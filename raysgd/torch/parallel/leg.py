@@ -1,9 +1,10 @@
-"""The part of a training call that one group runs: how many batches make a step, and the batch that it is in.
+"""The part of a training call that one group of workers runs: how many batches make a step, and the current batch.
 
-A leg is made when a call begins, and again when it goes on in another group; between two calls there is one, too, for
-what user code does there. All that is said here about a batch belongs to the one that was handed out last. To draw one
-that counts otherwise, while another waits for its backward pass, is an error. `raysgd.torch.parallel.amounts` has the
-arithmetic.
+`StepLoop.begin_leg` makes a leg when a call begins, and another one when the call continues in a new group.
+`parallel.leg` holds it. Between calls, an empty leg takes its place, for backward passes that user code runs there.
+
+A backward pass belongs to the last batch that was handed out. Drawing a batch with another weight, while the last one
+waits for its backward pass, is therefore an error. `raysgd.torch.parallel.amounts` explains the weights.
 """
 
 from __future__ import annotations
@@ -21,46 +22,47 @@ from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
 class StepWatcher(Protocol):
-    """Is told where steps of the optimizers begin, and of exchanges in them."""
+    """Observer of optimizer steps and of the exchanges in them."""
 
     def begin_step(self) -> None:
-        """Called before the first batch of each step of the optimizers."""
+        """Called before the first batch of each optimizer step."""
 
     def note_exchange(self) -> None:
-        """Called when gradients of a model are exchanged."""
+        """Called when the gradients of a model are exchanged."""
 
 
 class Leg:
-    """The part of a training call that one group runs.
+    """The part of a training call that one group of workers runs. It is the replica's `PlaceInStep`.
 
     Args:
-        window: How many batches make an optimizer step, fewer where the pass or the call ends first.
-        most_parts: In how many batches, one after the other, a rank may take a global batch.
-        shards: What keeps the gradients of logical shards; None where gradients are averaged as they come.
-        is_global: Whether gradients are averaged over the ranks, so that all ranks' samples count.
-        watcher: Is told of steps and exchanges, if someone is.
+        window: Number of batches in an optimizer step. A step has fewer if the pass or the call ends first.
+        most_parts: Largest number of batches into which a rank may split its share of a global batch.
+        shards: Keeps the gradients of logical shards; None if gradients are averaged without them.
+        is_global: True if gradients are averaged over the ranks, so that all ranks' samples count.
+        watcher: Observer of steps and exchanges; None for no observer.
 
     Attributes:
-        window, most_parts, shards, is_global, watcher: The same.
-        has_several_batches: Whether a step has several batches, here or on other ranks, so that it matters how much
-            each counts.
-        defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
-            As with the next two, None is for nothing.
-        check: Called before a step counts as done; raises if it cannot.
-        refresh: Called before the first batch of each global batch, on all ranks.
-        rows: What the ranks tell each other in each step; None where they tell nothing.
-        batch: The one that was handed out last.
-        began_at: When this rank asked for it; 0 once its first backward pass follows.
-        own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
-        is_used: Whether a backward pass was noted. Code that computes gradients past the library's methods cannot
-            accumulate.
-        counted: How much the batch of the running backward pass counts, if not by its samples.
-        usual: How much a batch of a rank counted last, on the average, if not by its samples; alike on all ranks.
-        labels: The last loss over labels, as the criterion was called.
-        uncounted: Whether a batch counted by its samples, and should not have.
-        has_clipped: Whether gradients were clipped.
-        waiting: The batches before this one in its step, once one of them had a backward pass; None without.
-        omitted: The samples that are left out of the step, where code may do so on any rank; else None.
+        window, most_parts, shards, is_global, watcher: The arguments.
+        has_several_batches: True if a step has several batches, on this rank or on others, so that their weights
+            matter.
+        defer: Called before each batch, with accumulation, with True if the exchange of gradients can wait for a later
+            batch. None if exchanges never wait.
+        check: Called before a step counts as done, and raises if it cannot count. None for no check.
+        refresh: Called on all ranks before the first batch of each global batch. None if there is nothing to refresh.
+        rows: Exchange of metrics between the ranks in each step; None if they exchange no metrics.
+        batch: The last batch that was handed out.
+        began_at: Time at which this rank asked for the batch; 0 after its first backward pass has begun.
+        own_s: Seconds from there to the backward pass, over all batches: time that this rank spent without the others.
+        is_used: True if a backward pass was noted. User code that computes gradients without the library's methods
+            cannot accumulate.
+        counted: Amount by which the batch of the running backward pass counts; None if it counts by samples.
+        usual: Mean amount of a rank's batch in the last step that did not count by samples. The same on all ranks.
+        labels: Last call of a criterion over labels.
+        uncounted: True if a batch counted by its samples, although its loss counts labels unevenly. A tensor if only
+            the device knows.
+        has_clipped: True if gradients were clipped.
+        waiting: The step's batches that had a backward pass; None before the first one, and without accumulation.
+        omitted: Samples that ranks leave out of the step; None if no code has said so.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Leg:
         self.has_clipped = False
         self.waiting: Window | None = None
         self.omitted: Omitted | None = None
-        self._is_weighted = False  # whether the loss of the running backward pass was multiplied before
+        self._is_weighted = False  # True if the loss of the running backward pass is already multiplied by its weight
         self._num_waiting, self._is_by_samples = 0, True
 
     # ------------------------------------------------------------------------------------ from batch to batch
@@ -102,7 +104,19 @@ class Leg:
         is_last: bool = True,
         is_last_part: bool = True,
     ) -> None:
-        """Begin a batch; `is_last` says that the pass or the call ends with it."""
+        """Begin a batch.
+
+        Args:
+            weight: Weight of this rank's gradient in the mean over the ranks.
+            num_samples: Number of this rank's samples in the batch; 0 for padding, None if unknown.
+            total: Number of samples on all ranks.
+            is_last: True if the pass or the call ends with this batch.
+            is_last_part: True if the global batch ends with this batch.
+
+        Raises:
+            ValueError: With accumulation, the last batch or the last step was not completed.
+            RuntimeError: The last batch has another weight, and still waits for its backward pass.
+        """
         before, index, is_boundary = self.batch, 0, True
         if self.waiting is not None and before.is_boundary and before.had_backward:
             raise ValueError(
@@ -142,7 +156,7 @@ class Leg:
             self.defer(not is_boundary)
 
     def _counts_like(self, weight: float, num_samples: int | None, total: int | None, is_boundary: bool) -> bool:
-        """Return whether it makes no difference if a loss comes from a batch like this or from the last one."""
+        """Return True if a loss counts the same for such a batch as for the last one."""
         last = self.batch
         if (is_boundary, num_samples == 0) != (last.is_boundary, last.is_padding):
             return False
@@ -162,41 +176,41 @@ class Leg:
         )
 
     def end_stream(self) -> None:
-        """Say that no batch follows; what user code does from here on is by itself, if it has used all of them."""
+        """End the batches. If none waits for its backward pass, later backward passes belong to no batch."""
         self.began_at = 0.0
         if not self._num_waiting:
             self.batch = self.batch.end()
 
     def end_forward(self) -> None:
-        """Say that a backward pass follows, in which ranks wait for each other. The first one of a batch counts."""
+        """Note that a backward pass follows, in which ranks wait for each other. Only the first of a batch matters."""
         if self.began_at:
             self.own_s += time.perf_counter() - self.began_at
             self.began_at = 0.0
 
     def confirm(self) -> None:
-        """See to it that the step may count as done; whatever `check` raises says that it may not."""
+        """Confirm that the step counts. Raises if it does not, for example because the group broke in it."""
         if self.shards is not None:
             self.shards.check()
         if self.check is not None:
             self.check()
 
     def use(self, by_samples: bool = True) -> None:
-        """Say that a backward pass follows."""
+        """Note that a backward pass of the batch follows; `by_samples` if the batch counts by its samples in it."""
         self._is_by_samples = by_samples
         self.batch.is_by_samples |= by_samples
         self.end_waiting()
 
     def end_waiting(self) -> None:
-        """Say that the last batch waits for no backward pass any more: it had one, or is left out."""
+        """Note that the last batch no longer waits for its backward pass: it had one, or is left out."""
         if self.batch.is_waiting:
             self._num_waiting -= 1
             self.batch.is_waiting = False
 
     def skip(self) -> None:
-        """Say that no backward pass follows for the last batch, if it had none.
+        """Leave the last batch out: no backward pass follows for it.
 
         Raises:
-            ValueError: Others of its step have one, or will have.
+            ValueError: With accumulation, a batch without a backward pass cannot be left out.
         """
         if self.batch.is_waiting and self.window > 1:
             raise ValueError(
@@ -210,10 +224,10 @@ class Leg:
     # ------------------------------------------------------------------------------------ backward passes and steps
 
     def note_backward(self, optimizers: Sequence[Any], weight: Any = None) -> bool:
-        """Note a backward pass for optimizers; return whether this batch had one before, for any optimizer.
+        """Note a backward pass for optimizers. Return True if the batch had one before, for any optimizer.
 
         Raises:
-            ValueError: The batch belongs to a step that has ended.
+            ValueError: With accumulation, the step of this batch has already ended.
         """
         if self.is_global or self.window > 1:
             self.use(by_samples=weight is None)
@@ -232,7 +246,7 @@ class Leg:
         return is_further
 
     def adds_to(self, optimizer: Any) -> bool:
-        """Tell whether there are gradients for `optimizer` that a backward pass of this batch adds to."""
+        """Return True if a backward pass of this batch adds to gradients that `optimizer` has."""
         return self.waiting is not None if self.window > 1 else id(optimizer) in self.batch.computed
 
     @property
@@ -241,20 +255,20 @@ class Leg:
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
-        """Count this batch in its window; return what to multiply its loss with.
+        """Count this batch in its window. Return the factor for its loss.
 
         Args:
-            weight: How much the batch counts; None for its samples.
-            num_ranks: Over how many ranks gradients are averaged.
-            is_of_criterion: Whether the criterion says how much it counts, and not user code.
+            weight: Amount by which the batch counts; None for its samples.
+            num_ranks: Number of ranks over which gradients are averaged.
+            is_of_criterion: True if `weight` comes from the criterion, False if it comes from user code.
 
         Raises:
-            ValueError: Others of the window count by something else.
+            ValueError: Other batches of the window count by something else.
         """
         batch = self.batch
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
-            total = num_ranks if total is None else total  # of a batch that is not of the data
+            total = num_ranks if total is None else total  # a batch that is not from the data
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
         if self.waiting is None:
             usual = self.usual if total is None else total / num_ranks
@@ -280,7 +294,7 @@ class Leg:
         return amount / window.reference
 
     def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
-        """Say whether this rank leaves the batch out, where any rank may do so."""
+        """Note whether this rank leaves the batch out. Called for each batch if user code may do that on any rank."""
         batch = self.batch
         if self.window == 1 or self.omitted is None:
             self.omitted = Omitted(self.window)
@@ -289,17 +303,21 @@ class Leg:
         self.omitted.note(max(0, batch.index - batch.is_last_part), drawn, own if is_omitted else 0.0)
 
     def stepped(self, optimizer: Any) -> None:
-        """Note that `optimizer` has stepped: the next backward pass begins with no gradients."""
+        """Note that `optimizer` has stepped, so that the next backward pass does not add to its gradients."""
         self.batch.computed.discard(id(optimizer))
         self.waiting = self.omitted = None
 
     def end_window(self) -> None:
-        """Let the optimizer step on the batches that there are: the loop ended before the window did."""
+        """End an incomplete window, so that the optimizer can step on its batches."""
         self.batch = self.batch.end()
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:
-        """Inside is a backward pass of a batch that counts by this; with None, of a loss that was multiplied before."""
+        """Run a backward pass inside the context.
+
+        Args:
+            counted: Amount by which the batch counts; None if the loss is already multiplied by its weight.
+        """
         self.counted, self._is_weighted = counted, counted is None
         try:
             yield
@@ -307,7 +325,7 @@ class Leg:
             self.counted, self._is_weighted = None, False
 
     def outgoing_weight(self) -> Any:
-        """Return what to multiply gradients with on their way to the other ranks: a number or a tensor."""
+        """Return the factor for gradients before they are sent to the other ranks: a number or a tensor."""
         if self.window > 1 or self._is_weighted:
             return 1.0
         if self.counted is not None:

@@ -1,10 +1,10 @@
-"""The gradients of logical shards: each kept by itself, added in one order whatever rank computed it, to the same bits.
+"""The gradients of logical shards, added in a fixed order, so that the sum has the same bits for any number of ranks.
 
-A global batch is cut into a fixed number of shards. A rank computes some of them, one after the other, and keeps the
-gradient of each as a row. Then each rank is sent a part of every row, adds the parts up in the order of the shards, and
+A global batch is cut into a fixed number of shards. Each rank computes some of them, one after the other, and keeps the
+gradient of each as a row. Then each rank receives a part of every row, adds these up in the order of the shards, and
 sends the sum to all. Floating-point sums depend on their order, and this order does not depend on the ranks.
 
-Why shards are fixed, and what that costs: ADR 98.
+ADR 98 says why shards are fixed, and what that costs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from raysgd.torch.objects import rng
 
 
 class LogicalShards:
-    """A rank's part of a global batch's gradients, and the sum over all ranks.
+    """The gradients of one rank's shards, and their sum over all ranks.
 
     Args:
-        num_shards: How many there are in a global batch.
-        rank: The place among the ranks.
-        world_size: How many ranks there are.
-        models: As training calls them.
+        num_shards: Number of shards in a global batch.
+        rank: Rank of this worker.
+        world_size: Number of ranks.
+        models: The models with their wrappers.
 
     Attributes:
-        fraction, seed_of_step: Those of the shard that was begun last; see `begin_batch`.
+        fraction, seed_of_step: Values of the current shard; see `begin_batch`.
     """
 
     def __init__(self, num_shards: int, rank: int, world_size: int, models: Iterable[torch.nn.Module] = ()) -> None:
@@ -42,23 +42,23 @@ class LogicalShards:
         self.fraction, self.seed_of_step = 1.0, 0
 
     def begin_batch(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
-        """Begin a shard: what is random in it comes from its place in the data.
+        """Begin a shard. Its random numbers depend on its place in the data, and not on the rank.
 
         Args:
-            is_first: Whether it is the first one of this rank in a step.
-            seed: Where its random numbers come from.
-            fraction: Its samples, as a part of those of the global batch.
-            seed_of_step: Where those come from that follow the last one.
+            is_first: True for the first shard of this rank in a step.
+            seed: Seed for the random numbers in the shard.
+            fraction: Its share of the global batch's samples.
+            seed_of_step: Seed for the random numbers after the last shard of the step.
         """
         self.fraction, self.seed_of_step = fraction, seed_of_step
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:
-            model.require_forward_param_sync = is_first  # that of buffers, once in a step as all ranks do it
+            model.require_forward_param_sync = is_first  # copies buffers once per step, on all ranks
         rng.seed_alike(seed)
 
     def keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Keep the gradients that a backward pass has just made."""
+        """Keep the gradients of the backward pass that just ended."""
         self._make_room(parameters)
         row = self._rows[self._num_kept]
         start = 0
@@ -73,7 +73,7 @@ class LogicalShards:
         self._num_kept += 1
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A row for each shard of this rank: its numbers, and behind them which parameters have a gradient at all."""
+        """Make a row for each shard of this rank: its gradients, then a flag per parameter that has a gradient."""
         num_numbers = sum(each.numel() for each in parameters)
         shape = (max(1, self._counts()[self._rank]), num_numbers + len(parameters))
         if self._rows.shape != shape:
@@ -85,23 +85,28 @@ class LogicalShards:
             self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
 
     def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
-        """Put the sums over all shards where optimizers look for gradients."""
+        """Set the gradients of all parameters to the sums over all shards.
+
+        Args:
+            parameters: The trained parameters.
+            seed: Seed for the random numbers after the step.
+        """
         counts = self._counts()
         self._make_room(parameters)
-        self._rows[self._num_kept :].zero_()  # shards of a short global batch that have no sample
+        self._rows[self._num_kept :].zero_()  # a short global batch has shards without samples
         sums = self._summed(self._rows[: counts[self._rank]], counts)
         start, flags = 0, sums[-len(parameters) :].tolist()
         for each, has_gradient in zip(parameters, flags, strict=True):
             each.grad = sums[start : start + each.numel()].to(each.dtype).view_as(each) if has_gradient else None
             start += each.numel()
         self._is_summed = True
-        rng.seed_alike(seed)  # what follows is done by all ranks alike
+        rng.seed_alike(seed)  # all ranks continue alike
 
     def check(self) -> None:
-        """Refuse a step whose gradients came from elsewhere.
+        """Check that the gradients of the step were added up here.
 
         Raises:
-            ValueError: They did, so each rank has its own.
+            ValueError: User code computed them, so each rank has its own.
         """
         if not self._is_summed:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Options of `TorchTrainer` for steps and for sharding: frozen, plain, checked when they are made."""
+"""Options of `TorchTrainer` for steps and for FSDP. They are frozen, and checked when they are made."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raysgd._arguments import check_count, check_switch, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a step beyond forward and backward pass, which `TorchTrainer` takes one by one.
+    """Options of an optimizer step. `TorchTrainer` has an argument for each.
 
     Attributes:
-        accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
-        clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
-        clip_grad_value: Bound for each single number of the gradients.
-        sync_batchnorm: Whether batch norms look at the batches of all workers. On GPUs.
-        compile: Whether models are compiled by `torch.compile`; a dict holds options for it.
-        activation_checkpointing: Whether the elements of `ModuleList` and `Sequential` are computed a second time in
-            the backward pass instead of being kept, which saves memory.
+        accumulate_grad_batches: Number of batches in an optimizer step. Its gradient is that of one large batch.
+        clip_grad_norm: Largest norm of all gradients of an optimizer; None for no limit.
+        clip_grad_value: Largest absolute value of each number in the gradients; None for no limit.
+        sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
+        compile: True to compile models with `torch.compile`, or a dict of options for it.
+        activation_checkpointing: True to compute the elements of `ModuleList` and `Sequential` again in the backward
+            pass instead of keeping their activations. Saves memory.
 
     Raises:
         ValueError: A value cannot work.
@@ -37,7 +37,7 @@ class StepOptions:
         window = check_count(
             "accumulate_grad_batches", self.accumulate_grad_batches, hint="1 steps the optimizer on every batch."
         )
-        object.__setattr__(self, "accumulate_grad_batches", window)  # Python's, if it was numpy's
+        object.__setattr__(self, "accumulate_grad_batches", window)  # may be of numpy
         for name in ("clip_grad_norm", "clip_grad_value"):
             bound = getattr(self, name)
             if bound is not None and not (is_number(bound) and bound > 0):
@@ -53,20 +53,20 @@ class StepOptions:
 
     @property
     def clips(self) -> bool:
-        """True if there is a bound."""
+        """True if gradients are clipped."""
         return self.clip_grad_norm is not None or self.clip_grad_value is not None
 
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """The options that `TorchTrainer(strategy_options=...)` may hold.
+    """Options for `TorchTrainer(strategy_options=...)`.
 
     Attributes:
-        min_block_parameters: A block of the model with fewer parameters is not a separate group.
-        reshard_after_forward: Whether blocks are taken apart between forward and backward pass; False keeps them,
-            which saves an exchange and needs memory.
-        mp_policy: PyTorch's `MixedPrecisionPolicy`, with `precision="fp32"` only.
-        offload_policy: PyTorch's `CPUOffloadPolicy`: keeps what a worker holds in the memory of the host.
+        min_block_parameters: Smallest number of parameters of a block that is a separate group.
+        reshard_after_forward: True to divide blocks again between forward and backward pass. False saves an exchange
+            and needs more memory.
+        mp_policy: A `MixedPrecisionPolicy` of PyTorch. Only with `precision="fp32"`.
+        offload_policy: A `CPUOffloadPolicy` of PyTorch, which keeps a worker's parts in the memory of the host.
     """
 
     min_block_parameters: int = 1_000_000
@@ -75,6 +75,6 @@ class FSDPOptions:
     offload_policy: Any = None
 
     def for_pytorch(self) -> dict[str, Any]:
-        """The options that `fully_shard` takes for every group."""
+        """Return the options of `fully_shard` for every group."""
         given = {"mp_policy": self.mp_policy, "offload_policy": self.offload_policy}
         return {name: value for name, value in given.items() if value is not None}

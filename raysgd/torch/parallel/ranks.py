@@ -1,4 +1,4 @@
-"""The group as the sources of one replica's batches see it: the place in it, and what its ranks tell each other."""
+"""The group of ranks, as the sources of batches need it: this replica's rank, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raysgd.torch.parallel.strategy import NoParallel, Summation
 
 
 class Ranks:
-    """One group; a replica that gets a place in another one has another object.
+    """One group of ranks. A new group gets a new object.
 
     Attributes:
-        rank: The place of the replica.
-        world_size: How many replicas there are.
+        rank: Rank of this replica.
+        world_size: Number of replicas.
     """
 
     def __init__(
@@ -30,19 +30,19 @@ class Ranks:
 
     @property
     def is_global(self) -> bool:
-        """True if there are others, with which this one steps together."""
+        """True if this replica steps together with others."""
         return self.world_size > 1 and self._parallel.synchronizes
 
     @cached_property
     def start_sum(self) -> Summation:
-        """Starts sums beside the training. Made once in each group, by all ranks at the same time."""
+        """Function that starts sums over the ranks in the background. The first read is a collective of all ranks."""
         return self._parallel.summation()
 
     def adding(self) -> StartSum:
-        """Return the same for arrays of NumPy.
+        """Return a function that starts sums of NumPy arrays over the ranks.
 
         Raises:
-            ValueError: The workers tell each other nothing.
+            ValueError: The workers exchange nothing.
         """
         if not self.is_global:
             raise ValueError(

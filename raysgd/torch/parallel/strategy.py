@@ -1,10 +1,9 @@
-"""The way in which the replicas of a model are kept equal: one object, asked nowhere else. Here: what all ways share.
+"""The base of the strategies that keep the replicas of a model equal.
 
-The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where
-the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
-samples first (`Batch.weight`, 1.0 nearly always): by a hook, on its way out. With gradient accumulation a hook would
-see the sum of several batches, so there the library has to run the pass. `raysgd.torch.parallel.amounts` has the
-arithmetic.
+The loss of a batch is the mean over its samples, and an exchange takes the plain mean of the ranks' gradients. If the
+ranks' batches differ in size, that is not the mean over all samples. So a hook first weights each rank's gradient by
+its share of the samples (`Batch.weight`, which is 1.0 nearly always). With gradient accumulation, a hook would see the
+sum of several batches, so the library must run the backward pass. See `raysgd.torch.parallel.amounts`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from raysgd.torch.parallel.leg import Leg, StepWatcher
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.worker.data.rank_rows import Gather, RowExchange
 
-# Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
+# Starts to add up a tensor of integers over the ranks, in place. Returns a function that waits for the sum.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy; also of a model whose modules keep what they computed last, which PyTorch alone refuses to copy."""
+    """Return a copy of a model. Tensors that modules computed and keep are copied, too, which `deepcopy` refuses."""
     kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
 
@@ -46,19 +45,19 @@ class NoParallel:
     """A single replica, or replicas that the user keeps equal.
 
     Args:
-        has_others: Whether there are other ranks, whose loss would matter.
-        tells_rows: Whether ranks tell each other in each step what they have measured.
+        has_others: True if there are other ranks.
+        tells_rows: True to exchange metrics between the ranks in each step.
 
     Attributes:
-        synchronizes: Whether every step involves all ranks.
-        has_others: Whether there are other ranks.
-        is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
-        leg: The part of a training call that this group runs; between two calls one that no call is in.
-        exchanges: What became of the exchanges of that step.
-        exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
-        record: What was done in the call that all ranks have to do alike; None where nothing is.
-        forward_context: The context of forward passes.
-        shares_frozen: Whether all ranks take frozen parameters from the first one; else each has made the same.
+        synchronizes: True if every step involves all ranks.
+        has_others: True if there are other ranks.
+        is_sharded: True if a rank holds only a part of each model, so that all ranks must help to read its whole state.
+        leg: The part of a training call that this group runs. Between calls, an empty leg.
+        exchanges: The exchanges of the running step, and how they ended.
+        exchanged: IDs of parameters, one for each model whose gradients were exchanged completely.
+        record: Record of what all ranks must do alike in the call; None if there is nothing.
+        forward_context: Returns the context of forward passes.
+        shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank has made the same ones.
     """
 
     synchronizes = False
@@ -67,7 +66,7 @@ class NoParallel:
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
         self._tells_rows = tells_rows
-        self._row_exchange: tuple[Gather, RowExchange] | None = None  # of this group, once it was asked for
+        self._row_exchange: tuple[Gather, RowExchange] | None = None  # of this group; made when needed
         self.has_others = has_others
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
@@ -77,27 +76,27 @@ class NoParallel:
         self._left_out: list[torch.nn.Module] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """The model to call in training. `options` are those for `DistributedDataParallel`."""
+        """Return the model to call in training. `options` are for `DistributedDataParallel`."""
         return model
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """The optimizer to use in training."""
+        """Return the optimizer to use in training."""
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make a model equal on all ranks that has nothing to train, and so no gradients to average."""
+        """Make a model without trainable parameters equal on all ranks. It is not wrapped: it has no gradients."""
         take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
 
     def _refresh_left_out(self, in_training: bool = False) -> None:
-        """Give all ranks rank 0's buffers of models that have nothing to train; wrappers see to those of others."""
+        """Copy rank 0's buffers of models without trainable parameters to all ranks, as wrappers do for others."""
         for model in self._left_out:
             if model.training or not in_training:
                 repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Make optimizers that were made before `wrap` step what the wrapped models train."""
+        """Let optimizers that were made before `wrap` train the parameters of the wrapped models."""
 
     def begin_leg(
         self,
@@ -110,17 +109,17 @@ class NoParallel:
         watcher: StepWatcher | None = None,
         may_defer: bool = True,
     ) -> Leg:
-        """Begin a call of `train`, or go on with it in this group.
+        """Make the `Leg` of a call of `train`, or of its rest in this group.
 
         Args:
             models: The wrapped models.
-            may_run_backward: Whether user code may run backward passes itself. It may catch what they raise, too, so
-                exchanges are looked at before a step counts.
-            window: How many batches make an optimizer step; as the next three, it is for the `Leg`.
-            most_parts: In how many batches a rank may take a global batch.
-            shards: What keeps the gradients of logical shards.
-            watcher: Is told of steps and exchanges.
-            may_defer: Whether the exchange of gradients may wait for the last batch of a window.
+            may_run_backward: True if user code may run backward passes. As it may catch their exceptions, exchanges are
+                then checked before a step counts.
+            window: Number of batches in an optimizer step. This and the next three are for the `Leg`.
+            most_parts: Largest number of batches into which a rank may split its share of a global batch.
+            shards: Keeps the gradients of logical shards.
+            watcher: Observer of steps and exchanges.
+            may_defer: True if the exchange of gradients may wait for the last batch of a window.
         """
         leg = self.leg = Leg(window, most_parts=most_parts, shards=shards, is_global=self.synchronizes, watcher=watcher)
         leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
@@ -134,24 +133,27 @@ class NoParallel:
         return leg
 
     def end_leg(self) -> None:
-        """End it, in whatever way: what user code does between two calls is no step over the data."""
+        """Replace the leg by an empty one, for user code between two calls. Called however the call ends."""
         if self.leg.defer is not None:
             self.leg.defer(False)
         self.leg = Leg(is_global=self.synchronizes)
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """What is told ahead of a batch whether the exchange of its gradients is put off; None for nothing."""
+        """Return a function that is called before each batch with True if the exchange of its gradients waits.
+
+        None if exchanges never wait.
+        """
         return None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
-        """Average gradients of all that the wrapped `models` train by now. All ranks do it at the same time.
+        """Average the gradients of all parameters that are trainable now. All ranks call this at the same time.
 
         Args:
-            models: The models.
-            is_agreed: Whether it is known that they train the same on all ranks, so that no rank need ask.
+            models: The wrapped models.
+            is_agreed: True if it is known that all ranks train the same parameters, so that they need not compare.
 
         Raises:
-            ValueError: That cannot be done.
+            ValueError: The gradients of a model cannot be averaged.
         """
         for model in self._left_out:
             if trainable(model) and any(model is each for each in models):
@@ -163,26 +165,26 @@ class NoParallel:
                 )
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
-        """Return the names of the parameters of a model, without its wrapper, that are not kept equal; None for all."""
+        """Return the names of an unwrapped model's parameters that may differ between ranks; None if all may differ."""
         return None
 
     @property
     def obstacle(self) -> str | None:
-        """The reason why the models cannot go on in a new group; None when they can."""
+        """Reason why the models cannot continue in a new group; None if they can."""
         return "the replicas are not kept equal by `DistributedDataParallel`"
 
     def reform(self) -> None:
-        """Connect the models to the new group; they stay the same objects."""
+        """Connect the models to the new group. They stay the same objects."""
         self.exchanges = self.exchanges.of_next_group()
         if self.record is not None:
             self.record = GlobalRecord()
 
     def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return what moves rows between the ranks; None where they tell nothing.
+        """Return the exchange of rows between the ranks; None if they exchange no rows.
 
         Args:
-            name: What this rank is known by.
-            size: How many ranks there are.
+            name: Name of this rank.
+            size: Number of ranks.
         """
         gather = gather_rows(size) if self._tells_rows else None
         if gather is None:
@@ -193,22 +195,22 @@ class NoParallel:
 
     @property
     def num_ranks(self) -> int:
-        """Over how many ranks gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         return dist.get_world_size() if self.synchronizes else 1
 
     def start_total(self, amount: Any) -> Callable[[], Any]:
-        """Start to add an amount up over these ranks; return what returns the sum, each time it is asked.
+        """Start to add up an amount over these ranks.
 
         Args:
             amount: A number, or a tensor of one element on the device of the models.
 
         Returns:
-            What returns a number, or a tensor if the sum is on a GPU, so that nothing waits for it.
+            A function that returns the sum: a number, or a tensor if the sum is on a GPU, to avoid waiting for it.
         """
         if not self.synchronizes:
             return lambda: amount
         group = exchanges_at_once()
-        if group is not None and not isinstance(amount, torch.Tensor):  # mostly, gradients carry it
+        if group is not None and not isinstance(amount, torch.Tensor):  # usually sent with the gradients
             return partial(self._total_at_once, group, amount)
         numbers = torch.zeros(1, dtype=torch.float64, device=reachable()) + amount
         with self.exchanges.noting():
@@ -216,7 +218,7 @@ class NoParallel:
         return cache(partial(self._total, wait, numbers))
 
     def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
-        """Start a sum in the group of the gradients, right before those of the same backward pass."""
+        """Start a sum in the group of the gradients, right before the gradients of the same backward pass."""
         return dist.all_reduce(numbers, async_op=True).wait
 
     def _total_at_once(self, group: Group, amount: float) -> float:
@@ -231,63 +233,66 @@ class NoParallel:
         return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
     def note_exchange(self, work: str) -> None:
-        """Note that gradients are exchanged."""
+        """Record that gradients are exchanged, under the name `work`."""
         if self.record is not None:
             self.record.note(work)
         if self.leg.watcher is not None:
             self.leg.watcher.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients over the ranks whose exchange was put off for a batch that never came."""
+        """Average gradients whose exchange was waiting for a batch that never came."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Tell whether no gradient of earlier batches is left to add to."""
+        """Return True if no gradients of earlier batches are left to add to."""
         return all(parameter.grad is None for parameter in parameters)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside is a backward pass for these parameters that is not the first one of a batch, on a weighted loss."""
+        """Run another backward pass of the same batch inside the context, on a loss multiplied by its weight."""
         with self.leg.weighting():
             yield
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """The context for evaluation, where ranks may have different numbers of batches."""
+        """Return the context for evaluation, in which ranks may have different numbers of batches."""
         yield
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """The whole state of a model or an optimizer; where parts are sharded all ranks have to ask, for rank 0."""
+        """Return the whole state of a model or an optimizer. If it is sharded, all ranks must call this, for rank 0."""
         state: dict[str, Any] = part.state_dict()
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return what this rank has of the state; where parts are sharded, with a part of each tensor."""
+        """Return this rank's state of a model or an optimizer. If sharded, with this rank's part of each tensor."""
         state: dict[str, Any] = part.state_dict()
         return state
 
     def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Room for what this rank has of another tensor with this shape."""
+        """Return an empty tensor that is divided like `tensor`, with another dtype."""
         return torch.empty_like(tensor, dtype=dtype)
 
     @property
     def group_beside(self) -> Any:
-        """A group for what is not training, where parts are sharded; all ranks have to ask."""
+        """Separate process group for exchanges outside of training; None if models are not sharded.
+
+        All ranks must read it.
+        """
         return None
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Take over such a state of a model."""
+        """Load a whole state into a model."""
         load_model(model, state)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Take over such a state of an optimizer."""
+        """Load a whole state into an optimizer."""
         load_optimizer(optimizer, state)
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """A copy without anything that the library put around or into it, on the CPU; None on ranks without one."""
+        """Return a copy of a model on the CPU, without anything that the library added. None on ranks without one."""
         return without_checkpointing(_copied(unwrap(model)).cpu())
 
     def all_sum(self, tensor: torch.Tensor) -> None:
-        """Add a tensor up over all ranks, in place; every one of several ranks has to ask."""
+        """Add up a tensor over all ranks, in place. All ranks must call this."""
         group = quick_group(tensor)
         if group is not None:
             group.add_up(tensor.numpy())
@@ -295,37 +300,37 @@ class NoParallel:
             dist.all_reduce(tensor)
 
     def summation(self) -> Summation:
-        """A function that starts a sum of numbers over the ranks, beside the training, and returns how to wait for it.
+        """Return a function that starts a sum over the ranks in the background, and returns a function to wait for it.
 
-        All ranks must ask for it at the same time.
+        All ranks must call this at the same time.
         """
-        # A separate group: on the default one these calls could overtake those of the backward pass.
+        # In a separate group: in the default one, these sums could overtake the exchanges of the backward pass.
         start_sum = summation_beside()
         return lambda numbers: start_sum(numbers).wait
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """Return what such a tensor is added up through; None where PyTorch is quicker."""
+    """Return the group through which to add up a tensor; None if PyTorch is quicker."""
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
 
 def reachable() -> torch.device | None:
-    """Return where numbers have to be that the default group of PyTorch adds up; None for the CPU."""
+    """Return the device on which PyTorch's default group adds up tensors; None for the CPU."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
 
 
 def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    """The parameters of a model that are not frozen."""
+    """Return the parameters of a model that are not frozen."""
     return tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Give every rank the numbers that the first one has, whatever their format.
+    """Copy rank 0's tensors to every rank.
 
     Raises:
-        ValueError: The ranks' tensors differ in number or shape, which all ranks learn.
+        ValueError: The ranks' tensors differ in number or shape. Raised on all ranks.
     """
     present = list(_with_numbers(tensors))
     _check_shapes(present)
@@ -345,8 +350,8 @@ def _check_shapes(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def repeat_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Do the same where it is known that the tensors have one shape on all ranks."""
-    # Not over gloo where that can be helped: its broadcast may hang where its connections are ended.
+    """Copy rank 0's tensors to every rank. Their shapes must be equal on all ranks."""
+    # Not over gloo if possible: its broadcast may hang when its connections are closed.
     for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
         at_once = quick_group(flat)
@@ -363,8 +368,8 @@ def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model without a wrapper of PyTorch that calls it on data in parallel, which ours are, too.
+    """Return the model in a `DistributedDataParallel` or `DataParallel` wrapper, or the model itself.
 
-    Any other module that holds one as `module` may compute something else, so it is a model.
+    Another class with an attribute `module` may compute something else, so it counts as a model.
     """
     return model.module if isinstance(model, DistributedDataParallel | torch.nn.DataParallel) else model

@@ -1,1 +1,1 @@
-"""One step of the optimizers: gradients, weights of batches, schedulers."""
+"""An optimizer step: gradients, schedulers, and undo of an interrupted batch."""

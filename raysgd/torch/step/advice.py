@@ -1,8 +1,8 @@
-"""Advice for mistakes that PyTorch reports in words for others, or with a hang: said ahead, or put before its words.
+"""Advice for mistakes that PyTorch reports in unclear words, or with a hang.
 
-Where the ranks' shares of a global batch differ, gathers of user code compare sizes: gloo ends the process of a rank
-that receives more than it has room for, and NCCL waits for ever. A pass whose shares a batch norm cannot train on is
-refused when it begins.
+Known exceptions of PyTorch get advice in their message. If the ranks' shares of a global batch differ, gathers in user
+code compare sizes first, because gloo would end the process of a rank that receives too much, and NCCL would wait
+forever. If a pass has shares on which a batch norm cannot train, it is refused when it begins.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _FLOAT64 = (
 
 @contextmanager
 def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -> Iterator[None]:
-    """Put advice before the words of an exception that it knows; the exception stays the same object.
+    """Add advice to the message of a known exception. The exception stays the same object.
 
     Args:
-        models: Those that are trained.
+        models: The trained models.
         divided: The leg, if its batches are shares of global batches.
     """
     try:
@@ -96,12 +96,12 @@ _NO_SAMPLE = (
 
 
 def check_norms(models: Iterable[Module], plan: PassPlan) -> None:
-    """Refuse the rest of a pass if it has a share that a batch norm cannot train on.
+    """Check that batch norms can train on all shares in the rest of a pass.
 
-    Norms of images are not refused: an image has many values for each channel.
+    Norms of images always can, because an image has many values for each channel.
 
     Raises:
-        ValueError: It has.
+        ValueError: A share has a single sample, or with `SyncBatchNorm` none.
     """
     in_training = [module for model in models for module in model.modules() if module.training]
     if any(isinstance(module, BatchNorm1d) for module in in_training) and plan.has_single_samples:
@@ -115,10 +115,10 @@ _NAMES = ("allgather", "_allgather_base", "all_gather_single")
 
 @contextmanager
 def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
-    """Compare what the ranks gather with each other.
+    """Compare the sizes of tensors that ranks gather inside the context.
 
     Args:
-        differ: Whether shares differ in this step; all ranks have to answer alike.
+        differ: Returns True if shares differ in this step. All ranks must return the same.
     """
     kept = {name: value for name, value in vars(dist.ProcessGroup).items() if name in _NAMES}
     if not kept:

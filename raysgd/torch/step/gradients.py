@@ -1,6 +1,6 @@
-"""The gradients of an operator: computed, weighted, completed over batches and workers, and applied.
+"""The gradients of an operator: computed, weighted, averaged over batches and workers, and applied.
 
-Bounds, callbacks and accumulation act wherever an optimizer steps, in stock code or user code: ADR 23.
+Clipping, callbacks and accumulation take effect wherever an optimizer steps, in stock code or user code (ADR 23).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class OwnSteps:
-    """Shows gradients to callbacks and clips them right before an optimizer steps, once; notes that it has stepped.
+    """Hooks into the steps of optimizers: shows the gradients to callbacks, and clips them, right before each step.
 
     Attributes:
-        clips: Whether there is a bound.
-        check_labels: Refuses gradients of a loss whose labels do not count as its samples do; None for no check.
+        clips: True if gradients are clipped.
+        check_labels: Raises if a loss counts labels unevenly and no weight was passed. None for no check.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class OwnSteps:
         self._sees_all = True
         self.check_labels: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
-        self._about_to_step: set[int] = set()  # by identity: those with gradients
+        self._about_to_step: set[int] = set()  # IDs of the optimizers that step with gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Let the bounds act, or be missed, also where user code steps an optimizer by itself."""
+        """Hook into the steps of these optimizers, so that clipping also works if user code steps them."""
         for undo in self._undo:
             undo()
         self._optimizers = optimizers
@@ -67,15 +67,15 @@ class OwnSteps:
         self._undo = [each.remove for each in handles]
 
     def sees(self, optimizer: Any) -> bool:
-        """Tell whether each step of an optimizer is noted here."""
+        """Return True if each step of an optimizer is noted here."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
     def misses_clipping(self, leg: Leg) -> bool:
-        """Tell whether there are bounds that were not used, and user code may have stepped past them."""
+        """Return True if gradients should be clipped but were not, and an optimizer may have stepped without hooks."""
         return self.clips and not leg.has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
-        """Clip the gradients of an optimizer, which may be scaled, and step it."""
+        """Unscale and clip the gradients of an optimizer, and step it."""
         if self.clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
@@ -98,7 +98,7 @@ class OwnSteps:
             self._bounds.clip_grad_value(parameters, options.clip_grad_value)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run in each step of an optimizer, from any caller."""
+        """Called before each step of an optimizer, whoever steps it."""
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -109,7 +109,7 @@ class OwnSteps:
         self._check_closure(optimizer)
 
         def compute() -> Any:
-            self._parallel.leg.stepped(optimizer)  # each call of the closure begins with no gradients
+            self._parallel.leg.stepped(optimizer)  # each call of the closure begins without gradients
             loss = closure()
             self._check_gradients(optimizer)
             return loss
@@ -117,7 +117,7 @@ class OwnSteps:
         return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _check_closure(self, optimizer: Any) -> None:
-        """Refuse a closure, which computes a whole step, where a step takes other ranks or several batches."""
+        """Refuse a closure, which computes a whole step, if a step needs other ranks or several batches."""
         name, leg = type(optimizer).__name__, self._parallel.leg
         if leg.is_global:
             raise ValueError(
@@ -133,7 +133,7 @@ class OwnSteps:
 
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
-            return  # such a step changes nothing: some programs take one ahead of a scheduler
+            return  # the step changes nothing: some programs step once before a scheduler
         leg = self._parallel.leg
         if not self._steps_itself and leg.window > 1 and leg.adds_to(optimizer):
             raise ValueError(
@@ -149,23 +149,23 @@ class OwnSteps:
             self._clip(optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        """Runs after each step of an optimizer, from any caller."""
-        if not self._steps_itself:  # else the library says so, also of a step that was left out
+        """Called after each step of an optimizer, whoever steps it."""
+        if not self._steps_itself:  # otherwise `Gradients.apply` calls it, also if it leaves the step out
             self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return
-        overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips its step by itself
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips its step itself
         if overflow is None or not overflow.item():
             self._callbacks.stepped(optimizer)
 
 
 def tells_of_steps(optimizer: Any) -> bool:
-    """Tell whether an optimizer has hooks for its steps, as those of PyTorch do."""
+    """Return True if an optimizer has hooks for its steps, like those of PyTorch."""
     return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
 
 
 def _unscale_for_step(optimizer: Any) -> None:
-    """Bring gradients to their true size that a fused optimizer is to unscale in its step, as `GradScaler` told it."""
+    """Unscale the gradients of a fused optimizer before its step. `GradScaler` lets it do so in the step otherwise."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return
@@ -179,9 +179,9 @@ _NOTHING = nullcontext()
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Make the gradients that come to parameters 0, before anybody else sees them: the mean over nothing is NaN.
+    """Replace the gradients of parameters by 0 inside the context. For a batch that counts 0: its loss may be NaN.
 
-    `DistributedDataParallel` with `find_unused_parameters=True` sends None to those of outputs that no loss uses.
+    With `find_unused_parameters=True`, `DistributedDataParallel` passes None to hooks of outputs that no loss uses.
     """
     handles = ExitStack()
     for tensor in parameters:
@@ -191,7 +191,7 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
 
 
 class Gradients:
-    """Makes of the losses of batches what one loss over all their samples would have given."""
+    """Computes the gradients of a step. Over all its batches and ranks, they equal the gradient of one big batch."""
 
     def __init__(self, precision: Precision, parallel: NoParallel, own_steps: OwnSteps, once: Once) -> None:
         self._precision = precision
@@ -202,26 +202,26 @@ class Gradients:
     # ------------------------------------------------------------------------------------ labels
 
     def note_labels(self, call: LossCall) -> None:
-        """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
+        """Note a PyTorch loss over labels, so that `backward` of this loss knows how many labels it counts."""
         if call.amount is None or not torch.is_grad_enabled():
             return
         leg, batch = self._parallel.leg, self._parallel.leg.batch
         if not batch.is_padding:
             batch.amounts.append(call.amount)
         if leg.has_several_batches:
-            leg.labels = call._replace(output=None, target=None)  # large, and not to outlive the batch
+            leg.labels = call._replace(output=None, target=None)  # these are large, and must not outlive the batch
             batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
-        """Return by how much a batch counts, if not by its samples.
+        """Return the weight of a batch that does not count by its samples.
 
         Args:
-            given: What user code says; None for the labels of the loss that was noted last.
+            given: Weight from user code; None to use the labels of the last loss that was noted.
         """
         leg, labels = self._parallel.leg, self._parallel.leg.labels
         weight = labels.amount if given is None else as_weight("weight", given)
         if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # of a device only `check_counted` learns it
+            if given is None and labels.is_uneven is not True:  # on a device, `check_counted` checks it later
                 return None
             by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
             what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
@@ -233,9 +233,9 @@ class Gradients:
         return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def check_labels(self) -> None:
-        """Refuse gradients of a loss that left labels out, where no one said how much the batch counts.
+        """Refuse a batch whose loss counts labels unevenly, if no weight was passed for it.
 
-        Labels on a device are looked at when the call ends: to look at them here would wait for the device.
+        Labels on a device are checked when the call ends, because checking them here would wait for the device.
         """
         leg, batch = self._parallel.leg, self._parallel.leg.batch
         if batch.has_uncounted is not False and leg.has_several_batches:
@@ -244,10 +244,10 @@ class Gradients:
                 self.check_counted(leg)
 
     def check_counted(self, leg: Leg) -> None:
-        """Refuse batches that counted by their samples, and should not have.
+        """Check that no batch of the leg counted by its samples although its loss counts labels unevenly.
 
         Raises:
-            ValueError: Gradients were not those of one process.
+            ValueError: One did, so gradients differ from those of a single process.
         """
         uncounted, leg.uncounted = leg.uncounted, False
         if uncounted:
@@ -267,17 +267,17 @@ class Gradients:
         weight: Any,
         trained: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """Clear the gradients, unless there are some to add to, and compute those of a loss.
+        """Compute the gradients of a loss. Clear the old ones first, unless the loss adds to them.
 
         Args:
-            loss: The mean over what the batch counts by.
-            chosen: The optimizers that the loss is for.
-            bystanders: Others whose gradients it is to be the only source of.
-            weight: How much the batch counts, as user code says; None if it does not.
-            trained: All parameters that are trained.
+            loss: The loss of the batch, a mean over its samples or its weight.
+            chosen: Optimizers that the loss is for.
+            bystanders: Other optimizers whose gradients are cleared as well, because stock code has no other loss.
+            weight: Weight of the batch from user code; None if it passed none.
+            trained: Returns all trained parameters.
         """
         leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
-        if not (is_given or leg.has_several_batches):  # one batch of one process: it counts alone
+        if not (is_given or leg.has_several_batches):  # the batch is a whole step, so its weight does not matter
             self._clear(chosen, bystanders)
             leg.note_backward(cleared)
             if self._parallel.has_others:
@@ -307,11 +307,11 @@ class Gradients:
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
     ) -> None:
-        """Run a backward pass of a batch, which may count otherwise than by its samples."""
+        """Run a backward pass of a batch. `counted` is its amount, if it does not count by samples."""
         leg = self._parallel.leg
         if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
-        elif is_further:  # it adds to gradients that are averaged already, so no hook may multiply the sum
+        elif is_further:  # adds to averaged gradients, so the hook must not weight the sum: weight the loss instead
             factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
             with self._parallel.further_pass(self._parameters(cleared)):
                 self._precision.backward(loss * factor, optimizer)
@@ -320,7 +320,7 @@ class Gradients:
                 self._precision.backward(loss, optimizer)
 
     def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
-        """Let optimizers not step if user code says that nothing counts; else expect as much of the next batch."""
+        """If user code says that nothing counts, let optimizers not step. Otherwise keep the mean amount for later."""
         if is_given or counted.is_known:
             total = counted.total
             if is_given and total == 0.0:
@@ -329,7 +329,7 @@ class Gradients:
                 self._parallel.leg.usual = total / self._parallel.num_ranks
 
     def share(self, weight: Any = None, is_given: bool = True) -> float:
-        """Count a batch in its window; return what to multiply its loss with."""
+        """Count a batch in its window. Return the factor for its loss."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
         return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)
@@ -341,7 +341,7 @@ class Gradients:
         """Clear the gradients that this batch does not add to.
 
         Raises:
-            ValueError: Gradients that it is to add to are gone, or it is unknown whether they were used.
+            ValueError: Gradients that it adds to are gone, or it is unknown if an optimizer stepped with them.
         """
         leg, stale = self._parallel.leg, []
         for each in chosen:
@@ -353,7 +353,7 @@ class Gradients:
             each.zero_grad()
 
     def _check_waiting(self, optimizer: Any) -> None:
-        """Check gradients that a loss is to be added to."""
+        """Check the gradients to which a loss is added."""
         leg = self._parallel.leg
         if leg.window == 1 and not self._own_steps.sees(optimizer):
             raise ValueError(
@@ -369,7 +369,7 @@ class Gradients:
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Compute the gradients of a logical shard, and after the last one those of the global batch."""
+        """Compute the gradients of a logical shard. After the last one, add up those of the global batch."""
         leg = self._parallel.leg
         assert leg.shards is not None
         leg.end_forward()
@@ -391,13 +391,13 @@ class Gradients:
     # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Make of the gradients of a step what one batch of all samples that count would have given.
+        """Complete the gradients of a step: average them over its batches and over samples that were not left out.
 
-        Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing. Where that is
-        because of labels that the loss ignores, they are 0, as in one process.
+        If nothing counts, gradients are cleared, and the optimizer does not step. If nothing counts because the
+        loss ignores all labels, gradients are 0, as in a single process.
 
         Raises:
-            ValueError: This rank leaves samples out, and the others have not heard of it.
+            ValueError: This rank leaves samples out, and the other ranks do not know.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
         window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)
@@ -422,7 +422,7 @@ class Gradients:
                     parameter.grad.mul_(correction)
 
     def _learn_omitted(self, omitted: Omitted) -> None:
-        """Take it that no other rank leaves samples out, which was not heard of."""
+        """Use this rank's numbers alone, if no exchange brought those of the others. Raises if that would be wrong."""
         if self._parallel.num_ranks > 1 and any(omitted.own):
             raise ValueError(
                 "`training_step` returned None on one of several workers, which the others cannot learn here: only "
@@ -432,7 +432,7 @@ class Gradients:
         omitted.learn([omitted.own])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
-        """Let optimizers not step, because nothing counts in their gradients."""
+        """Keep optimizers from stepping, because nothing counts in their gradients. Warn once."""
         for each in optimizers:
             self._parallel.leg.batch.left_out.add(id(each))
             for parameter in self._precision.parameters(each):
@@ -444,7 +444,7 @@ class Gradients:
             )
 
     def apply(self, optimizers: Iterable[Any]) -> None:
-        """Step optimizers, if all their gradients are there."""
+        """Step optimizers if the batch is the last one of its step."""
         leg = self._parallel.leg
         for optimizer in optimizers:
             if leg.window > 1:
@@ -458,7 +458,7 @@ class Gradients:
             leg.stepped(optimizer)
 
     def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Warn once where metrics are averaged by a weight, and gradients are not."""
+        """Warn once if metrics are averaged by a weight, and gradients are not."""
         weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.leg.batch.weights
         if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
             logger.warning(
@@ -470,10 +470,10 @@ class Gradients:
 
 
 def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
-    """Call the method, maybe the user's, with the weight that `forward` returned.
+    """Call the operator's `backward` with the weight that `forward` returned.
 
     Raises:
-        TypeError: The method does not take one.
+        TypeError: The user's `backward` has no argument `weight`.
     """
     if not _takes(operator.backward, "weight"):
         raise TypeError(
@@ -484,7 +484,7 @@ def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
 
 
 def step_with(operator: Any, optimizer: Any) -> None:
-    """Call the method, maybe the user's, that steps `optimizer`."""
+    """Call the operator's `optimizer_step` for `optimizer`. A user's override may not take that argument."""
     arguments = (optimizer,) if _takes(operator.optimizer_step, "optimizer") else ()
     operator.optimizer_step(*arguments)
 

@@ -1,4 +1,4 @@
-"""The learning-rate schedulers that the library steps, when, and by what."""
+"""The learning-rate schedulers that the library steps: which ones, when, and with which metric."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from raysgd.torch.parallel.batch import Batch
 logger = logging.getLogger(__name__)
 
 MeanOf = Callable[[str, Mapping[str, Any]], float | None]
-"""Name and metrics of one worker -> the mean over all workers; None where there is none."""
+"""Takes a name and the metrics of one worker. Returns the mean over all workers; None if no worker has the metric."""
 
 Plateau = tuple[str, Callable[[float], Any]]
-"""The metric that a scheduler goes by, and what steps it."""
+"""The metric of a scheduler, and its `step`."""
 
 _VAL_LOSS = "val_loss"
 
 
 def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
-    """Return the schedulers that the stock `train_epoch` steps: after each step of the optimizer, and after the epoch.
+    """Return the schedulers that the stock `train_epoch` steps: after each optimizer step, and after the epoch.
 
     Args:
-        operator: Has them, and says when they step and by what.
-        validates: Whether a metric that this epoch lacks may be one of the validation that follows, as in `fit`.
+        operator: The operator with `scheduler`, `scheduler_step_freq` and `scheduler_metric`.
+        validates: True if a validation follows, as in `fit`, whose metrics schedulers may use.
 
     Raises:
-        ValueError: One of them goes by a metric, and no metric is named, or it would be asked for after each batch.
+        ValueError: A `ReduceLROnPlateau` has no metric, or would step after each batch.
     """
     schedulers, freq = _several(operator.scheduler), operator.scheduler_step_freq
     lacks_metric = freq == SCHEDULER_STEP_EPOCH and operator.scheduler_metric is None and not validates
@@ -52,7 +52,7 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
 
 
 def _warn_of_end(operator: Any, length: int) -> None:
-    """Say once that a cosine is over, and the training is not: a run that resumes may have more epochs than before."""
+    """Warn once that a cosine schedule has ended before the training, such as in a resumed run with more epochs."""
     if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
         logger.warning(
             "`CosineAnnealingLR(T_max=%d)` has taken its %d steps: from here on the learning rate climbs back to its "
@@ -64,7 +64,7 @@ def _warn_of_end(operator: Any, length: int) -> None:
 
 
 def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: Batch) -> None:
-    """Step them after a step of the optimizer, if that was taken."""
+    """Step schedulers after an optimizer step, unless that step was skipped."""
     if not (precision.has_skipped() or batch.left_out):
         for scheduler in schedulers:
             scheduler.step()
@@ -73,17 +73,17 @@ def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: Bat
 def step_after_epoch(
     schedulers: Sequence[Any], metric: str | None, metrics: Mapping[str, Any], mean_of: MeanOf, validates: bool
 ) -> None:
-    """Step them after an epoch.
+    """Step schedulers after an epoch.
 
     Args:
         schedulers: The schedulers.
-        metric: The name of what they may go by.
-        metrics: Those of this worker.
-        mean_of: The mean of one of them over all workers, who have to agree about a learning rate.
-        validates: As in `schedulers_of`.
+        metric: Name of the metric for `ReduceLROnPlateau`; None for `val_loss`.
+        metrics: Metrics of this worker.
+        mean_of: Returns the mean of a metric over all workers, so that all choose the same learning rate.
+        validates: True if a validation follows. A missing metric is then expected from it.
 
     Raises:
-        ValueError: No worker has the metric.
+        ValueError: No worker has the metric, and no validation follows.
     """
     metric = metric or _VAL_LOSS
     for scheduler in schedulers:
@@ -99,7 +99,7 @@ def step_after_epoch(
 
 
 def plateaus_of(operator: Any) -> list[Plateau]:
-    """Return those of the schedulers that go by a metric of an epoch, where the library steps them after it."""
+    """Return the `ReduceLROnPlateau` schedulers that the library steps after an epoch, each with its metric."""
     is_by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
     found = _several(getattr(operator, "scheduler", None)) if is_by_epoch else []
     metric = operator.scheduler_metric or _VAL_LOSS
@@ -109,15 +109,15 @@ def plateaus_of(operator: Any) -> list[Plateau]:
 def values_after_validation(
     names: Sequence[str], trained: Mapping[str, Any], validated: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the values for schedulers that wait for the validation: those of names that the training did not report.
+    """Return the values of metrics for schedulers that wait for the validation.
 
     Args:
-        names: The metrics that schedulers go by.
-        trained: What the training call returned: schedulers that go by one of these have been stepped.
-        validated: What the validation returned; names may also be those of the history.
+        names: Names of the schedulers' metrics, with or without the prefix that the history adds.
+        trained: Metrics of the training call. Schedulers with one of these metrics have stepped already.
+        validated: Metrics of the validation.
 
     Raises:
-        ValueError: Neither reported a number with such a name.
+        ValueError: Neither call reported a number with such a name.
     """
     reported = {**{validation_name(name): value for name, value in validated.items()}, **validated}
     values: dict[str, float] = {}

@@ -1,10 +1,10 @@
-"""Undo: what a batch may change is copied before the batch, and put back where the batch has to be repeated.
+"""Undo: copies of what a batch may change, taken before the batch and put back if it must be repeated.
 
-A worker that is lost breaks the exchange that the others are in, in the middle of their batch. Stock code has changed
-buffers by then, and nothing else: its only exchange comes before its only step. User code may have done anything. So
-the first batch of each call is copied whole and watched: where weights change, or an optimizer steps, before an
-exchange, all later batches are copied, too. What was not copied and may have changed is never repeated; the call then
-restarts from the snapshot.
+A lost worker breaks the exchange of the other ranks in the middle of their batch. Until then, stock code has only
+changed buffers, because its only exchange comes before its only step. User code may have changed anything. So
+everything is copied before the first batch of each call, which is then watched. If weights change or an optimizer steps
+before an exchange, everything is copied before all later batches, too. A batch that may have changed something without
+a copy is never repeated: the call then restarts from the snapshot.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
-    """What is watched in the batches of a call, as long as one group runs it.
+    """Observations about the batches of a call, as long as one group runs it.
 
     Args:
         models: The trained modules.
-        watches_frozen: Whether it is to be seen which frozen parameters change.
-        unchanging: The identities of those that need not be looked at.
+        watches_frozen: True to find frozen parameters that change, such as moving averages of weights.
+        unchanging: IDs of parameters that are known not to change.
 
     Attributes:
-        parameters, buffers: Those of the models.
-        frozen, digests: Parameters that are frozen, and what they were before.
-        moving: Those of them that changed in the first batch, by identity.
-        copied: Those that were copied before the last batch.
-        num_usual: Exchanges of the first batch.
-        is_first: Whether that is not over.
+        parameters, buffers: Parameters and buffers of the models.
+        frozen, digests: Frozen parameters, and digests of their values before the current batch.
+        moving: Frozen parameters that changed in the first batch, by ID.
+        copied: Parameters that were copied before the last batch.
+        num_usual: Number of exchanges in the first batch.
+        is_first: True until the first batch is complete.
     """
 
     def __init__(
@@ -65,29 +65,31 @@ class _Watched:
         self.is_first = True
 
     def end_first(self) -> None:
-        """The first batch is complete, and changed nothing else than what was seen."""
+        """End the first batch: note which frozen parameters it changed."""
         before, self.digests = self.digests, digests_of(self.frozen)
         for each, *digests in zip(self.frozen, before, self.digests, strict=True):
             if not torch.equal(*digests):
                 self.moving[id(each)] = each
 
     def are_unchanged(self) -> bool:
-        """Return whether no frozen parameter has changed that did not in the first batch."""
+        """Return True if no frozen parameters have changed except those that changed in the first batch."""
         pairs = zip(self.frozen, self.digests, strict=True)
         return all(id(each) in self.moving or torch.equal(_digest_of(each), digest) for each, digest in pairs)
 
 
 class _OpenBatch:
-    """A batch that is not complete: what was before it, and what has happened in it.
+    """A batch that is not complete: the state before it, and what has happened in it.
 
     Attributes:
-        is_copied, is_whole: Whether something was copied before it; everything.
-        has_stepped: Whether an optimizer has begun to step.
-        num_exchanges: The exchanges of gradients.
-        num_collectives: Those of all ranks and kinds, where an optimizer stepped last.
-        places, contents, gradients: What was in buffers, in dicts and lists, and where gradients are.
-        drawn: The states of random numbers.
-        flags: Which parameters were trained.
+        is_copied: True if something was copied before the batch.
+        is_whole: True if everything was copied.
+        has_stepped: True if an optimizer has begun to step.
+        num_exchanges: Number of exchanges of gradients.
+        num_collectives: Number of collectives in the group of all ranks when an optimizer last began to step.
+        places, contents, gradients: Tensors in the models' buffers, contents of dicts and lists, and gradients before
+            the batch.
+        drawn: Random states before the batch.
+        flags: `requires_grad` of the parameters before the batch.
     """
 
     def __init__(self) -> None:
@@ -101,7 +103,7 @@ class _OpenBatch:
         self.drawn: Any = None
 
     def look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
-        """Note what containers hold, and objects of known kinds; collect the tensors in them."""
+        """Note the contents of containers and of objects of known classes, and collect the tensors in them."""
         value = vars(value) if isinstance(value, _OPEN) else value
         if id(value) in seen:
             return
@@ -115,12 +117,12 @@ class _OpenBatch:
                 self.look_into(each, seen, tensors)
 
     def put_back(self) -> None:
-        """Put back all but the numbers of tensors."""
+        """Put back everything except the numbers in tensors."""
         for container, content in self.contents:
             if isinstance(container, list):
                 container[:] = content
             else:
-                container.update(content)  # nothing is missing at any moment: another thread may read it
+                container.update(content)  # not cleared first: another thread may read it
                 for name in container.keys() - content.keys():
                     del container[name]
         for buffers, name, value in self.places:
@@ -138,16 +140,16 @@ class Undo:
 
     Args:
         models: The trained modules, without wrappers.
-        optimizers: Their optimizers, which report their steps to `note_step`.
+        optimizers: Their optimizers. `note_step` is called before each of their steps.
         others: Other objects that a batch may change, such as schedulers.
-        followers: Returns the objects that change when an optimizer steps.
-        copies: When everything is copied. True: before each batch. False: never, as in stock code; buffers are. None:
-            before the first batch of a call, and from then on before each one if that batch shows that it is needed.
-        ledger: Where the time of copies is booked.
-        unchanging: The identities of parameters that no batch changes: they are not copied. It may lose some.
+        followers: Returns objects that change when an optimizer steps.
+        copies: True to copy everything before each batch. False to copy only buffers, which is enough for stock code.
+            None to copy everything before the first batch of a call, and before later ones if the first shows the need.
+        ledger: Records the time that copies take.
+        unchanging: IDs of parameters that no batch changes, so that they are not copied. IDs may be removed later.
 
     Attributes:
-        copies_all: Whether everything is copied before each batch by now.
+        copies_all: True if everything is copied before each batch.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Undo:
         self._ledger = ledger or Ledger()
         self._is_off = False
         self._copies = _Copies()
-        self._watched: _Watched | None = None  # None: no batch could be repeated
+        self._watched: _Watched | None = None  # None if batches cannot be repeated
         self._batch: _OpenBatch | None = None
 
     @property
@@ -177,11 +179,11 @@ class Undo:
 
     @property
     def num_exchanges(self) -> int:
-        """The exchanges of gradients in this batch."""
+        """Number of exchanges of gradients in this batch."""
         return 0 if self._batch is None else self._batch.num_exchanges
 
     def forget(self) -> None:
-        """Forget the batch, which is over or of no interest."""
+        """Forget the current batch."""
         self._batch = None
 
     def switch_off(self) -> None:
@@ -189,7 +191,7 @@ class Undo:
         self._is_off, self._watched = True, None
 
     def open_call(self, is_used: bool = True) -> None:
-        """Begin a call, or go on with one after a failure; without `is_used`, none of its batches could be repeated."""
+        """Begin a call, or continue one after a failure. Without `is_used`, its batches are never repeated."""
         self.forget()
         is_watching = is_used and not self._is_off
         self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
@@ -197,10 +199,10 @@ class Undo:
     # ---------------------------------------------------------------------------------------------------- in a batch
 
     def begin_batch(self, waiting: Sequence[torch.Tensor] = ()) -> None:
-        """Copy what the batch that begins may change.
+        """Begin a batch: copy what it may change.
 
         Args:
-            waiting: Parameters with gradients of earlier batches that no optimizer has stepped with yet.
+            waiting: Parameters with gradients of earlier batches with which no optimizer has stepped yet.
         """
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
@@ -213,7 +215,7 @@ class Undo:
         before = self._ledger.enter(UNDO)
         try:
             self._take(batch, watched, waiting, copies_all)
-        except (MemoryError, RuntimeError) as error:  # of PyTorch, without memory
+        except (MemoryError, RuntimeError) as error:  # PyTorch's, if memory is short
             logger.warning("no memory to copy what a batch may change, so this worker stops copying: %s", error)
             self._copies, self._batch = _Copies(), _OpenBatch()
             self.switch_off()
@@ -231,7 +233,7 @@ class Undo:
                 batch.look_into(vars(each), seen, tensors)
             batch.flags = [(each, each.requires_grad) for each in watched.parameters]
             batch.drawn = rng.capture()
-        elif self._watches:  # learning rates and schedules are small, and user code may change them before an exchange
+        elif self._watches:  # learning rates and schedules: small, and user code may change them before an exchange
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
@@ -263,14 +265,14 @@ class Undo:
                 batch.num_collectives = _num_collectives()
 
     def note_return(self) -> None:
-        """Called when user code is done with the batch; what is exchanged from here to its end is the library's."""
+        """Called when user code has ended its part of the batch. Later collectives of the batch are the library's."""
         batch = self._batch
         if batch is not None and batch.num_collectives is not None:
             self.copies_all = self.copies_all or _num_collectives() != batch.num_collectives
             batch.num_collectives = None
 
     def end_batch(self) -> None:
-        """The batch is complete."""
+        """Complete the batch."""
         self.note_return()
         batch, watched = self._batch, self._watched
         if batch is not None and watched is not None and watched.is_first and not self.copies_all:
@@ -279,21 +281,21 @@ class Undo:
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
-            return  # it has shown nothing
-        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):  # not known when
+            return  # without an exchange, it shows nothing: the next batch counts as the first
+        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):  # changed, unknown when
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
         if not self.copies_all:
-            self._copies = _Copies()  # the memory is free again
+            self._copies = _Copies()  # free the memory
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
     def can_put_back(self, has_broken: bool) -> bool:
-        """Return whether the state is that before the batch, or can be made that one.
+        """Return True if the state is the one before the batch, or `put_back` can restore it.
 
         Args:
-            has_broken: Whether one of the exchanges that were noted has failed.
+            has_broken: True if one of the noted exchanges has failed.
         """
         batch, watched = self._batch, self._watched
         if batch is None or batch.is_whole:
@@ -301,11 +303,11 @@ class Undo:
         if watched is None or batch.has_stepped:
             return False
         if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
-            return False  # user code was past what it does before its step
+            return False  # all usual exchanges are done, so user code may have stepped
         return watched.are_unchanged()
 
     def put_back(self) -> None:
-        """Put back what the batch has changed, where `can_put_back` says so."""
+        """Put back what the batch has changed. Only if `can_put_back` is True."""
         batch = self._batch
         if batch is not None:
             batch.put_back()
@@ -315,16 +317,16 @@ class Undo:
 
 
 class _Copies:
-    """Copies of tensors, on their devices, in memory that is used again."""
+    """Copies of tensors on their devices. The memory is reused."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []  # where the content of each tensor is, which `.data = ...` changes
+        self._places: list[torch.Tensor] = []  # the storage of each tensor, in case user code assigns `.data`
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
     def take_copies(self, tensors: list[torch.Tensor]) -> None:
-        """Copy tensors, and let go of the memory that this does not need."""
+        """Copy tensors, and free memory that is no longer needed."""
         for index, tensor in enumerate(tensors):
             kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
             if len({*kinds}) > 1 or len(kinds) == 1:
@@ -334,13 +336,13 @@ class _Copies:
         self._tensors, self._places = tensors, [each.data for each in tensors]
 
     def differ(self, first: Sequence[torch.Tensor]) -> bool:
-        """Return whether the first of the tensors have other numbers than when they were copied."""
+        """Return True if one of the tensors `first` has changed since it was copied. They were copied first."""
         pairs = zip(first, self._copies, strict=False)
         return not all(torch.equal(each, copy) for each, copy in pairs)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the tensors the numbers that they had."""
+        """Restore the numbers of the tensors."""
         for tensor, place in zip(self._tensors, self._places, strict=True):
             if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
                 tensor.data = place
@@ -348,7 +350,7 @@ class _Copies:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors: on a GPU, those of a kind together."""
+    """Copy tensors. On a GPU, tensors of one dtype are copied together."""
     kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
@@ -357,24 +359,24 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what to put back in the place of a tensor: itself, or a copy of a sparse one."""
+    """Return the tensor to put back later: the same one, or a copy if it is sparse."""
     return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
-    """Return whether numbers can be written into a tensor: not into a sparse or an expanded one."""
+    """Return True if numbers can be written into a tensor, False if it is sparse or expanded."""
     if tensor.layout != torch.strided:
         return False
     return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a digest of each tensor, to see later whether it has changed."""
+    """Return a digest of each tensor, to detect changes later."""
     return [*map(_digest_of, tensors)]
 
 
 def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums of the bits of a tensor, which others than equal numbers hardly have: one sum for each row."""
+    """Return the sum of the bits in each row of a tensor. Different numbers hardly ever have the same sums."""
     bits = tensor.detach()
     if bits.is_complex():
         bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
@@ -385,11 +387,11 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _num_collectives() -> float:
-    """Return how many collectives this process has begun in the group of all ranks, those of user code with them.
+    """Return the number of collectives that this process has begun in the group of all ranks, also in user code.
 
-    NaN, which differs from itself, where PyTorch does not say.
+    If PyTorch does not know, return NaN, which differs from itself.
     """
-    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # stubs lack a method
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # the stubs lack a method
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
 
 
@@ -397,12 +399,12 @@ def _num_collectives() -> float:
 
 
 def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
-    """Return what copies of everything take, in words, if that is more than half of the free memory.
+    """Return the size of copies of everything, in words, if that is more than half of the free memory; otherwise None.
 
     Args:
-        models: The trained modules, with optimizers that hold as much as Adam.
-        num_sharing: How many workers share the memory of the node.
-        unchanging: The identities of those that are not copied.
+        models: The trained modules. Their optimizers are assumed to hold as much as Adam.
+        num_sharing: Number of workers that share the memory of the node.
+        unchanging: IDs of parameters that are not copied.
     """
     tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
     if unchanging:
@@ -415,7 +417,7 @@ def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging
 
 
 def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
-    """Return the free memory of a GPU, or this worker's part of that of the node; None where that is not known."""
+    """Return the free memory of a GPU, or this worker's part of the node's free memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,9 +1,7 @@
-"""The frame around a batch: one wrapper of `train_batch` or `validate_batch`, on the operator itself.
+"""A wrapper around `train_batch` or `validate_batch` of an operator, and the metrics that `self.log` reports.
 
-So a loop of the user's goes through it like the stock one. And it is around the method and not inside it: an override
-may compute with what the stock one reports.
-
-Metrics that operators report by `self.log` instead of returning them are added there, too.
+The wrapper is set on the operator, so a user's own loop goes through it like the stock loop. It completes the metrics
+outside of the method, because an override may compute with what the stock method returns.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 
 
 def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
-    """Keep a metric until the batch is counted. Of several with one name the last one stays.
+    """Keep a logged metric for its batch. If a name is logged twice, the last value stays.
 
     Raises:
-        TypeError: The name is no text, or the value belongs to a graph of TensorFlow that is being traced.
+        TypeError: The name is no text, or the value is a symbolic tensor of a TensorFlow graph.
         ValueError: The name is that of a counter.
     """
     if not isinstance(name, str) or not name:
@@ -39,7 +37,7 @@ def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
 
 
 def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """The metrics of a batch together with what was logged in it; what was returned goes first. Empties `logged`."""
+    """Return a batch's metrics with the logged ones, and empty `logged`. A returned value replaces a logged one."""
     if not logged:
         return metrics
     together = {**logged, **metrics}
@@ -48,19 +46,19 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 
 def set_apart(internals: Any) -> None:
-    """Keep what was logged before this batch for the result of the call."""
+    """Move metrics that were logged before this batch to the result of the call."""
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()
 
 
 def forget(internals: Any) -> None:
-    """Forget what was logged, at the beginning of a call."""
+    """Drop all logged metrics, at the beginning of a call."""
     internals.logged.clear()
     internals.logged_outside.clear()
 
 
 def take_outside(internals: Any) -> dict[str, Any]:
-    """Return what was logged outside of any batch, for the result of the call."""
+    """Return the metrics that were logged outside of any batch, for the result of the call."""
     if not (internals.logged or internals.logged_outside):
         return {}
     set_apart(internals)
@@ -73,13 +71,13 @@ def take_outside(internals: Any) -> dict[str, Any]:
 def around_batches(
     operator: Any, name: str, place: PlaceInStep, after: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
-    """Inside, a method of the operator also counts what it is called with, and reports what was logged in it.
+    """Wrap a method of the operator, so that its metrics have their number of samples and the logged metrics.
 
     Args:
         operator: The operator.
-        name: The method.
-        place: The place in the step; a batch of padding has no samples.
-        after: Called with the metrics of each batch; returns metrics.
+        name: Name of the method.
+        place: Place of the replica in its step. It says which batches are padding, which count no samples.
+        after: Called with the metrics of each batch, and returns metrics.
     """
     internals, method, was_set = operator._raysgd, getattr(operator, name), name in vars(operator)
 
@@ -98,6 +96,6 @@ def around_batches(
     finally:
         internals.place = place_before
         if was_set:
-            setattr(operator, name, method)  # the user's, set on the object
+            setattr(operator, name, method)  # the user had set one on the object
         else:
             delattr(operator, name)

@@ -1,7 +1,10 @@
-"""Batches that come one after the other, across calls: the position in the data of one replica.
+"""Streams of batches across calls, which know the position of one replica in its data.
 
-A stream keeps a live iterator over its source between calls, so that `num_steps` continues where the last call stopped.
-The position is the number of samples that all ranks have used, so it means the same for any number of workers.
+A stream keeps a live iterator over its source between calls, so a call with `num_steps` continues where the last one
+stopped. The position is the number of samples that all ranks have used, so it is valid for any number of workers.
+
+A step counts as done only when the loop asks for the next batch, or ends: then `BatchStream.take` confirms it. Until
+then, the meters and `global_step` of the operator may be ahead of the position.
 """
 
 from __future__ import annotations
@@ -12,44 +15,44 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 NO_BATCH = object()
-"""Instead of a batch: this rank has no sample in a global step, which still counts."""
+"""Stands for a batch if this rank has no samples in a global step. The step still counts."""
 _REDRAW_EVERY_S = 0.1
 
 
 class BatchInStep(Protocol):
-    """What a batch is in a step of all replicas."""
+    """One rank's batch in a step of all replicas."""
 
     @property
     def num_samples(self) -> int | None:
-        """The number of its samples that count; None if that is not known."""
+        """Number of samples that count; None if it is not known."""
 
     @property
     def is_padding(self) -> bool:
-        """True if it is only there to take part."""
+        """True if the batch counts no samples, and is only trained on because the other ranks wait for this one."""
 
     @property
     def is_boundary(self) -> bool:
-        """True if the step of the optimizer ends with it."""
+        """True if the optimizer step ends with this batch."""
 
 
 class PlaceInStep(Protocol):
-    """The place of a replica in a step of all replicas.
+    """The place of a replica in a step of all replicas. With PyTorch, this is the `Leg` of the running call.
 
     Attributes:
-        began_at: When drawing its batch began.
+        began_at: Time at which the replica began to draw its batch.
     """
 
     began_at: float
 
     @property
     def batch(self) -> BatchInStep:
-        """The batch that was handed out last."""
+        """The last batch that was handed out."""
 
     def skip(self) -> None:
-        """Called when the batch that was drawn last is left out."""
+        """Called when the last batch is left out."""
 
     def confirm(self) -> None:
-        """Called when a step is done."""
+        """Called before a step counts as done. Raises if the group broke in the step."""
 
     def end_stream(self) -> None:
         """Called when no batch follows in this call."""
@@ -60,14 +63,14 @@ PlaceT = TypeVar("PlaceT", bound=PlaceInStep)
 
 
 class _OpenPass(Generic[ItemT]):
-    """What is left of a pass.
+    """The rest of a pass.
 
     Args:
-        items: The items that it has.
+        items: Iterator over the items.
 
     Attributes:
-        items: The same, but for those that were drawn.
-        ahead: What was drawn and not handed out; None is the end of the pass.
+        items: Iterator over the items that were not drawn.
+        ahead: Items that were drawn and not handed out. None stands for the end of the pass.
     """
 
     def __init__(self, items: Iterator[ItemT]) -> None:
@@ -76,22 +79,23 @@ class _OpenPass(Generic[ItemT]):
 
 
 class BatchStream(ABC, Generic[ItemT, PlaceT]):
-    """Hands out the batches of a source, pass after pass, and remembers where it is.
+    """Hands out the batches of a source, pass after pass, and remembers the position.
 
-    A subclass says what an item of its source is, and how samples are counted.
+    A subclass defines what an item of its source is, and how samples are counted.
 
     Args:
-        source: Where the batches come from.
-        place_of: Returns the place of the replica, which is told about each step before its batch is handed out.
-        next_pass: Called whenever a new pass is opened; returns its index.
-        undo: Called ahead of a batch of padding; what it returns is called when that batch is done with.
+        source: Source of the batches.
+        place_of: Returns the place of the replica, which is told about each batch before it is handed out.
+        next_pass: Called when a new pass begins. Returns its index.
+        undo: Called before a padding batch. Returns a function that undoes what training on that batch changed.
 
     Attributes:
-        at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
+        at_boundary: Called between two steps, if it is set. An exception from it ends the iteration.
         prepare: Called before the first batch of a call and of a pass.
-        has_one_pass: Whether there is but one, which all ranks begin together: none may begin another one by itself.
-        pass_index: Index of the pass begun last.
-        num_steps_taken: Steps whose first batch was handed out.
+        has_one_pass: True if the source has a single pass, which all ranks begin together, so no rank may begin
+            another.
+        pass_index: Index of the last pass that began.
+        num_steps_taken: Number of steps whose first batch was handed out.
     """
 
     def __init__(
@@ -108,8 +112,8 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._undo_padding: Callable[[], None] | None = None
         self._pass: _OpenPass[ItemT] | None = None
         self._to_resume: tuple[int, int] | None = None
-        self._num_open = 0  # steps begun since the last optimizer step
-        self._is_last_of_step = True  # the batch drawn last
+        self._num_open = 0  # global batches begun since the last confirmed optimizer step
+        self._is_last_of_step = True  # about the last batch drawn
         self.at_boundary: Callable[[], None] | None = None
         self.prepare: Callable[[], None] = lambda: None
         self.has_one_pass = self._has_begun = False
@@ -118,34 +122,40 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
     @property
     def place(self) -> PlaceT:
-        """The place of the batch that was handed out last."""
+        """The place of the replica in its step. With PyTorch, this is the `Leg` of the running call."""
         return self._place_of()
 
     @property
     @abstractmethod
     def completed(self) -> int:
-        """Samples of the pass begun last that all ranks have used in steps that are done; 0 where that is not known."""
+        """Number of samples of the current pass that all ranks have used in completed steps; 0 if it is not known."""
 
     @abstractmethod
     def _begin_pass(self, consumed: int) -> Iterator[ItemT]:
-        """Open the source at the pass `pass_index`, after `consumed` samples."""
+        """Open the source in the pass `pass_index`, after `consumed` samples."""
 
     @abstractmethod
     def _begin_step(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
-        """Tell the step about a batch, counts its samples, and return it; `is_last` of the pass or of the call."""
+        """Tell `place` about a batch, count its samples, and return it.
+
+        Args:
+            place: The place of the replica.
+            item: The item of the source.
+            is_last: True if the pass or the call ends with this batch.
+        """
 
     @property
     def num_steps_completed(self) -> int:
-        """Batches of optimizer steps that are done: their last batch was asked to be followed by something."""
+        """Number of steps that count as done. After the last batch of an optimizer step, the loop asked for another."""
         return self.num_steps_taken - self._num_open
 
     @property
     def is_mid_pass(self) -> bool:
-        """True if the next batch belongs to the pass that was begun last."""
+        """True if the next batch belongs to the last pass that began."""
         return self._pass is not None or self._to_resume is not None or self._num_open > 0
 
     def settle(self) -> None:
-        """Say that the loop around the steps came to its end: what was handed out is done.
+        """Confirm the last step, because the loop over the batches has ended.
 
         Raises:
             RuntimeError: The group broke in the last step.
@@ -160,7 +170,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._num_open = 0
 
     def break_off(self) -> None:
-        """Forget the step that broke off, if there is one: its batches will be handed out again, perhaps elsewhere."""
+        """Forget an interrupted step. Its batches will be handed out again, perhaps by another rank."""
         self._leave_padding()
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
@@ -168,14 +178,18 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._pass, self._num_open, self._is_last_of_step = None, 0, True
 
     def resume(self, pass_index: int, consumed: int) -> None:
-        """Continue a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
+        """Continue a pass from elsewhere. The next batch is the one after `consumed` samples."""
         self._pass, self._is_last_of_step = None, True
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yield `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
+        """Yield the batches of `num_steps` steps, over as many passes as needed.
 
-        An empty source ends the iteration.
+        A step counts as done when the caller asks for the batch after it: then `place.confirm` is called, and
+        `at_boundary`. An empty source ends the iteration.
+
+        Args:
+            num_steps: Number of steps; None for the rest of the current pass, or a whole one if none has begun.
         """
         num_drawn, just_opened, place = 0, False, self.place
         self._undo_padding = None
@@ -189,7 +203,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             place.began_at = time.perf_counter()
             if not self._pass.ahead:
                 self._pass.ahead.append(next(self._pass.items, None))
-            item = self._pass.ahead[0]  # stays there until it is handed out: a look ahead that fails does not lose it
+            item = self._pass.ahead[0]  # stays there until it is handed out, in case looking ahead fails
             if item is None:
                 self._pass = None
                 if just_opened:
@@ -228,18 +242,18 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         is_last = self._is_last_of_pass(self._pass, item)
         batch = self._begin_step(
             place, item, is_last or is_last_of_call
-        )  # a loss may be noticed here: it has not begun then
+        )  # may notice a lost rank; then the step has not begun
         self.num_steps_taken += is_first_of_step
         if is_last:
-            self._pass = None  # the next call begins with a fresh one
+            self._pass = None  # the next call begins a new pass
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Tell whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
+        """Return two flags: True if a step of all ranks begins with this item, and True if one ends with it."""
         return True, True
 
     def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:
-        """Let go of what was drawn ahead; tell whether the pass ends with it. Here that draws one more."""
+        """Drop the item from those drawn ahead, and draw the next. Return True if the pass ends with the item."""
         open_pass.ahead = [next(open_pass.items, None)]
         return open_pass.ahead[0] is None
 
@@ -247,7 +261,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         undo = self._undo_padding = None if self._undo is None else self._undo()
         try:
             yield batch
-        finally:  # also where user code raises, unless another call has begun by then
+        finally:  # also if user code raises, unless another call has begun by then
             if undo is not None and undo is self._undo_padding:
                 self._leave_padding()
 
@@ -258,7 +272,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
 
 class WatchedBatches:
-    """The iterator that a `train_epoch` is given; it knows whether it was used."""
+    """The iterator that `train_epoch` gets. `was_touched` is True once it was used."""
 
     def __init__(self, batches: Iterator[Any], stream: BatchStream[Any, Any]) -> None:
         self._batches = batches
@@ -267,7 +281,7 @@ class WatchedBatches:
 
     @property
     def is_padding(self) -> bool:
-        """True if the batch drawn last repeats samples: other workers have some left, and this one has none."""
+        """True if the last batch repeats samples, because this worker has none left while others still have some."""
         is_padding: bool = self._stream.place.batch.is_padding
         return is_padding
 
@@ -281,7 +295,7 @@ class WatchedBatches:
 
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:
-    """The batches; calls `redraw` between them, some ten times a second."""
+    """Yield the batches, and call `redraw` between them about ten times a second."""
     due = time.monotonic()
     for batch in batches:
         if time.monotonic() >= due:

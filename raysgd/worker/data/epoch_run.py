@@ -1,4 +1,4 @@
-"""One call of `train` on one worker: how far it is, where it is held, and what is needed to continue it elsewhere."""
+"""One call of `train` on one worker: its progress, where it stops, and what another rank needs to continue it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raysgd.worker.data.rank_rows import RankRows
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics"
-"""The part of a rank's row that has the running sums of its metrics."""
+"""Name of the part of a rank's row that has the running sums of its metrics."""
 
 
 class NumberedRun(Protocol):
-    """What a rank keeps of a training call, also after its end.
+    """A rank's record of a training call, which it keeps after the call.
 
     Attributes:
-        call: The number of the call.
+        call: Number of the call.
     """
 
     call: int
@@ -35,21 +35,21 @@ RunT = TypeVar("RunT", bound=NumberedRun)
 
 
 def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return what is kept of this call; None where the rank has not begun it: what it keeps is of an earlier one."""
+    """Return the record if it is of this call. None if it is of an earlier one: the rank has not begun this call."""
     return kept if kept is not None and kept.call == call else None
 
 
 class HeldAtBoundary(BaseException):
-    """Ends an epoch between two steps, past any `except Exception` of user code; the call will continue."""
+    """Stops an epoch between two steps so that the call can continue later. User code does not catch it by accident."""
 
 
 class Gate:
-    """The place where all ranks have agreed to stop, seen from one of them.
+    """One rank's side of the agreement of all ranks to stop after some step.
 
     The training thread calls `stops` between two steps. Proposals come from a second thread.
 
     Args:
-        planned: After how many steps all ranks stop in any case; None for nowhere.
+        planned: Number of steps after which all ranks stop in any case; None for no planned stop.
     """
 
     def __init__(self, planned: int | None = None) -> None:
@@ -59,10 +59,15 @@ class Gate:
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
-        """Propose to stop after `at` steps; False when it may be too late for that."""
+        """Propose to stop after `at` steps. Return False if it may be too late for that.
+
+        Args:
+            at: Number of steps.
+            completed: Returns the number of completed steps.
+        """
         with self._changed:
             self.proposed, self._is_agreed = at, None
-            # In this order: a training thread that comes to the step after this look finds the proposal.
+            # Set before the check: if the training thread reaches the step after it, it finds the proposal.
             if completed() < at:
                 return True
             self.proposed = None
@@ -70,7 +75,7 @@ class Gate:
             return False
 
     def settle(self, is_agreed: bool) -> None:
-        """All ranks stop there, or none does."""
+        """Settle the proposal: all ranks stop there if `is_agreed`, otherwise none does."""
         with self._changed:
             if is_agreed:
                 self._is_agreed = True
@@ -79,41 +84,42 @@ class Gate:
             self._changed.notify_all()
 
     def stops(self, completed: int) -> bool:
-        """Tell whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
+        """Return True if the epoch must stop now. Waits while a proposal for this step is not settled."""
         if self.is_planned(completed):
             return True
         if not self._is_proposed(completed):
             return False
-        with self._changed:  # until now, another thread may have withdrawn the proposal and made one for a later step
+        with self._changed:  # checks again: the second thread may have withdrawn the proposal and made a later one
             while self._is_proposed(completed) and self._is_agreed is None:
                 self._changed.wait()
             return self._is_proposed(completed)
 
     def is_planned(self, completed: int) -> bool:
-        """Tell whether all ranks stop here in any case."""
+        """Return True if all ranks stop here in any case."""
         return self.planned is not None and completed >= self.planned
 
     def _is_proposed(self, completed: int) -> bool:
-        proposed = self.proposed  # read once: it may be withdrawn at any moment
+        proposed = self.proposed  # read once: the second thread may withdraw it at any moment
         return proposed is not None and completed >= proposed
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state that another process needs to continue a run.
+    """The progress of a call on one rank, from which another process can continue it.
 
     Attributes:
-        num_steps: Steps of the call completed.
-        epoch_idx: The pass that the call began with.
-        num_requested: How many steps the call is to take; None for the rest of the pass.
-        is_exhausted: Whether no step is left, though perhaps what follows the last one.
-        is_finished: Whether nothing of the call is left to do.
-        name: What the rank is known by that says so.
-        metrics: What it measured so far; None where that does not travel.
-        others: What other ranks had measured by then, by name, as far as it knows; nothing where that does not travel.
-        lost: What ranks had measured that are gone.
-        place: Where it is in data that only this call has; None for registered data.
-        call: The number of the call.
+        num_steps: Number of completed steps of the call.
+        epoch_idx: Index of the pass in which the call began.
+        num_requested: Number of steps that the call takes; None for the rest of the pass.
+        is_exhausted: True if no step is left. User code after the last step may still have to run.
+        is_finished: True if nothing of the call is left to do.
+        name: Name of the rank that made this record.
+        metrics: Metrics of that rank; None if they stay with it.
+        others: Metrics of all ranks as of the last completed step, by name, as far as that rank knows; empty if
+            `metrics` is set.
+        lost: Metrics of lost ranks, by name.
+        place: Position in data that only this call uses; None for registered data.
+        call: Number of the call.
     """
 
     num_steps: int
@@ -134,20 +140,21 @@ class RunState:
 
 @dataclass
 class EpochRun:
-    """One training call, from its first step to its answer, whatever happens to the group in between.
+    """One training call on this rank, from its first step to its answer, across changes of the group.
 
     Attributes:
-        epoch_idx: The pass that it began with.
-        num_steps: How many steps to take; None for the rest of the pass.
-        meters: What the stock loop measures with.
-        rows: What all ranks have told of what they measured.
-        num_steps_before: Steps completed before the stream was opened as it is now.
-        answer: Set once it is finished.
-        is_finished: Whether nothing is left to do, though perhaps by another rank's account.
-        is_exhausted: Whether no step is left, as of the last `detach`.
-        place: Where it is in data that only this call has, as of the last `detach`.
-        ledger_before: The samples before it, by what became of them; None where this rank was not there.
-        call: The number of the call, by which its request is told from that of another one.
+        epoch_idx: Index of the pass in which the call began.
+        num_steps: Number of steps to take; None for the rest of the pass.
+        meters: Meters of the call. They count a step when it is done.
+        rows: Metrics that all ranks have sent each other in this call.
+        num_steps_before: Number of steps completed before the current stream was attached.
+        answer: The answer of the call; None until this rank has finished it.
+        is_finished: True if nothing is left to do. Another rank may have said so.
+        is_exhausted: True if no step was left at the last `detach`.
+        place: Position at the last `detach` in data that only this call uses.
+        gate: Agreement of the ranks to stop between two steps.
+        ledger_before: Record of the samples before the call; None if this rank joined later.
+        call: Number of the call, which tells its requests from those of other calls.
     """
 
     epoch_idx: int
@@ -162,34 +169,34 @@ class EpochRun:
     gate: Gate = field(default_factory=Gate)
     ledger_before: DataLedger | None = None
     call: int = 0
-    _stream: Any = None  # hands out the batches, and remembers where it is
+    _stream: Any = None
     _began_at: int = 0
 
     def attach(self, stream: Any) -> None:
-        """Take its batches from `stream` from here on."""
+        """Take batches from `stream` from here on."""
         self._stream, self._began_at = stream, stream.num_steps_completed
 
     @property
     def stream(self) -> Any:
-        """The source of its batches; None where that was left."""
+        """The stream of the batches; None after `detach`."""
         return self._stream
 
     @property
     def num_completed(self) -> int:
-        """Steps completed in all."""
-        stream = self._stream  # read once: a heartbeat asks from another thread
+        """Number of completed steps of the call."""
+        stream = self._stream  # read once: a heartbeat reads it from another thread
         here = stream.num_steps_completed - self._began_at if stream is not None else 0
         return self.num_steps_before + here
 
     @property
     def num_steps_left(self) -> int | None:
-        """Steps still to take; None for the rest of the pass."""
+        """Number of steps still to take; None for the rest of the pass."""
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Count what was completed, and nothing else; the stream will be another one, or at another place.
+        """Leave the stream, because the new group will continue at another place. Only completed steps count.
 
-        What the group had agreed on is void: a worker that joins the next one does not know of it, and would go on.
+        An agreement to stop is void in the new group: a worker that joins it does not know of it and would go on.
         """
         self.gate = Gate()
         self.meters.drop_held()
@@ -205,14 +212,15 @@ class EpochRun:
         return self.num_completed > 0 and not self._stream.is_mid_pass
 
     def finish(self, answer: EpochAnswer) -> None:
-        """Nothing is left to do."""
+        """Finish the call with its answer."""
         self.answer, self.is_finished = answer, True
 
     def state(self, with_metrics: bool) -> RunState:
-        """Return what another rank, or another process later, needs to go on.
+        """Return the progress, from which another rank, or a later process, continues.
 
         Args:
-            with_metrics: Whether this rank will be gone then. Else others go on beside it.
+            with_metrics: True to include this rank's metrics, for a snapshot or if this rank leaves. False if it stays
+                in the group and reports them itself.
         """
         return RunState(
             self.num_completed,
@@ -229,13 +237,21 @@ class EpochRun:
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:
-        """Count what others had measured in this call."""
+        """Count metrics that other ranks measured in this call."""
         for metrics in measured:
             if metrics is not None:
                 self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
-        """Go on from where another rank is. What this one has measured stays, unless that one knows of more."""
+        """Continue from the progress of another rank, and keep this rank's own metrics.
+
+        If the other rank has completed one step more, that step counts on all ranks. This rank has dropped its metrics
+        of the step, but had sent its sums to all ranks with its gradients. So it takes them from the other rank's
+        record.
+
+        Args:
+            state: Progress of the other rank.
+        """
         own = state.others.get(self.rows.name)
         if own is not None and self.num_completed < state.num_steps:
             self.meters.correct(own)
@@ -250,7 +266,7 @@ class EpochRun:
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
-        """The sums that all ranks had measured at the last completed step."""
+        """Metrics of all ranks as of the last completed step, by the names of the ranks."""
         rows = self.rows.as_of(self.num_completed).items()
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
@@ -258,18 +274,22 @@ class EpochRun:
         return self.meters.summary_of(*row.part(METRICS))
 
     def settle(self, present: Collection[str] | None) -> None:
-        """Go on in another group, of these ranks: of others there is what they had told, which is not counted yet."""
+        """Continue in a new group. Ranks outside it are lost; what they had sent is counted at the end of the call.
+
+        Args:
+            present: Names of the ranks in the new group; None if they are not known. Then no rank counts as lost.
+        """
         told = self._told
         self.rows.settle(self.num_completed, told, told if present is None else present)
 
     def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """The answer of the rank that counts what ranks had measured that are gone."""
+        """Return the answer with the metrics of lost ranks. Rank 0 counts these."""
         if answer.metrics is None:
             return answer
         lost = list(self.rows.lost.values())
         self._tell_what_is_missing(lost)
         metrics = with_lost(answer.metrics, lost, self.meters.names)
-        if metrics is answer.metrics:  # of a loop of the user's
+        if metrics is answer.metrics:  # metrics of a user's own loop
             return answer
         return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
 

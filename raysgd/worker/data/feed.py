@@ -1,4 +1,4 @@
-"""The data of one replica, across calls: its streams, the passes begun, and the position that a state carries."""
+"""The data of one replica across calls: its streams, the number of passes, and the position for snapshots."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ logger = logging.getLogger(__name__)
 
 
 class Feed(ABC):
-    """Hands out the streams of a replica and knows where they are.
+    """Hands out the streams of a replica and knows their positions.
 
-    A source of batches says whether the library divides its data (`is_divided`), so that a position means the same on
-    any number of workers. Then its `state(consumed, is_mid_pass)` returns what a position also says: which data, in
-    which order, and where in them; and `load_state(position)` takes one over, and tells whether a pass that stopped
-    there can go on.
+    A source of batches has `is_divided`: True if the library divides its data, so that a position is valid for any
+    number of workers. Then its `state(consumed, is_mid_pass)` returns the other entries of a position, such as the
+    data, their order and the place in them. Its `load_state(position)` restores a position, and returns True if a pass
+    that stopped there can continue.
 
     Attributes:
-        epoch: How many passes over the train data were begun.
-        train_stream: The one over the registered train data, once a call has used it.
-        data_of_call: This worker's share of what a call of `train`, or of `validate`, brought along last.
+        epoch: Number of passes over the train data that have begun.
+        train_stream: Stream over the registered train data; None until a call has used it.
+        data_of_call: This worker's share of the data that the last call brought along, under "train" or "validation".
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.train_stream: Any = None
         self.data_of_call: dict[str, CallData] = {}
-        self._left_to_validate: Any = None  # the stream of which a call of `validate` left batches to the next one
+        self._left_to_validate: Any = None  # the stream in which the next call of `validate` continues
         self._to_resume: Mapping[str, Any] | None = None
         self._of_call: tuple[str | None, Any] = (None, None)
         self._made: dict[str, tuple[str | None, Any]] = {}
@@ -44,54 +44,51 @@ class Feed(ABC):
     @property
     @abstractmethod
     def _ranks(self) -> Any:
-        """The group, as sources see it."""
+        """The ranks of the group, as sources need them."""
 
     @property
     @abstractmethod
     def _registered_stream(self) -> Any:
-        """The `StreamData` that are registered to train on; None where other data are, or none."""
+        """The registered `StreamData` to train on; None if other data or none is registered."""
 
     @abstractmethod
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches of what is registered under "train" or "validation"."""
+        """Return the source of batches for the data that is registered under "train" or "validation"."""
 
     @abstractmethod
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches of what the request has brought along under "train" or "validation"."""
+        """Return the source of batches for the data that the request brought along under "train" or "validation"."""
 
     @abstractmethod
     def _stream_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
-        """Return a stream to train on; `begin_pass` returns the index of a pass that begins."""
+        """Return a stream to train on. It calls `begin_pass` for the index of each pass that begins."""
 
     @abstractmethod
     def _make(self, name: str) -> Any:
-        """Return the loader or dataset that this worker's share under "train" or "validation" makes."""
+        """Make the loader or dataset of this worker's share under "train" or "validation"."""
 
     @abstractmethod
     def _open_validation(self, request: EpochRequest) -> Any:
-        """A stream over the validation data that begins with the first batch."""
+        """Return a stream over the validation data that begins with the first batch."""
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
-        """The reason why the position in the data under "train" or "validation" is unknown; None where it is known."""
+        """Return why the position in the data under "train" or "validation" is unknown; None if it is known."""
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return why a call over data that only it has cannot go on in them; None for a call over registered data."""
+        """Return why a call with its own data cannot continue in the middle; None if it can, or for registered data."""
         return None
 
     @abstractmethod
     def ledger(self) -> DataLedger | None:
-        """The record of what was used of the train data; None where that is not known."""
+        """Return the record of which train samples were used; None if it is not known."""
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
-        """The data registered under "train" or "validation", if they are of Ray Data."""
+        """Return the data registered under "train" or "validation" if they are of Ray Data, otherwise None."""
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
-        """Note this worker's share of what the driver divides, if one came along.
-
-        A stream over another share of the same data is of no use any more.
-        """
+        """Keep this worker's share of data that the driver divides, if there is one. It replaces an earlier share."""
         if share is None:
             return
         if request.shard_key is not None:
@@ -104,14 +101,14 @@ class Feed(ABC):
             self.train_stream = None
 
     def training(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
-        """Return the stream to train on: over data of the request if it has some, else over the registered data.
+        """Return the stream to train on: over the data of the request if it has some, else over the registered data.
 
         Args:
-            request: What is asked.
-            is_begun: Whether the call goes on: its pass over data that only it has is counted already.
+            request: The training request.
+            is_begun: True if the call continues, so that its pass over its own data is already counted.
         """
         epoch = self.epoch
-        with OnFailure(lambda: self._count(epoch)):  # a call that was not begun is no pass
+        with OnFailure(lambda: self._count(epoch)):  # if the call does not begin, no pass is counted
             return self._joined(request, is_begun)
 
     def _joined(self, request: EpochRequest, is_begun: bool) -> Any:
@@ -132,12 +129,12 @@ class Feed(ABC):
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:
-        """Inside is a call of `validate`, over this stream.
+        """Provide the stream of a call of `validate`.
 
-        Only a call that was to take some of the registered batches, and returned, leaves the others to the next one.
-        After any other it begins with the first batch, wherever the user's loop stopped.
+        If a call with `num_steps` over registered data returns, the next call continues after its last batch. In all
+        other cases, the next call begins with the first batch, wherever the user's loop stopped.
         """
-        if request.shard_key is not None:  # over other data
+        if request.shard_key is not None:  # the call has its own data
             yield self._open_validation(request)
             return
         left, self._left_to_validate = self._left_to_validate, None
@@ -147,7 +144,7 @@ class Feed(ABC):
             self._left_to_validate = stream
 
     def _stream_of_call(self, request: EpochRequest) -> Any:
-        """Return one that continues where the last call with the same data stopped."""
+        """Return the stream over the call's own data, where the last call with these data stopped."""
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
             source = self._source_of_call("train", request, training=True)
@@ -157,7 +154,7 @@ class Feed(ABC):
         return stream
 
     def _go_to_place(self, stream: Any) -> None:
-        """Go on where the last call with the same data stopped, if the workers were given them again."""
+        """Move to where the last call with the same data stopped, if the workers were sent the data again."""
         share = self.data_of_call["train"]
         place = share.place
         if place is None or not has_divided_source(stream):
@@ -167,7 +164,7 @@ class Feed(ABC):
         self.data_of_call["train"] = replace(share, place=None)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
-        """Return what the share for a call makes, once for all calls that use it."""
+        """Return the loader or dataset of a call's share. Made once for all calls that use the share."""
         key, made = self._made.get(name, (None, None))
         if key != request.shard_key:
             made = self._make(name)
@@ -175,29 +172,29 @@ class Feed(ABC):
         return made
 
     def is_divided(self, stream: Any) -> bool:
-        """Tell whether a stream's data is divided by the library, and its place known in a group of another size."""
+        """Return True if the library divides the stream's data, so that its position is valid for any group size."""
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
-        """Forget the steps that broke off, if there are some; they will be repeated."""
+        """Forget interrupted steps. They will be repeated."""
         for stream in (self.train_stream, self._of_call[1]):
             if stream is not None:
                 stream.break_off()
 
     def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
-        """Get ready to go on with a call in another group.
+        """Prepare to continue a call in a new group.
 
         Args:
-            request: What is asked.
-            share: This worker's part of what the driver divides.
-            place: Where the call is in data that only it has.
+            request: The training request.
+            share: This worker's part of data that the driver divides.
+            place: Position of the call in its own data.
         """
         if request.shard_key is not None:
             self.take_share("train", request, share)
             self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
 
     def place_of_call(self, stream: Any) -> DataPosition | None:
-        """Return where a call stopped in data that only it had; None at the end of a pass, or where unknown."""
+        """Return where a call stopped in its own data; None at the end of a pass, or if the position is unknown."""
         if stream is self.train_stream or not has_divided_source(stream):
             return None
         if not stream.is_mid_pass:
@@ -211,16 +208,16 @@ class Feed(ABC):
         return self.epoch - 1
 
     def pass_index(self, stream: Any) -> int:
-        """Index of the pass that the next batch belongs to."""
+        """Return the index of the pass that the next batch belongs to."""
         if stream is not self.train_stream:
             return self.epoch - 1
         index: int = stream.pass_index if stream.is_mid_pass else self.epoch
         return index
 
     def position(self) -> dict[str, Any] | None:
-        """Return where in the train data the next batch is.
+        """Return the position of the next batch in the train data.
 
-        Where each rank has its own data, a position inside a pass is unknown.
+        If the library does not divide the data, a position inside a pass is unknown.
         """
         stream = self.train_stream
         if stream is None:
@@ -232,26 +229,26 @@ class Feed(ABC):
         return {
             "pass_index": stream.pass_index,
             "consumed": consumed,
-            "is_mid_pass": is_mid_pass,  # also before its first step is done
+            "is_mid_pass": is_mid_pass,  # also True before its first step is done
             **stream.source.state(consumed, is_mid_pass),
         }
 
     def check_position(self, position: Mapping[str, Any] | None) -> None:
-        """Refuse a position that does not fit the registered stream.
+        """Check that a position fits the registered stream.
 
         Raises:
-            ValueError: It does not.
+            ValueError: The position does not fit.
         """
         if self._registered_stream is not None and position and not position.get("is_unknown"):
             self._registered_stream.check_position(position)
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
-        """Continue at a saved position, with fresh streams."""
+        """Continue at a saved position, with new streams."""
         self.close()
         self.epoch, self._to_resume = epoch, position
 
     def close(self) -> None:
-        """Drop the streams and all that they hold."""
+        """Drop the streams with their iterators."""
         self.train_stream = None
         self._of_call = None, None
         self._left_to_validate = None
@@ -269,5 +266,5 @@ class Feed(ABC):
 
 
 def has_divided_source(stream: Any) -> bool:
-    """Return whether a stream is over data that the library divides."""
+    """Return True if a stream is over data that the library divides."""
     return getattr(getattr(stream, "source", None), "is_divided", False)

@@ -1,11 +1,11 @@
-"""Rows: what each rank tells all others in every step, before the optimizer steps.
+"""Rows: the metrics that each rank sends to all others in every step, before the optimizer steps.
 
-A row has named parts, each of them numbers with a layout: what they mean. Layouts seldom change, so they travel only
-when they do. A rank that completes a step has the rows of all ranks as of that step, and keeps those of the step
-before, too: a step may break off, and then the ranks go on from the one before. So what a lost rank had told is known
-to all that live.
+A row has named parts, each with numbers and a layout that says what they mean. Layouts seldom change, so they are sent
+only when they do. A rank that completes a step has the rows of all ranks as of that step, so every survivor knows what
+a lost rank had measured. It also keeps the rows of the step before, because the ranks continue from that step if the
+last one is interrupted.
 
-`RowExchange` moves rows within one group, `RankRows` keeps them over the groups of one call. Why: ADR 1.
+`RowExchange` sends rows within one group, `RankRows` keeps them across the groups of one call. ADR 1 says why.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Part = tuple[Any, Sequence[float]]
-"""The layout of some numbers, and the numbers."""
+"""A layout and its numbers."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Gather = Callable[[Array], list[Array]]
 
-_HEAD = struct.Struct("<IIQ")  # how many bytes a row has; how many numbers; how many bytes of a layout follow them
+_HEAD = struct.Struct("<IIQ")  # number of bytes of the row, of numbers, and of bytes of the layout after them
 _FIRST_CAPACITY = 512
 
 
 class Row(NamedTuple):
-    """A row of sums that one rank told.
+    """The row of one rank.
 
     Attributes:
-        parts: The name of each part, its layout, and how many numbers it has.
-        numbers: The numbers of all parts, one part behind the other.
+        parts: Name, layout, and number of numbers of each part.
+        numbers: The numbers of all parts, one part after the other.
     """
 
     parts: tuple[tuple[str, Any, int], ...]
     numbers: Array
 
     def part(self, name: str) -> Part | None:
-        """Return one part; None if it has none of that name."""
+        """Return the part `name`; None if there is none."""
         start = 0
         for each, layout, length in self.parts:
             if each == name:
@@ -51,11 +51,11 @@ class Row(NamedTuple):
 
 
 class RowExchange:
-    """One rank's side of the exchange in one group. All ranks make the same exchanges.
+    """One rank's side of the exchange of rows in one group. All ranks make the same exchanges.
 
     Args:
-        name: What this rank is known by, in whatever group.
-        gather: Returns the arrays of all ranks of the group, which all have one shape.
+        name: Name of this rank, which stays the same in later groups.
+        gather: Returns the arrays of all ranks of the group. All have the same shape.
     """
 
     def __init__(self, name: str, gather: Gather) -> None:
@@ -65,17 +65,17 @@ class RowExchange:
         self._layouts: dict[int, Any] = {}
 
     def exchange(self, parts: Mapping[str, Part], gather: Gather | None = None) -> dict[str, Row]:
-        """Tell all ranks these parts; return what each of them tells, by its name.
+        """Send a row with these parts to all ranks. Return the rows of all ranks, by name.
 
         Args:
-            parts: The numbers and their layouts.
-            gather: What does the same with something else in addition.
+            parts: The parts by name.
+            gather: Used in place of the usual function for the first try. It may send other data together with the row.
         """
         own = self._encoded(parts)
         received = self._gathered(own, gather or self._gather)
         heads = _heads_of(received)
         while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
-            self._capacity = 1 << (needed - 1).bit_length()  # all ranks come to the same
+            self._capacity = 1 << (needed - 1).bit_length()  # the same on all ranks
             received = self._gathered(own, self._gather)
             heads = _heads_of(received)
         return dict(map(self._decoded, itertools.count(), received, heads))
@@ -108,11 +108,11 @@ def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
 
 
 class RankRows:
-    """The rows that the ranks of a call have told, by their names, whatever group they were in then.
+    """The rows of all ranks of a call, by name, across its groups.
 
     Attributes:
-        name: What this rank is known by.
-        lost: What ranks had told that are gone, as of their last step that counts.
+        name: Name of this rank.
+        lost: Rows or metrics of lost ranks, as of their last step that counts.
     """
 
     def __init__(self, name: str) -> None:
@@ -121,17 +121,17 @@ class RankRows:
         self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=2)
 
     def note(self, num_steps: int, rows: Mapping[str, Any]) -> None:
-        """Note what was told in the step that follows `num_steps` completed ones."""
+        """Keep the rows that were sent in the step after `num_steps` completed ones."""
         if self._told and self._told[-1][0] == num_steps:
             self._told.pop()
         self._told.append((num_steps, rows))
 
     def as_of(self, num_steps: int) -> Mapping[str, Any]:
-        """Return what was told in the last of so many completed steps, by name; nothing if that is not known."""
+        """Return the rows of the last of `num_steps` completed steps, by name; empty if they are not known."""
         return next((rows for before, rows in reversed(self._told) if before < num_steps), {})
 
     def settle(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
-        """Go on in another group, after `num_steps` steps: ranks that are not `present` in it are lost."""
+        """Continue in a new group after `num_steps` steps. Ranks that are not in `present` are lost."""
         self._told.clear()
         self.note(num_steps - 1, rows)
         self.lost.update({name: row for name, row in rows.items() if name not in present})

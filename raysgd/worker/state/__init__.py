@@ -1,1 +1,1 @@
-"""The state of one worker: read, checked, copied, put back."""
+"""The state of one worker: reading, checking, copying and restoring it."""

@@ -1,4 +1,4 @@
-"""The state of a replica: what all ranks share, what is each rank's own, and how both are checked and taken over."""
+"""The state of a replica: the part that all ranks share, and each rank's own part. Reads, checks and replaces both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raysgd.worker.data.feed import Feed
 from raysgd.worker.state.copies import StateCopy
 from raysgd.worker.state.state_checks import check_progress
 
-RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
+RESUME = "resume"  # key of the position in the data and the step counter, which only snapshots and files contain
 
 
 def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many passes over the train data a state has seen to their end, and how many batches in all."""
+    """Return the number of complete passes over the train data in a state, and its number of steps."""
     resume = state.get(RESUME) or {}
     position = resume.get("position") or {}
     is_mid_pass = bool(position.get("is_mid_pass") or position.get("is_unknown"))
@@ -31,59 +31,58 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _parts(self) -> dict[str, Any]:
-        """The state of what is registered."""
+        """Return the states of the registered objects."""
 
     @abstractmethod
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        """Refuse parts that do not fit what is registered; see `check`."""
+        """Check that the parts fit the registered objects; see `check`."""
 
     @abstractmethod
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
-        """Take over the parts of a state that fits."""
+        """Load the parts of a state that was checked."""
 
     @abstractmethod
     def _more_progress(self) -> dict[str, Any]:
-        """More entries to keep under `RESUME`."""
+        """Return more entries for `RESUME`."""
 
     @abstractmethod
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Take that over."""
+        """Load the entries of `_more_progress`."""
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """Copy what the driver will fetch when all ranks copy the state: on rank 0 all, on others nothing.
+        """Copy this rank's part of the shared state for the driver.
 
-        Of a divided state every rank keeps its part.
+        Rank 0 copies all, and other ranks return None. If the state is divided, every rank copies its part.
         """
 
     @abstractmethod
     def own(self) -> Any:
-        """The part of the state that is this rank's own: its random states."""
+        """Return this rank's own part of the state: its random states."""
 
     @abstractmethod
     def check_own(self, own: Any) -> None:
-        """Refuse what does not fit as a rank's own state."""
+        """Check that `own` fits as this rank's own state."""
 
     @abstractmethod
     def restore_own(self, own: Any) -> None:
-        """Take it over."""
+        """Load this rank's own state."""
 
     def decoded(self, state: Any) -> Mapping[str, Any]:
-        """A copy as the state that it was made of."""
+        """Return the state from which a copy was made."""
         decoded: Mapping[str, Any] = state
         return decoded
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Take over a snapshot or a checkpoint; nothing is changed if it does not fit.
+        """Restore a snapshot or a checkpoint. If it does not fit, nothing is changed.
 
         Args:
-            shared_state: A copy of the state, or the state itself where it did not have to travel. Nothing of it is
-                kept.
-            own_state: The random states of this rank; None to keep those that it has.
+            shared_state: A copy of the state, or the state itself if it was not sent. No reference to it is kept.
+            own_state: The random states of this rank; None to keep the current ones.
 
         Raises:
             KeyError: A part is missing.
-            ValueError: A part does not fit what is registered.
+            ValueError: A part does not fit the registered objects.
         """
         state = self.decoded(shared_state)
         self.check(state)
@@ -94,7 +93,7 @@ class ReplicaState(ABC):
             self.restore_own(own_state)
 
     def read(self) -> dict[str, Any]:
-        """The state."""
+        """Return the live state."""
         operator = self._operator
         return {
             "epoch": self._feed.epoch,
@@ -109,11 +108,11 @@ class ReplicaState(ABC):
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit.
+        """Check that a state fits.
 
         Raises:
             KeyError: A part is missing.
-            ValueError: A part does not fit what is registered.
+            ValueError: A part does not fit the registered objects.
         """
         check_progress(state["epoch"], state.get(RESUME))
         self._feed.check_position((state.get(RESUME) or {}).get("position"))
@@ -122,13 +121,12 @@ class ReplicaState(ABC):
         state["operator"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that fits. Nothing of it is kept.
+        """Load a state that was checked. No reference to it is kept.
 
-        What the user's own `load_state_dict` of an operator refuses is only found here, after what comes before it has
-        been loaded.
+        If the operator's `load_state_dict` raises, registered objects are already replaced: `check` cannot know.
         """
         operator = self._operator
-        own_state = copy.deepcopy(state["operator"])  # first: no copy fails when something has been replaced
+        own_state = copy.deepcopy(state["operator"])  # first, because it may fail: nothing is replaced yet
         self._apply_parts(state)
         self._feed.epoch = int(state["epoch"])
         operator.load_state_dict(own_state)

@@ -1,4 +1,4 @@
-"""Checks of what a saved state says about progress, made before anything is replaced."""
+"""Checks of the progress and the parts in a saved state, made before anything is replaced."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _MAX_COUNT = 2**62
 
 
 def require(holds: bool, finding: str) -> None:
-    """Refuse a state.
+    """Refuse a state unless a condition holds.
 
     Raises:
-        ValueError: `holds` is not so. The message has `finding`.
+        ValueError: `holds` is False. The message contains `finding`.
     """
     if not holds:
         raise ValueError(f"The state does not fit, nothing was loaded: {finding}.")
 
 
 def check_progress(epoch: Any, resume: Any) -> None:
-    """Refuse an invalid epoch, step counter or position in the data.
+    """Check the epoch, the step counter and the position in the data.
 
     Raises:
-        ValueError: The message says which.
+        ValueError: One of them is invalid. The message says which.
     """
     check_count("epoch", epoch)
     if resume is None:
@@ -50,21 +50,26 @@ def _check_position(position: Any) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Refuse what is no whole number from 0 on.
+    """Check that a value is a whole number, 0 or more.
 
     Raises:
-        ValueError: One of them is invalid.
+        ValueError: It is not.
     """
     found = value if is_integer(value) else f"a `{type(value).__name__}`"
     require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found}, not a count")
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
-    """Refuse a state that lacks a part. The driver knows no more than how many there are of each.
+    """Check that a state has every part, with the right number of objects. The driver knows only these numbers.
+
+    Args:
+        state: The state.
+        counts: Number of registered objects, by the key of their part.
+        *others: More keys that the state must have.
 
     Raises:
         KeyError: A part is missing.
-        ValueError: Another number of them was saved.
+        ValueError: A part has another number of objects.
     """
     missing = [key for key in ("epoch", *others, *counts) if key not in state]
     if missing:
