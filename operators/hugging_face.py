@@ -336,7 +336,7 @@ def _write(files: Mapping[str, bytes], folder: Path) -> None:
 def _load_adapter(operator: HuggingFaceOperator, weights: dict[str, torch.Tensor]) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    model = operator._raysgd.registered.original_models[0]
+    model: Any = operator._raysgd.registered.original_models[0]
     if operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         raise ValueError(
             f"The model is a `{type(model).__name__}`, and adapters go into a whole `PeftModel`: return one from "

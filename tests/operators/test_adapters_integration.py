@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,25 @@ def test_n_workers_train_the_adapter_of_one(
 def test_kills_change_nothing(operator_cls: Any, ray_cluster: None, num_workers: int, place: str) -> None:
     alone = train(operator_cls, True, 2, use_local=True)
     check(train(operator_cls, True, 2, place, num_workers=num_workers, num_cpus_per_worker=0.5), alone)
+
+
+def test_a_divided_base_may_be_in_bf16_beside_its_adapter(lab: Any, ray_cluster: None, tmp_path: Path) -> None:
+    config = {"task": "adapter on bf16", "lr": 0.1, "optimizer": "sgd", "batch_size": 3}
+    options = {"strategy": "fsdp", "num_workers": 2, "num_cpus_per_worker": 0.5, "precision": "bf16"}
+    with TorchTrainer(training_operator_cls=lab.Task, config=config, **options) as trainer:
+        first = trainer.get_model().state_dict()
+        trainer.train()
+        trained = trainer.get_model().state_dict()
+        HuggingFaceOperator.save_pretrained(trainer, tmp_path)
+        with pytest.raises(ValueError, match="adapters go into a whole `PeftModel`"):
+            HuggingFaceOperator.load_pretrained(trainer, tmp_path)
+    changed = {name for name, each in trained.items() if not torch.equal(each, first[name])}
+    assert changed
+    assert all("lora" in name for name in changed)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+    class Remade(lab.Task):  # type: ignore[name-defined, misc]
+        remakes_frozen = True
+
+    with pytest.raises(ValueError, match=r"remakes_frozen = True` cannot work with `strategy=\"fsdp\"`"):
+        TorchTrainer(training_operator_cls=Remade, config=config, **options)

@@ -214,6 +214,13 @@ def test_a_file_of_weights_has_what_is_trained_or_all(make_local: Make, tmp_path
     trainer.save(tmp_path / "all.safetensors", format="safetensors", frozen=True)
     assert set(load_file(tmp_path / "some.safetensors")) == set(KEPT)
     assert set(load_file(tmp_path / "all.safetensors")) == {*BASE, *KEPT}
+    trainer.train()
+    trainer.save(tmp_path / "some.safetensors", format="safetensors")
+    other = make_local(Adapted)
+    assert other.load(tmp_path / "some.safetensors").is_complete
+    assert equal(model_of(other), model_of(trainer))
+    with pytest.raises(ValueError, match="has other numbers in the state than here"):
+        make_local(Adapted, config={"base": 1}).load(tmp_path / "some.safetensors")
 
 
 @pytest.mark.parametrize("callback", [EMA(0.5), SWA()])

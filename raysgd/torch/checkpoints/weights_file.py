@@ -16,7 +16,9 @@ import torch
 from raysgd._imports import require
 from raysgd.exceptions import CheckpointCorruptedError
 
-_NUM_MODELS, _TIED = "raysgd_models", "raysgd_tied"
+_NUM_MODELS, _TIED, _LEFT_OUT = "raysgd_models", "raysgd_tied", "raysgd_left_out"
+LEFT_OUT = "remade"
+"""Key of what says which frozen parameters are left out because `setup` makes them again."""
 _HEADER_AT = 8
 """Position of the header, which is JSON: it follows its length."""
 _MAX_MODELS = 10_000
@@ -32,7 +34,10 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """
     from raysgd.storage import files  # here, because workers only read
 
-    packed = _library("safetensors.torch").save(*_flat(content["models"]))
+    tensors, metadata = _flat(content["models"])
+    if LEFT_OUT in content:
+        metadata[_LEFT_OUT] = json.dumps(content[LEFT_OUT])
+    packed = _library("safetensors.torch").save(tensors, metadata)
     with files.saving(path) as file:
         file.write(packed)
 
@@ -49,8 +54,8 @@ def is_weights_file(path: str) -> bool:
     return start[_HEADER_AT:] == b"{"
 
 
-def read(path: str, name: str) -> list[dict[str, torch.Tensor]]:
-    """Return the state of each model in a file, on the CPU.
+def read(path: str, name: str) -> dict[str, Any]:
+    """Return the state of each model in a file, on the CPU, as `models`, and what that leaves out.
 
     Args:
         path: The file.
@@ -64,7 +69,8 @@ def read(path: str, name: str) -> list[dict[str, torch.Tensor]]:
         with library.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no dict
-        return _models(tensors, metadata)
+        left_out = {LEFT_OUT: json.loads(metadata[_LEFT_OUT])} if _LEFT_OUT in metadata else {}
+        return {"models": _models(tensors, metadata), **left_out}
     except (library.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointCorruptedError(
             f"`{name}` is no intact file of safetensors: {error}. It was damaged, or not copied to its end. Copy it "

@@ -91,7 +91,7 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
     if divided_folder.is_folder(path):
         return divided_folder.opened(path, weights_only).read_whole()
     if weights_file.is_weights_file(path):
-        return {"models": weights_file.read(path, name)}
+        return weights_file.read(path, name)
     return held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
 
 

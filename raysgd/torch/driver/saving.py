@@ -149,7 +149,8 @@ def content_of(
     if frozen is not None and REMADE in state:
         state = _completed(state, decode(frozen, copy=False))
     if file_format == "safetensors":
-        return {"models": state["models"]}, weights_file.write
+        content = {key: value for key, value in state.items() if key in ("models", weights_file.LEFT_OUT)}
+        return content, weights_file.write
     state[RESUME][RNG] = list(snapshot.rank_states)
     return checkpoint_file.packed(state, allow_pickle=not weights_only), checkpoint_file.write
 

@@ -171,6 +171,7 @@ class FSDP(NoParallel):
         blocks = blocks_of(model, self._options.min_block_parameters)
         for unit in (*blocks, model):
             reshards = unit is not model and self._options.reshard_after_forward
+            _check_dtypes(unit)
             with self._filled_for_a_moment(unit) if comes_empty else nullcontext():
                 fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, **policies)
         for name, parameter in model.named_parameters():
@@ -327,6 +328,22 @@ class _WeightedReduceScatter:
         if isinstance(weight, torch.Tensor) or weight != 1.0:
             input_tensor.mul_(weight) if isinstance(weight, torch.Tensor) or weight else input_tensor.zero_()
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _check_dtypes(unit: torch.nn.Module) -> None:
+    """Refuse trained parameters of several dtypes that would be gathered together; frozen ones may have any.
+
+    Raises:
+        ValueError: There are some.
+    """
+    dtypes = {each.dtype for each in trainable(unit) if not isinstance(each, DTensor)}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        raise ValueError(
+            f'`strategy="fsdp"` gathers the parameters of `{type(unit).__name__}` together, and those that it trains '
+            f"are of {found}: cast them to one dtype, as with `.float()`, before you make the optimizer. What is "
+            "frozen may stay in another one."
+        )
 
 
 def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:

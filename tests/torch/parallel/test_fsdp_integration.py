@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
-from raysgd.torch.parallel.fsdp import _filled, _skeleton_of
+from raysgd.torch.parallel.fsdp import FSDP, _filled, _skeleton_of
 from raysgd.torch.parallel.options import FSDPOptions
 from tests.helpers.patience import hearing_all_ranks
 from tests.torch.gate import mark_when_inside
@@ -323,3 +323,13 @@ def test_a_single_worker_has_nothing_to_divide(make_local: Callable[..., TorchTr
     trainer = make_local(Blocks, strategy="fsdp", precision="fp16")
     trainer.train()
     assert type(trainer.get_local_operator().model).__name__ == "Net"
+
+
+def test_trained_parameters_of_two_dtypes_are_refused_before_a_step(process_group: None) -> None:
+    def model(is_frozen: bool) -> torch.nn.Module:
+        first, second = torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 4)
+        return torch.nn.Sequential(torch.nn.Sequential(first.requires_grad_(not is_frozen)), second)
+
+    FSDP(torch.device("cpu"), 1).wrap(model(is_frozen=True), None, {})
+    with pytest.raises(ValueError, match=r"trains are of bfloat16, float32: cast them to one dtype"):
+        FSDP(torch.device("cpu"), 1).wrap(model(is_frozen=False), None, {})
