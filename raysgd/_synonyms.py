@@ -47,6 +47,7 @@ _Row = tuple[str, ...]
 _TRAINERS: tuple[_Row, ...] = (
     ("epochs max_epochs num_epochs n_epochs num_train_epochs", _EPOCHS),
     ("max_steps limit_train_batches steps_per_epoch", _STEPS),
+    ("max_time", "`trainer.fit(5, max_time=3600)` ends it in time, and saves"),
     ("fast_dev_run", "`trainer.train(num_steps=1)` tries one batch"),
     (
         "gradient_accumulation_steps accumulation_steps accumulate_grad_batches",
@@ -169,7 +170,7 @@ _TRAINERS: tuple[_Row, ...] = (
     ),
     (
         "save_steps save_freq",
-        "call `trainer.train(num_steps=1000)` and `trainer.save` in a loop",
+        'pass `callbacks=[Checkpointing("checkpoints", every_n_steps=1000)]` to `trainer.fit`',
         "call `trainer.train(num_steps=1000)` and `trainer.save` in a loop",
         "write it in the function: `report(metrics, checkpoint=...)`",
     ),
@@ -282,10 +283,8 @@ _OTHERS: Mapping[str, tuple[_Row, ...]] = {
         ("save_total_limit num_to_keep max_to_keep n_saved save_last", "write `keep_last=2`"),
         ("dirpath dirname filepath filename output_dir save_dir path", 'write `Checkpointing("checkpoints")`'),
         ("period save_interval", "write `every_n_epochs=2`"),
-        (
-            "every_n_steps every_n_train_steps save_steps save_freq",
-            "write `every_n_epochs=1`; for parts of an epoch call `trainer.train(num_steps=1000)` and `trainer.save`",
-        ),
+        ("every_n_train_steps save_steps save_freq", "write `every_n_steps=1000`"),
+        ("train_time_interval", "write `every_minutes=15`"),
         ("restore_best_weights load_best_model_at_end", 'write `metric="val_loss", restore_best_at_end=True`'),
         ("save_weights_only save_only_model verbose", _NOT_THERE),
     ),
