@@ -286,7 +286,7 @@ class EpochCalls:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
             found = self.requests("train", replace(asked, compares_ranks=compares, call=number()), dataset, worlds)
             if leaves is not None and controller.ensure_group().is_driver_only:  # which no one polls meanwhile
-                found[0] = (replace(found[0][0], redraw=self._between_steps), *found[0][1:])
+                found[0] = (replace(found[0][0], redraw=partial(self._between_steps, call)), *found[0][1:])
             if begun is not None:
                 found = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(found)]
             return found
@@ -327,11 +327,12 @@ class EpochCalls:
             self.listeners.tell_end("train", asked, answers[0])
         return answers
 
-    def _between_steps(self) -> None:
+    def _between_steps(self, call: Call) -> None:
         """Called where this process is the only worker, between two steps."""
         if self.listeners.on_wait is not None:
             self.listeners.on_wait()
-        self.controller.hold_to_leave()
+        if call.leaves is not None and call.leaves():
+            self.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
         """Called while a call runs that cannot be held at a step."""

@@ -263,6 +263,7 @@ class ElasticController(Lifecycle):
         self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
         self.num_calls = 0
+        self._left_by_driver: Call | None = None
         self._nodes_due = float("-inf")
 
     @property
@@ -619,8 +620,12 @@ class ElasticController(Lifecycle):
         self.snapshots.leave_call()
         return captures
 
-    def hold_to_leave(self) -> None:
-        """Let the running call be left, where this process is the only worker; called between two steps."""
+    def hold_to_leave(self, call: Call) -> None:
+        """Let a call be left, where this process is the only worker, which no one watches; called between two steps."""
+        if self._left_by_driver is not call:
+            self._left_by_driver = call
+            self._monitor.watch(call)
+            self._monitor.is_on = False
         self._monitor.hold_to_leave()
 
     def _attempt(
@@ -646,9 +651,9 @@ class ElasticController(Lifecycle):
 
         self.snapshots.poll()
         began, has_others, captures = self.now(), not group.is_driver_only, self.snapshots.is_due_after(call)
-        if has_others or call.leaves is not None:
+        if has_others:
             self._monitor.watch(call)
-        if not has_others:
+        else:
             self._monitor.is_on = False
         report = group.on_replica(
             function,
