@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raysgd.callbacks import EMA, SWA
+from raysgd.callbacks import EMA, SWA, Checkpointing
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.fsdp import FSDP
 from tests.torch.operators_for_tests import equal
@@ -340,3 +340,19 @@ def test_every_mistake_is_an_error_that_names_the_parameter(make_local: Make, tm
     with pytest.raises(ValueError, match=r"`[\w.]+` of model 0 \(`Adapter`\) has changed since `setup`") as raised:
         again.save(tmp_path / "small.pt")
     assert moved in str(raised.value) or moved.startswith("more.part")  # or by the other name of a tied one
+
+
+def test_a_run_resumes_from_the_adapter_alone(make_local: Make, tmp_path: Path) -> None:
+    def run(num_epochs: int, operator_cls: type[Adapted] = Adapted, **config: Any) -> TorchTrainer:
+        trainer = make_local(operator_cls, config=config)
+        trainer.fit(num_epochs, folder=tmp_path / "run", resume_from="auto", callbacks=[Checkpointing("val_loss")])
+        return trainer
+
+    run(2)
+    assert all(list(torch.load(each)["models"][0]) == KEPT for each in (tmp_path / "run").rglob("*.pt"))
+    resumed = run(4)
+    alone = make_local(Plain)
+    alone.fit(4)
+    assert equal(model_of(resumed), model_of(alone))
+    with pytest.raises(ValueError, match=r"`base.0.weight` of model 0"):
+        run(5, base=1)

@@ -12,6 +12,7 @@ import pytest
 import ray.cloudpickle
 import torch
 
+from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
 from tests.torch import remade_operators
 from tests.torch.operators_for_tests import LinearOperator
@@ -154,3 +155,30 @@ def test_a_new_worker_with_another_base_is_refused(ray_cluster: None, tmp_path: 
         Path(tmp_path, "death").write_text("2 batch")
         with pytest.raises(ValueError, match=r"`base.1.weight` of model 0 \(`Adapter`\) .*(same|other numbers)"):
             trainer.train()
+
+
+def unfreeze(operator: Any) -> None:
+    model = operator._raysgd.registered.original_models[0]
+    operator.optimizer.add_param_group({"params": list(model.base[1].requires_grad_(True).parameters())})
+    operator.rewrap()
+
+
+def unfrozen(folder: Path, **options: Any) -> Any:
+    config = {"folder": str(folder)}
+    with TorchTrainer(training_operator_cls=Mortal, config=config, split_batches=True, **options) as trainer:
+        trainer.train()
+        trainer.apply_all_operators(unfreeze)
+        trainer.train()
+        if "num_workers" in options:
+            kill_worker(trainer, 1)
+        trainer.train()
+        state = trainer.state_dict()
+        assert {name for name in state["models"][0] if "base" in name} == {"base.1.weight", "base.1.bias"}
+        return trainer.get_model(to_cpu=True).state_dict()
+
+
+def test_what_is_unfrozen_reaches_a_new_worker(ray_cluster: None, tmp_path: Path) -> None:
+    options = {"num_workers": 2, "min_workers": 2, "num_cpus_per_worker": 0.5, "use_gpu": False}
+    together, alone = unfrozen(tmp_path, **options), unfrozen(tmp_path, use_local=True)
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, rtol=1e-9, atol=1e-9)

@@ -102,7 +102,9 @@ class DDP(NoParallel):
                     "or use a hook without a state."
                 )
             each.covered = covered
-            self._build_anew(each, init_sync=not is_agreed)
+            if not (is_agreed or self.shares_frozen):
+                take_from_first((*covered, *each.model.module.buffers()))
+            self._build_anew(each, init_sync=not is_agreed and self.shares_frozen)
         covered_ids = {id(parameter) for each in ours for parameter in each.covered}
         parts = [*(each.model for each in ours), *self._left_out]
         self._uncovered = [p for part in parts for p in part.parameters() if id(p) not in covered_ids]
