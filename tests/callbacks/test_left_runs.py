@@ -47,8 +47,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def tell(*batches: int) -> None:
         monkeypatch.setattr(Told, "at", frozenset(batches))
 
+    before = signal.getsignal(signal.SIGTERM)  # Ray's, if it was started in this process
     yield tell
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the handlers are put back"
+    assert signal.getsignal(signal.SIGTERM) == before, "the handlers are put back"
 
 
 def started(make: Make, operator_cls: type[Told] = Told, **config: Any) -> TorchTrainer:
