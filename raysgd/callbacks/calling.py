@@ -131,7 +131,7 @@ class Dispatcher:
             return None
         try:
             return call_with_known(method, *args, **info) if info else method(*args)
-        except CallbackError:  # of a callback inside this one
+        except CallbackError:  # from a callback inside this one
             raise
         except Exception as error:  # user code
             if self._advice is None:
@@ -468,7 +468,7 @@ def _check_of_tune(callback: Any) -> None:
         instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
         if hasattr(callback, "start_training"):
             instead = ". A `TrainingCallback` is for `raysgd.train.Trainer.run(callbacks=[...])`"
-        if hasattr(callback, "after_report"):  # one of Ray Train, such as its `TuneReportCallback`
+        if hasattr(callback, "after_report"):  # a callback of Ray Train, such as its `TuneReportCallback`
             instead = (
                 ". Callbacks of Ray Train are for its own trainers. To let Ray Tune see a run, pass the trainer to "
                 "`raysgd.tune.Tuner`, or call `ray.tune.report(trainer.fit().metrics)` in your function"

@@ -114,7 +114,7 @@ class Checkpointing(Callback):
             raise ValueError(f"`keep_best={keep_best}` needs a `metric`, such as `metric='val_loss'`.")
         return int(keep_best)
 
-    # ------------------------------------------------------------------------------------------------ what there is
+    # ---------------------------------------------------------------------------------------------- the checkpoints
 
     @property
     def newest(self) -> str | None:
@@ -292,7 +292,7 @@ class Checkpointing(Callback):
         else:
             self._folder.remove(name)
 
-    # ------------------------------------------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------------------------------------- the files to keep
 
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
         """Return the files to keep and the files to delete. Files that wait for their validation are kept."""

@@ -55,7 +55,7 @@ class ThroughputMonitor(Callback):
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Add the rates."""
+        """Add the samples and batches per second."""
         seconds = _seconds_of(result)
         for name, counted in (("samples_per_s", "num_samples"), ("batches_per_s", "batch_count")):
             if counted in result and seconds > 0:

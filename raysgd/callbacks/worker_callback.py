@@ -27,7 +27,7 @@ class WorkerCallback:
         warn_of_unknown_events(cls, WorkerCallback)
 
     def on_begin(self, operator: Any) -> None:
-        """Called when the run begins. A new worker calls it later, before `load_state_dict`."""
+        """Called when the run begins. On a new worker it is called before `load_state_dict`."""
 
     def on_epoch_begin(self, operator: Any) -> None:
         """Called before the first step of an epoch on this worker."""

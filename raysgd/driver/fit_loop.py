@@ -288,7 +288,7 @@ class Fit:
                 if self._leaves():
                     self._leave()
 
-    # ------------------------------------------------------------------------------------------ left before its end
+    # ------------------------------------------------------------------------------------------------ stopped early
 
     def _leaves(self) -> bool:
         """Return True if the run must stop early. Called now and then, also during an epoch."""

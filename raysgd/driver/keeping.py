@@ -1,4 +1,4 @@
-"""The state that a trainer keeps: in files, in all its workers, and in the journal of a detached one."""
+"""Saves a trainer to files, loads states into all workers, and keeps the journal of a detached trainer."""
 
 from __future__ import annotations
 

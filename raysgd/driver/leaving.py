@@ -74,7 +74,7 @@ class Leaving:
 
     @property
     def reason(self) -> str:
-        """The reason, in words."""
+        """Why the run stops early, in words."""
         return f"`max_time` of {self._max_s:g} s" if self.signal is None else signal.Signals(self.signal).name
 
     @contextmanager
@@ -113,7 +113,7 @@ class Leaving:
         return Preempted(self.signal, checkpoint)
 
     def call_former_handler(self) -> None:
-        """Call the handler that the program had set itself."""
+        """Call the handler that the program itself had set for the signal."""
         assert self.signal is not None, "a signal came"
         handler = self._before.get(self.signal)
         if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):

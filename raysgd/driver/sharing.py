@@ -20,7 +20,7 @@ Requests = list[tuple[Any, ...]]
 
 
 def place_share(use_local: bool, rank: int, share: Any) -> Any:
-    """Store the share of a rank in Ray, and return what to send. Stored alone, Ray keeps track of who holds it.
+    """Store the share of a rank, and return what to send. If it is an argument of its own, Ray tracks who holds it.
 
     Args:
         use_local: Whether rank 0 is in the driver. Its share then stays there.
@@ -34,7 +34,7 @@ def place_share(use_local: bool, rank: int, share: Any) -> Any:
     try:
         return ray.put(share)
     except TypeError:
-        packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
+        packed_bytes("What the call is given", share)  # raises an error that says what cannot be pickled
         raise
 
 
@@ -148,5 +148,5 @@ def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list
     """Return one share for all ranks. It is stored once for all ranks outside the driver."""
     share, num_others = shares[0], len(shares) - 1
     first = place(0, share)
-    is_local = first is share  # and the others are elsewhere
+    is_local = first is share  # other ranks need a stored copy
     return [first, *[place(1, share) if is_local and num_others else first] * num_others]

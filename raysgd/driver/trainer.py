@@ -80,7 +80,7 @@ logger = logging.getLogger(__name__)
 
 @hide_library_frames
 class ClassTrainer(ABC, Generic[AnyOperatorT]):
-    """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
+    """The driver's handle on the replicas of an operator. Each replica has the attribute `operator`."""
 
     training_operator_cls: type[AnyOperatorT]
     initialization_hook: Callable[[], Any] | None
@@ -234,11 +234,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         controller.observe_with(self._calls.report)
 
     def _used_options(self) -> list[str]:
-        """Return the time-saving options that the user already sets, so that the ledger does not recommend them."""
+        """Return the options that the ledger need not recommend, because they are set or would not help."""
         recovery = self._settings.recovery
         used = {
             "spare_workers": self._group_settings.spare_workers > 0,
-            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # a larger number would copy no less
+            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # there is no number to raise
         }
         return [name for name, is_used in used.items() if is_used]
 
@@ -718,7 +718,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
-            if self._controller.group is not None:  # else the next workers are made with them
+            if self._controller.group is not None:  # else workers get them when they start
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -810,7 +810,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _load_state(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
 
-    # ------------------------------------------------------------------------------ changes of what live workers train
+    # ----------------------------------------------------------------------------------------- changes in live workers
 
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
         """Begin again with another config, as a new trainer would: new operators, in the same worker processes.
