@@ -45,7 +45,7 @@ class Callback:
     runs_last: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn of methods that look like events but are never called."""
+        """Warn about methods that look like events but are never called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, Callback)
 
@@ -130,7 +130,7 @@ class Callback:
     """True if this callback acts inside epochs, while all workers wait at a step."""
 
     def _pause_at(self, global_step: int) -> int | None:
-        """Return the step of the next pause, as batches in all, or None. The run is at `global_step` now."""
+        """Return the step of the next pause, counted over all epochs, or None. The run is at `global_step` now."""
         return None
 
     def _pauses_now(self) -> bool:

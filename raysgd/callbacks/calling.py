@@ -54,7 +54,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
     """Check the callbacks of `fit`. Return those of the driver, in the order of their calls, and those of the workers.
 
     Raises:
-        TypeError: `callbacks` is not a list, or contains something else than callbacks.
+        TypeError: `callbacks` is not a list, or contains anything but callbacks.
         ValueError: One of them is in the list twice.
     """
     given = as_list(callbacks)
@@ -323,7 +323,7 @@ class FunctionCalls(CallbackCalls):
             super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
-        """Tell callbacks of a report, after the new ones of `events`, which has all events so far."""
+        """Tell callbacks of the new events, and then of a report. `events` has all events so far."""
         if not self.callbacks:
             return
         run = self._run

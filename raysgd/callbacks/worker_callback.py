@@ -22,7 +22,7 @@ class WorkerCallback:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn of methods that look like events but are never called."""
+        """Warn about methods that look like events but are never called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, WorkerCallback)
 
@@ -113,7 +113,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
 
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warn of methods named like an event, `on_...`, that no base class has."""
+    """Warn about methods named like an event, `on_...`, that no base class has."""
     known = [name for name in vars(events_of) if name.startswith("on_")]
     for name in vars(owner):
         if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):

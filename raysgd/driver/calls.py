@@ -58,7 +58,7 @@ class EpochLeft(Exception):
 
     Attributes:
         states: Progress of each rank, as a `RunState`. Empty if the call could not stop at a step.
-        seconds: Seconds that the epoch had trained.
+        seconds: Seconds of training in the epoch.
     """
 
     def __init__(self, states: Sequence[Any] = ()) -> None:
@@ -190,7 +190,7 @@ class EpochCalls:
         sharing: Divides data over the workers.
         use_local: Whether rank 0 is in the driver and calls the listeners itself.
         name: Name of the trainer in Ray's metrics.
-        used: Options that the user already sets, so that warnings do not recommend them.
+        used: Options that warnings need not recommend.
 
     Attributes:
         controller: The controller of the workers.

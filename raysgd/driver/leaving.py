@@ -58,7 +58,7 @@ class Leaving:
 
     @property
     def may_come(self) -> bool:
-        """True if there is a time limit, or signals are listened to."""
+        """True if a time limit or a signal can stop the run."""
         return self._max_s is not None or bool(self._before)
 
     def is_due(self) -> bool:

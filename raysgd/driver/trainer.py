@@ -537,7 +537,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Return how many completed epochs, and how many batches in all, a snapshot in the driver has seen."""
+        """Return how many completed epochs, and how many batches in total, a snapshot in the driver has seen."""
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
@@ -699,7 +699,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return fit.history, rows
 
     def test(self, dataset: Any) -> Metrics:
-        """Evaluate on other data than what is registered, as `validate(dataset=...)` does. Names begin with `test_`."""
+        """Evaluate on data other than the registered data, as `validate(dataset=...)`. Names begin with `test_`."""
         self._check_dataset(dataset, training=False)
         return self._test(dataset)
 
