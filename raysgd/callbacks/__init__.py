@@ -1,9 +1,9 @@
-"""Callbacks: what is done beside a training, in the driver (`Callback`) and in the workers (`WorkerCallback`).
+"""Callbacks: extra work during training, in the driver (`Callback`) or in the workers (`WorkerCallback`).
 
 What it guarantees:
 
 * The same callback works in `trainer.fit`, in `Trainer.run` and in `RunConfig(callbacks=...)`.
-* A callback that raises is named, the run ends cleanly, and the state of the training is kept.
+* If a callback raises an error, the error names it, the run ends cleanly, and the state of the training is kept.
 * Importing this package loads no framework.
 
 What it leaves to others: when callbacks are called (`raysgd.driver.fit_loop`, `raysgd.train`).

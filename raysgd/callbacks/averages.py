@@ -23,19 +23,19 @@ from raysgd.callbacks.worker_callback import (
 logger = logging.getLogger(__name__)
 
 Weights = list[dict[str, Any]]
-"""For each model its tensors by name."""
+"""The tensors of each model, by name."""
 
 
 class AveragedWeights(WorkerCallback):
-    """The base of `EMA` and `SWA`: averages of the weights in each worker, alike in all, and the way to get at them.
+    """Base of `EMA` and `SWA`: keeps the same averages of the weights in each worker, and gives access to them.
 
-    Floating-point buffers, such as the statistics of batch norms, are averaged as well; other buffers are copied. What
-    `setup` makes again (`remakes_frozen`) is left out. A second run of the same trainer continues them. For
-    `TorchTrainer`, but not with `strategy="fsdp"`.
+    Floating-point buffers, such as the statistics of batch norms, are averaged too; other buffers are copied. Weights
+    that `setup` makes again (`remakes_frozen`) are left out. A second run of the same trainer continues the averages.
+    For `TorchTrainer`, but not with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:
-        self.weights: Weights = []  # in a worker
+        self.weights: Weights = []  # filled in workers only
 
     def on_begin(self, operator: Any) -> None:
         if is_sharded(operator):
@@ -62,7 +62,7 @@ class AveragedWeights(WorkerCallback):
 
     @contextmanager
     def swap(self, trainer: Any) -> Iterator[None]:
-        """Inside the block all workers have the averaged weights, to validate, predict or save with; do not train.
+        """Give all workers the averaged weights inside the block, to validate, predict or save. Do not train in it.
 
         Raises:
             RuntimeError: Nothing was averaged yet.
@@ -93,10 +93,10 @@ class AveragedWeights(WorkerCallback):
 class EMA(AveragedWeights):
     """Keeps an exponential moving average of the weights, updated after each optimizer step, in any training loop.
 
-    With several optimizers, each average follows the steps of the optimizer that trains the weight.
+    With several optimizers, the average of a weight is updated by the steps of the optimizer that trains it.
 
     Args:
-        decay: How much of the average stays in each update, such as 0.999.
+        decay: Share of the old average that an update keeps, such as 0.999.
 
     Raises:
         ValueError: `decay` is not between 0 and 1.
@@ -147,13 +147,13 @@ class EMA(AveragedWeights):
 class SWA(AveragedWeights):
     """Keeps the plain mean of the weights at the end of epochs (stochastic weight averaging).
 
-    A later run continues the count of a run that ends before `start_epoch`. The learning rate is up to your scheduler.
-    The statistics of batch norms are averaged too; for exact ones call
+    If a run ends before `start_epoch`, a later run continues the count of epochs. The learning rate is up to your
+    scheduler. The statistics of batch norms are averaged too; for exact ones call
     `torch.optim.swa_utils.update_bn` on the model of `get_model`.
 
     Args:
         start_epoch: The first epoch whose weights count, from 1 in the first run with this callback.
-        every_n_epochs: How often the weights are taken from there on.
+        every_n_epochs: Take the weights after every this many epochs from then on.
 
     Raises:
         InvalidCountError: A number is less than 1.
@@ -213,9 +213,9 @@ def _parameters_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _trained_by(optimizer: Any, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the tensors of a model that an optimizer trains.
+    """Return the tensors of a model that an optimizer trains.
 
-    What no optimizer trains, such as statistics of batch norms, goes with the first one that trains a part of it.
+    Tensors that no optimizer trains, such as statistics of batch norms, belong to the model's first optimizer.
     """
     trained = [set(map(id, _parameters_of(each))) for each in optimizers]
     parts = [each for each, ids in zip(optimizers, trained, strict=True) if ids & set(map(id, tensors.values()))]
@@ -233,19 +233,19 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precise(tensor: Any) -> Any:
-    """Give a tensor at least 32 bits: an average in fewer would not move."""
+    """Convert a tensor to at least 32 bits. With fewer, small updates would be lost in rounding."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> None:
-    """Move averages towards tensors of the same names; `share` is how much of these goes in."""
+    """Update averages with tensors of the same names, which get the weight `share`."""
     import torch
 
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name not in weights:  # it was unfrozen
+            if name not in weights:  # a weight that was frozen before
                 weights[name] = _precise(tensor.detach()).clone()
-            if weights[name].device != tensor.device:  # it came out of a state
+            if weights[name].device != tensor.device:  # it was loaded from a state
                 weights[name] = weights[name].to(tensor.device)
             if tensor.is_floating_point() or tensor.is_complex():
                 weights[name].lerp_(_precise(tensor.detach()), share)

@@ -1,4 +1,4 @@
-"""`Callback`, which runs in the driver, and `Run`, what it sees of the run that it belongs to."""
+"""`Callback`, which runs in the driver, and `Run`, the run that its methods get."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESULTS_FOLDER = Path("~/ray_results")
-"""The folder of runs that have none of their own."""
+"""Folder for runs that have no folder of their own."""
 
 
 class Callback:
-    """Called while a run goes on, in the driver. Every method does nothing; override what you need.
+    """Base class for callbacks in the driver. Its methods do nothing; override the ones you need.
 
-    Give objects of subclasses to `trainer.fit(callbacks=[...])`, `Trainer.run(callbacks=[...])` or
-    `RunConfig(callbacks=[...])`. What a method raises ends the run with a `CallbackError` that names the class and
-    the method; the state of the training is kept.
+    Pass instances of subclasses to `trainer.fit(callbacks=[...])`, `Trainer.run(callbacks=[...])` or
+    `RunConfig(callbacks=[...])`. If a method raises an error, the run ends with a `CallbackError` that names the class
+    and the method, and the state of the training is kept.
 
     Examples:
         >>> class Patience(Callback):
@@ -38,44 +38,44 @@ class Callback:
         ...             run.stop("good enough")
 
     Attributes:
-        runs_last: Whether this callback is called after all others that do not say so, wherever it is in the list, as
-            one that saves their states.
+        runs_last: True if this callback is called after those with False, wherever it is in the list. A callback that
+            saves the states of others needs this.
     """
 
     runs_last: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn of methods that look like events but would never be called."""
+        """Warn about methods that look like events but are never called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, Callback)
 
     def on_run_begin(self, run: Run) -> None:
-        """Called once, before the first epoch. With `resume_from` the state is loaded by then."""
+        """Called once, before the first epoch. With `resume_from` the state is already loaded."""
 
     def on_epoch_begin(self, run: Run) -> None:
         """Called before each epoch of a class-based trainer."""
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
-        """Called some ten times a second while an epoch runs. The workers are asked only if this is overridden.
+        """Called about ten times a second while an epoch runs. Workers are asked only if a class overrides this.
 
-        No call of the trainer can run meanwhile: `run.trainer.validate` and `run.save` raise a `ValueError`.
+        The trainer cannot run another call meanwhile: `run.trainer.validate` and `run.save` raise a `ValueError`.
         """
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Called while an epoch of a `TorchTrainer` runs, some time after every `log_every_n_steps` steps of `fit`.
+        """Called while an epoch of a `TorchTrainer` runs, soon after every `log_every_n_steps` steps of `fit`.
 
-        The workers are in later steps by then, so no call of the trainer can run, as in `on_progress`.
+        The workers are already in later steps, so the trainer cannot run another call, as in `on_progress`.
 
         Args:
             run: The run.
-            step: How many batches a worker has trained on. No step comes twice, also after a failure.
-            metrics: Those that batches reported, averaged over all workers and the steps since the last call.
+            step: Number of batches that a worker has trained on. No step comes twice, even after a failure.
+            metrics: Metrics of the batches, averaged over all workers and the steps since the last call.
         """
 
     def on_epoch_trained(self, run: Run) -> None:
-        """Called after each epoch of a class-based trainer, before its result is told.
+        """Called after each epoch of a class-based trainer, before `on_result`.
 
-        With `fit(validate="async")` that comes an epoch later.
+        With `fit(validate="async")`, `on_result` comes an epoch later.
         """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -85,70 +85,70 @@ class Callback:
             run: The run.
             result: The metrics. Entries that you add are kept in the history, and callbacks after this one see them.
 
-        With `fit(validate="async")` it is called once the validation is over: at the end of the next epoch, with that
-        of the result as `run.epoch`. The weights are by then those of the next epoch.
+        With `fit(validate="async")` it is called after the validation, at the end of the next epoch. `run.epoch` is
+        then the epoch of the result, but the weights are those of the next epoch.
         """
 
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
-        """Called when a checkpoint was saved, with its path or URI."""
+        """Called after a checkpoint was saved, with its path or URI."""
 
     def on_leave(self, run: Run) -> None:
-        """Called when a run is left before its end, because of a signal to the program or of `max_time`.
+        """Called when a run stops early because of a signal to the program or `max_time`.
 
-        `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves that very state.
+        `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves exactly that state.
         """
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
         """Called after the epoch in which workers were lost, added, or replaced."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Called once at the end, whatever the end is, also when another callback fails.
+        """Called once at the end of the run, however it ends, even if another callback fails.
 
-        Not called if a callback before this one failed in `on_run_begin`, so that this one was not told of the run.
+        It is not called if an earlier callback failed in `on_run_begin`, because this callback never saw the beginning.
 
         Args:
             run: The run.
-            error: What ended the run, if something did.
+            error: The error that ended the run, or None.
         """
 
     def left_behind(self, run: Run) -> str | None:
-        """Return what this callback has written and where, such as "report: /tmp/run/report.html"; None for nothing."""
+        """Return what this callback has written, such as "report: /tmp/run/report.html". None if nothing."""
         return None
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """Return the path or URI of the newest checkpoint of this callback; `resume_from="auto"` asks for it."""
+        """Return the path or URI of the newest checkpoint of this callback, or None, for `resume_from="auto"`."""
         return None
 
     def state_dict(self) -> Any:
-        """Return what this callback needs to go on in another run: plain data, as JSON has it."""
+        """Return the state that this callback needs to continue in another run, as plain data for JSON."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
 
     _pauses: bool = False
-    """Whether it acts inside epochs, while all workers are held at a step."""
+    """True if this callback acts inside epochs, while all workers wait at a step."""
 
     def _pause_at(self, global_step: int) -> int | None:
-        """Return the next step to do so at, as batches in all; None for no certain one. The run is at `global_step`."""
+        """Return the step of the next pause, counted over all epochs, or None. The run is at `global_step` now."""
         return None
 
     def _pauses_now(self) -> bool:
-        """Return whether to do so at the next step; called now and then while an epoch runs."""
+        """Return True to pause at the next step. Called now and then while an epoch runs."""
         return False
 
     def _on_pause(self, run: Run, global_step: int) -> None:
-        """Called when the workers are held. `run.epoch` and `run.step` say where; `run.save` saves that very state."""
+        """Called while the workers wait after `run.step` batches of an epoch. `run.save` saves exactly that state."""
 
     def _check_run(self, run: Run) -> None:
-        """Refuse a run that this callback cannot be part of; nothing has begun."""
+        """Raise an error if this callback cannot work in the run. Called before the run begins."""
 
 
 def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
-    """Refuse a run in which another callback of the class writes to the same place, which `_given` says.
+    """Refuse a run in which another callback of the same class writes to the same place, by its `_given`.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a callback.
     """
     others: list[Any] = [each for each in run.callbacks if isinstance(each, type(callback)) and each is not callback]
     if any(other._given == callback._given for other in others):
@@ -160,21 +160,21 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
 
 
 class Run:
-    """One run, as callbacks see it.
+    """A run, as callbacks see it.
 
     Attributes:
         trainer: The class-based trainer; None for functions.
-        name: What the run is called.
+        name: Name of the run.
         config: The config of the trainer or the function.
-        epoch: The epoch that is trained, or was trained last, from 1; 0 before the first one. For functions the number
-            of the last report.
-        step: How many batches of the epoch after `epoch` each worker has trained on, where the run was left or resumes
-            inside an epoch; else 0.
-        epochs: The last epoch of the run, if it is not stopped before; None for functions.
-        history: The results so far. A run that resumes has those of the checkpoint too.
-        callbacks: The callbacks of the run, in the order in which they are called.
-        started_at: When it began, in seconds since the Unix epoch.
-        validates_beside: Whether validations run beside the training, so that results come later.
+        epoch: The current or last epoch, from 1; 0 before the first one. For functions it is the number of the last
+            report.
+        step: Number of batches that each worker has trained on in the epoch after `epoch`, if the run pauses, stops or
+            resumes inside an epoch; else 0.
+        epochs: The last epoch of the run, unless it stops early; None for functions.
+        history: The results so far. A run that resumes also has those of the checkpoint.
+        callbacks: The callbacks of the run, in the order of their calls.
+        started_at: Start of the run, in seconds since the Unix epoch.
+        validates_beside: True if validations run beside the training, so that results come later.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Run:
         self.started_at = time.time()
         self.validates_beside = False
         self._last_told: int | None = None
-        self._global_step: int | None = None  # where it resumes inside an epoch
+        self._global_step: int | None = None  # set if the run resumes inside an epoch
         self._folder = folder
         self._save = save
         self._obstacle_to_stop = obstacle_to_stop
@@ -209,7 +209,7 @@ class Run:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder in which callbacks put files. It is made when this is first read."""
+        """Folder for the files of callbacks. It is created when you first read this."""
         if self._folder is None:
             moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
             return make_new(open_folder(RESULTS_FOLDER), f"{self.name}_{moment}").local_path
@@ -218,10 +218,10 @@ class Run:
         return folder
 
     def stop(self, reason: str) -> None:
-        """End the run after the epoch that is running.
+        """End the run after the current epoch.
 
         Args:
-            reason: Why; `history.stop_reason` keeps it.
+            reason: Why the run ends. It is kept in `history.stop_reason`.
 
         Raises:
             NotImplementedError: Nothing can stop this kind of run from outside.
@@ -236,13 +236,13 @@ class Run:
         return self.history.stop_reason is not None
 
     def save(self, location: str | Path) -> None:
-        """Save the state of the trainer, and beside it the history and the callbacks' states, for `resume_from`.
+        """Save the state of the trainer, and beside it the history and the states of callbacks, for `resume_from`.
 
         Args:
             location: A path, or the URI of a file, as for `trainer.save`.
 
         Raises:
-            NotImplementedError: There is no class-based trainer; a function saves its state itself.
+            NotImplementedError: The run is that of a function, which saves its state itself.
             OSError: The file could not be written. The state is kept.
         """
         if self._save is None:

@@ -1,8 +1,8 @@
-"""Callbacks that users give, checked, and their calls with what happens in a run; one that fails is named.
+"""Checks the callbacks that users give, and calls them during a run. If one fails, the error names it.
 
-`Dispatcher` calls hooks of any objects, `CallbackCalls` those of our callbacks in a `fit` of a class-based trainer, and
-`FunctionCalls` while a training function runs. `RunCallbacks` calls ours beside callbacks of Ray Tune, which are shown
-the run as a trial.
+`Dispatcher` calls hooks of any objects. `CallbackCalls` calls our callbacks in a `fit` of a class-based trainer, and
+`FunctionCalls` does so while a training function runs. `RunCallbacks` calls our callbacks beside those of Ray Tune,
+which see the run as a trial.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TUNE_HOOKS = (
     "on_checkpoint",
     "on_experiment_end",
 )
-"""The methods of callbacks of Ray Tune, of which one makes an object a callback."""
+"""Methods of callbacks of Ray Tune. An object with any of them counts as one."""
 _ADVICE_IN_RUN = (
     "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
     "continue with `restore`."
@@ -51,11 +51,11 @@ _NOT_SHOWN = OF_TRIAL | OF_PLACE | {SHOULD_CHECKPOINT}
 
 
 def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
-    """Return the callbacks that a user gave to `fit`: those of the driver in the order of their calls, and the others.
+    """Check the callbacks of `fit`. Return those of the driver, in the order of their calls, and those of the workers.
 
     Raises:
-        TypeError: They are no list, or one of them is no callback.
-        ValueError: One of them is there twice.
+        TypeError: `callbacks` is not a list, or contains anything but callbacks.
+        ValueError: One of them is in the list twice.
     """
     given = as_list(callbacks)
     for number, each in enumerate(given):
@@ -73,10 +73,10 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return the callbacks that a user gave.
+    """Return the callbacks of the user as a list.
 
     Raises:
-        TypeError: They are no list.
+        TypeError: `callbacks` is not a list.
     """
     if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable | None):
         raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")
@@ -84,7 +84,7 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def own_among(callbacks: Iterable[Any]) -> list[Callback]:
-    """Return which of the callbacks that a user gave for a training function are ours.
+    """Return our own callbacks among those that a user gave for a training function.
 
     Raises:
         TypeError: One of them runs in the workers.
@@ -100,11 +100,11 @@ def own_among(callbacks: Iterable[Any]) -> list[Callback]:
 
 
 class Dispatcher:
-    """Calls callbacks in their order, with what their methods take. After one has failed, the caller ends the run.
+    """Calls callbacks in order, with the arguments that their methods take. If one fails, the caller ends the run.
 
     Args:
-        callbacks: Objects with hooks: methods that are called by name. A hook that one does not have is left out.
-        advice: What the user can do where one fails. None lets errors of callbacks through as they are.
+        callbacks: Objects with hooks, which are methods called by name. Missing hooks are skipped.
+        advice: Advice for the user if a callback fails. None lets errors of callbacks through unchanged.
     """
 
     def __init__(self, callbacks: Iterable[Any], advice: str | None = ADVICE) -> None:
@@ -115,23 +115,23 @@ class Dispatcher:
         """Call a hook of all callbacks.
 
         Raises:
-            CallbackError: One of them failed; those after it are not called.
+            CallbackError: A callback failed. Those after it are not called.
         """
         for callback in self.callbacks:
             self.call(callback, hook, *args, **info)
 
     def call(self, callback: Any, hook: str, *args: Any, **info: Any) -> Any:
-        """Call a hook of one callback, with what it takes of `info`, and return what it returns.
+        """Call a hook of one callback, with the entries of `info` that it takes, and return its result.
 
         Raises:
-            CallbackError: It failed.
+            CallbackError: The hook failed.
         """
         method = getattr(callback, hook, None)
-        if method is None:  # an object of the user's own class, with only some of the hooks
+        if method is None:  # a user's own class may have only some of the hooks
             return None
         try:
             return call_with_known(method, *args, **info) if info else method(*args)
-        except CallbackError:  # of a callback inside this one
+        except CallbackError:  # from a callback inside this one
             raise
         except Exception as error:  # user code
             if self._advice is None:
@@ -145,25 +145,25 @@ class Dispatcher:
     def finish(
         self, hooks: Sequence[str], *args: Any, has_failed: bool, only: Iterable[Any] | None = None, **info: Any
     ) -> None:
-        """Call the last hooks of each callback, whatever fails. Only one failure is raised; the others are logged.
+        """Call the last hooks of each callback, even if some fail. Only one failure is raised; the others are logged.
 
         Args:
-            hooks: Their names.
-            args: What is passed to them.
-            has_failed: Whether something else has ended the run, which matters more.
-            only: The callbacks, if not all.
-            info: What is passed to them as far as they take it.
+            hooks: Names of the hooks.
+            args: Arguments for all hooks.
+            has_failed: Whether the run has failed already. Failures of callbacks are then only logged.
+            only: Callbacks to call; None for all.
+            info: Named arguments, for the hooks that take them.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C in one of them; `SystemExit` in the same way.
-            CallbackError: The first failure in a run that had not failed.
+            KeyboardInterrupt: Ctrl-C came in one of the hooks. `SystemExit` is raised, too.
+            CallbackError: A hook failed in a run that had not failed. The first failure is raised.
         """
         failures: list[tuple[Any, BaseException]] = []
         for callback in self.callbacks if only is None else only:
             try:
                 for hook in hooks:
                     self.call(callback, hook, *args, **info)
-            except BaseException as error:  # user code, and Ctrl-C: the others see the end all the same
+            except BaseException as error:  # user code, and Ctrl-C: the other callbacks still see the end
                 failures.append((callback, error))
         interrupts = [failure for _, failure in failures if not isinstance(failure, Exception)]
         raised = next(iter(interrupts or ([] if has_failed else [failure for _, failure in failures])), None)
@@ -175,7 +175,7 @@ class Dispatcher:
 
 
 def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call an override of any generation with those of `named` that it takes."""
+    """Call a method with the entries of `named` that it takes, so that methods written for older versions work."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return method(*args, **named)
@@ -187,8 +187,8 @@ class CallbackCalls(Dispatcher):
     """The callbacks of one run.
 
     Args:
-        callbacks: Called in this order.
-        run: What they are shown.
+        callbacks: The callbacks, in the order of their calls.
+        run: The run that they get.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
@@ -198,10 +198,10 @@ class CallbackCalls(Dispatcher):
         self._failed_in_progress: CallbackError | None = None
 
     def check(self) -> None:
-        """Refuse a run that a callback cannot be part of; nothing has begun.
+        """Check that all callbacks can work in the run, before it begins.
 
         Raises:
-            ValueError: There is one.
+            ValueError: A callback cannot.
         """
         for callback in self.callbacks:
             callback._check_run(self._run)
@@ -221,15 +221,15 @@ class CallbackCalls(Dispatcher):
         self.on(hook, self._run, *args)
 
     def wants(self, hook: str) -> bool:
-        """Return whether a callback does something in a hook."""
+        """Return True if a callback overrides a hook."""
         return any(overrides(each, hook) for each in self.callbacks)
 
     def progress(self, progress: CallProgress) -> None:
-        """Tell callbacks how far a running epoch is. An error is kept until `check_progress` raises it."""
+        """Tell callbacks the progress of an epoch. An error is kept until `check_progress` raises it."""
         self._tell_inside("on_progress", progress)
 
     def step_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Tell callbacks what the last steps have measured, in the same way."""
+        """Tell callbacks the metrics of the last steps. An error is kept, as in `progress`."""
         self._tell_inside("on_step_metrics", step, metrics)
 
     def _tell_inside(self, hook: str, *args: Any) -> None:
@@ -240,12 +240,12 @@ class CallbackCalls(Dispatcher):
             self._failed_in_progress = error
 
     def check_progress(self) -> None:
-        """Raise what a callback raised while an epoch was running."""
+        """Raise the error of a callback that failed while an epoch was running."""
         if self._failed_in_progress is not None:
             raise self._failed_in_progress
 
     def end_run(self, error: BaseException | None) -> None:
-        """Tell each callback whose `on_run_begin` was called that the run has ended, also when one fails.
+        """Call `on_run_end` of each callback whose `on_run_begin` was called, even if one fails.
 
         Raises:
             CallbackError: A callback failed in a run that did not.
@@ -254,13 +254,13 @@ class CallbackCalls(Dispatcher):
         self.finish(["on_run_end"], self._run, error, has_failed=has_failed, only=self._begun)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return what the callbacks need to go on in another run: for each its class and its state."""
+        """Return the class name and the state of each callback, for another run."""
         return [
             {"name": type(callback).__name__, "state": self.call(callback, "state_dict")} for callback in self.callbacks
         ]
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Give callbacks back what `states` returned. Each gets the first state of its class that no other has got."""
+        """Give callbacks the states that `states` returned. Each one gets the first unused state of its class."""
         left = [dict(entry) for entry in states]
         for callback in self.callbacks:
             found = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
@@ -271,7 +271,7 @@ class CallbackCalls(Dispatcher):
 
 
 def overrides(callback: Callback, method: str) -> bool:
-    """Return whether a callback does something in a method."""
+    """Return True if a callback overrides a method of `Callback`."""
     return getattr(type(callback), method, None) is not getattr(Callback, method)
 
 
@@ -279,11 +279,11 @@ class FunctionCalls(CallbackCalls):
     """Calls our callbacks while a training function runs: there is one result per report, and no epochs.
 
     Args:
-        callbacks: Called in this order.
-        name: What the run is called.
+        callbacks: The callbacks, in the order of their calls.
+        name: Name of the run.
         config: The config of the function.
-        folder: Where callbacks put files.
-        obstacle_to_stop: Why `run.stop` cannot end this kind of run; None if it can.
+        folder: Folder for the files of callbacks.
+        obstacle_to_stop: Reason why `run.stop` cannot end this kind of run; None if it can.
 
     Raises:
         ValueError: Two of the callbacks write to the same place.
@@ -313,17 +313,17 @@ class FunctionCalls(CallbackCalls):
         return self._run.is_stopping
 
     def begin_run(self, num_reports: int = 0) -> None:
-        """Tell callbacks that the function starts; when it starts again, do nothing.
+        """Tell callbacks that the function starts. Do nothing when it starts again.
 
         Args:
-            num_reports: How many reports the checkpoint has from which it continues.
+            num_reports: Number of reports in the checkpoint that it continues from.
         """
         if not self._begun:
             self._run.epoch = num_reports
             super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
-        """Tell callbacks of a report. `events` are all that happened to the workers so far."""
+        """Tell callbacks of the new events, and then of a report. `events` has all events so far."""
         if not self.callbacks:
             return
         run = self._run
@@ -336,17 +336,17 @@ class FunctionCalls(CallbackCalls):
 
 
 class RunCallbacks(Dispatcher):
-    """The callbacks of a run of `fit()`: those of `RunConfig(callbacks=[...])`, called in their order.
+    """The callbacks of a run of `fit()`, from `RunConfig(callbacks=[...])`.
 
-    Callbacks and loggers of Ray Tune are called with the trial; after them ours with the run. When one of them has
-    failed, none is called before the end.
+    Callbacks and loggers of Ray Tune are called first, with the trial, and then ours, with the run. After one has
+    failed, none is called until the end of the run.
 
     Args:
-        callbacks: What the user gave.
-        trial: The trial that they are shown.
+        callbacks: The callbacks of the user.
+        trial: The trial that callbacks of Ray Tune get.
 
     Raises:
-        TypeError: One of them is not a callback, or runs in the workers.
+        TypeError: An object is not a callback, or runs in the workers.
     """
 
     def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView) -> None:
@@ -361,7 +361,7 @@ class RunCallbacks(Dispatcher):
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
-        """The default loggers of Ray Tune that the user passed, by name."""
+        """Names of the default loggers of Ray Tune that the user passed."""
         return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
 
     @property
@@ -370,7 +370,7 @@ class RunCallbacks(Dispatcher):
         return self._own.is_stopping
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Let callbacks see what happens to the workers."""
+        """Set the function that returns the events of the workers."""
         self._events = events
 
     def setup(self, stop: Any) -> None:
@@ -381,9 +381,9 @@ class RunCallbacks(Dispatcher):
         """Tell callbacks that an attempt starts.
 
         Args:
-            after_failure: Whether one has failed before it.
-            restores: Whether it continues from a checkpoint.
-            num_reports: How many reports that checkpoint has.
+            after_failure: Whether an earlier attempt has failed.
+            restores: Whether the attempt continues from a checkpoint.
+            num_reports: Number of reports in that checkpoint.
         """
         hooks = ["on_trial_recover"] * after_failure + ["on_trial_start"] + ["on_trial_restore"] * restores
         for hook in hooks:
@@ -391,16 +391,16 @@ class RunCallbacks(Dispatcher):
         self._unless_failed(self._own.begin_run, num_reports)
 
     def report(self, result: Mapping[str, Any]) -> None:
-        """Tell callbacks of a report, while `trial.last_result` is still the one before."""
+        """Tell callbacks of a report, while `trial.last_result` is still the previous one."""
         self._on("on_step_begin")
         self._on("on_trial_result", result=dict(result))
         self._unless_failed(self._own.report, result, self._events())
 
     def save(self, checkpoint: Any) -> None:
-        """Tell callbacks of a checkpoint, while `trial.checkpoint` is still the one before."""
+        """Tell callbacks of a checkpoint, while `trial.checkpoint` is still the previous one."""
         self._on("on_checkpoint", checkpoint=checkpoint)
         path = getattr(checkpoint, "path", None)
-        if path is not None:  # one that is not kept lies in memory
+        if path is not None:  # a checkpoint that is not kept stays in memory
             self._unless_failed(self._own.tell, "on_checkpoint", str(path))
 
     def saved(self) -> None:
@@ -408,12 +408,12 @@ class RunCallbacks(Dispatcher):
         self._on("on_trial_save")
 
     def end_step(self) -> None:
-        """Tell callbacks that the report is done with."""
+        """Tell callbacks that the report is complete."""
         self._iteration += 1
         self._on("on_step_end")
 
     def end_run(self, error: BaseException | None) -> None:
-        """Tell every callback that the run has ended, maybe with `error`, also when one of them fails.
+        """Tell every callback that the run has ended, perhaps with an error, even if one of them fails.
 
         Raises:
             CallbackError: A callback failed in a run that did not.
@@ -425,13 +425,13 @@ class RunCallbacks(Dispatcher):
         self._own.end_run(error)
 
     def states(self) -> dict[int, Any]:
-        """Return what callbacks want to find again in a run that continues this one: by their position, ours last."""
+        """Return the states of callbacks by position, for a run that continues this one. Ours are the last entry."""
         found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]
         return {index: state for index, state in {**found, len(found): own}.items() if state}
 
     def restore_states(self, states: Mapping[int, Any]) -> None:
-        """Give callbacks back what `states` found."""
+        """Give callbacks the states that `states` returned."""
         for index, callback in enumerate(self.callbacks):
             if index in states:
                 self.call(callback, "set_state", states[index])
@@ -452,7 +452,7 @@ class RunCallbacks(Dispatcher):
 
 
 def of_tune_among(callbacks: Iterable[Any]) -> list[Any]:
-    """Return which of the callbacks that a user gave for a run of `fit()`, or for a sweep, are not ours.
+    """Return the callbacks of Ray Tune among those that a user gave for a run of `fit()` or a sweep.
 
     Raises:
         TypeError: One of them has no hook of Ray Tune.
@@ -468,7 +468,7 @@ def _check_of_tune(callback: Any) -> None:
         instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
         if hasattr(callback, "start_training"):
             instead = ". A `TrainingCallback` is for `raysgd.train.Trainer.run(callbacks=[...])`"
-        if hasattr(callback, "after_report"):  # one of Ray Train, such as its `TuneReportCallback`
+        if hasattr(callback, "after_report"):  # a callback of Ray Train, such as its `TuneReportCallback`
             instead = (
                 ". Callbacks of Ray Train are for its own trainers. To let Ray Tune see a run, pass the trainer to "
                 "`raysgd.tune.Tuner`, or call `ray.tune.report(trainer.fit().metrics)` in your function"
@@ -480,7 +480,7 @@ def _check_of_tune(callback: Any) -> None:
 
 
 def _default_loggers(callback: Any) -> list[str]:
-    """Return which of the default loggers of Ray Tune this is."""
+    """Return the names of the default loggers of Ray Tune that a callback derives from."""
     return [
         base.__name__
         for base in type(callback).__mro__

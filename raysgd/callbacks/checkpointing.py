@@ -24,41 +24,41 @@ logger = logging.getLogger(__name__)
 
 INDEX_FILE = "checkpoints.json"
 END = "end"
-"""The entry of the index that says how the run ended; null while it runs, or if its driver was killed."""
+"""Entry of the index that says how the run ended. It is null while the run goes on, or if its driver was killed."""
 
 
 Saved = SavedCheckpoint[str]
-"""One checkpoint: the number is its epoch and its step in the next one, the content its file's name."""
+"""One checkpoint. Its number is its epoch and the step in the next epoch; its content is the name of its file."""
 
 
 class Checkpointing(Callback):
     """Saves the state of a class-based trainer to files, on a disk or in a store.
 
-    Files are called `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each one is written whole or not at
+    The files are named `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each one is written whole or not at
     all. Beside it is a small file with the history of the run and the states of all callbacks. `trainer.fit(...,
     resume_from="auto")` resumes from the newest file in `folder`.
 
-    A run does not begin if the folder cannot be written to. If a file cannot be written later, because a disk is full
-    or a store cannot be reached, the log says so, the training goes on, and the next epoch tries again. After
-    `max_failures` failures in a row the run ends with an error, and the trainer keeps its state.
+    A run does not begin if the folder is not writable. If a save fails later, because a disk is full or a store cannot
+    be reached, the callback logs a warning, training goes on, and the next epoch is saved instead. After `max_failures`
+    failures in a row the run ends with an error, and the trainer keeps its state.
 
     Args:
         folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run; to resume
             from there, pass the same `folder` to `fit`.
         every_n_epochs: How often to save. The last epoch of a run is always saved.
-        every_n_steps: After how many batches of a worker to save inside epochs, too, counted over all epochs: in files
-            like `epoch_0002_step_000120.ckpt`, after two epochs and 120 batches of the third. For `TorchTrainer`.
-        every_minutes: After how many minutes since the last save to save at the next step, in the same way.
+        every_n_steps: Also save inside epochs, after every this many batches of a worker, counted over all epochs. The
+            file `epoch_0002_step_000120.ckpt` is from two epochs and 120 batches of the third. For `TorchTrainer`.
+        every_minutes: Also save inside epochs, at the first step after this many minutes without a save.
         keep_last: How many of the newest files to keep; None for all.
         keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
-        metric: The metric that says which ones are best, such as "val_loss". An epoch without it is never the best.
-        mode: Whether "min" or "max" of the metric is best. "auto" goes by its name: "max" for an accuracy, "min" for a
-            loss. Where the name does not say it, a warning does, and it is "min".
-        max_failures: After how many failed saves in a row the run ends: 1 for the first one, None for never.
-        restore_best_at_end: Whether to load the best file into the trainer when the run ends well.
+        metric: Metric that decides which files are best, such as "val_loss". An epoch without it is never the best.
+        mode: Whether the "min" or the "max" of the metric is best. "auto" decides by the name: "max" for an accuracy,
+            "min" for a loss. For other names it is "min", with a warning.
+        max_failures: How many failed saves in a row end the run: 1 for the first one, None for never.
+        restore_best_at_end: Whether to load the best file into the trainer when the run ends without an error.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. In a run: there is no such metric.
+        ValueError, TypeError: An argument is wrong. During a run: the metric does not exist.
 
     Examples:
         >>> saving = Checkpointing("runs/digits", keep_last=2, keep_best=1, metric="val_accuracy")
@@ -114,22 +114,22 @@ class Checkpointing(Callback):
             raise ValueError(f"`keep_best={keep_best}` needs a `metric`, such as `metric='val_loss'`.")
         return int(keep_best)
 
-    # ------------------------------------------------------------------------------------------------ what there is
+    # ---------------------------------------------------------------------------------------------- the checkpoints
 
     @property
     def newest(self) -> str | None:
-        """The path or URI of the newest checkpoint of the run; None before the first one."""
+        """Path or URI of the newest checkpoint of the run; None before the first one."""
         return self._location(self._saved[-1].content) if self._saved else None
 
     @property
     def best(self) -> str | None:
-        """The path or URI of the best checkpoint; None if there is none with a score."""
+        """Path or URI of the best checkpoint; None if no checkpoint has a score."""
         found = self._best()
         return self._location(found.content) if found is not None else None
 
     @property
     def best_score(self) -> float | None:
-        """The value of the metric in the best checkpoint."""
+        """Value of the metric in the best checkpoint; None if no checkpoint has a score."""
         found = self._best()
         return found.score if found is not None else None
 
@@ -137,7 +137,7 @@ class Checkpointing(Callback):
         return None if self.newest is None else f"newest checkpoint: {self.newest}"
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """Return what `resume_from="auto"` resumes from: the newest checkpoint here, also of an earlier process.
+        """Return the checkpoint for `resume_from="auto"`: the newest one in the folder, also from an earlier process.
 
         Raises:
             StorageError: The store cannot be reached.
@@ -155,11 +155,11 @@ class Checkpointing(Callback):
             self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Find the folder, and what an earlier run has left there.
+        """Prepare the folder, and look for checkpoints of an earlier run in it.
 
         Raises:
             NotImplementedError: The run is that of a function.
-            StorageError: Nothing can be read or written there.
+            StorageError: The folder cannot be read or written.
         """
         if run.trainer is None:
             raise NotImplementedError(
@@ -179,12 +179,12 @@ class Checkpointing(Callback):
             ) from error
 
     def on_epoch_trained(self, run: Run) -> None:
-        """Save before the result of this epoch is known, where it comes only when the state is that of the next."""
+        """Save now if validation runs beside the training: the result comes when the next epoch is trained."""
         if run.validates_beside:
             self._save_if_due(run, None)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Save, if this epoch is to be saved, or an earlier one could not be; or rate what is saved already."""
+        """Save if this epoch is due or the last save failed. If it is saved already, add its score."""
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:
             self._rate(run, score)
@@ -197,7 +197,7 @@ class Checkpointing(Callback):
             self._save(run, self._unsaved)
 
     def _rate(self, run: Run, score: float | None) -> None:
-        """Give the file of an epoch the value of the metric, and drop what need not be kept by now."""
+        """Add the value of the metric to the file of an epoch, and delete files that are no longer needed."""
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
         if self._unsaved is not None and self._unsaved.number == epoch:
@@ -222,7 +222,7 @@ class Checkpointing(Callback):
             self.on_leave(run)
 
     def on_leave(self, run: Run) -> None:
-        """Save the state at which the run is left, unless that is saved."""
+        """Save the state at which the run stops or pauses, unless it is saved already."""
         number = run.epoch, run.step
         if self._saved and self._saved[-1].number == number:
             return
@@ -231,7 +231,7 @@ class Checkpointing(Callback):
         self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Save the last epoch, note how the run ended, and load the best epoch if that was asked for."""
+        """Save the last epoch, write down how the run ended, and load the best file if requested."""
         self._end = _end_in_words(run, error)
         if error is None and self._unsaved is not None:
             self._save(run, self._unsaved)
@@ -244,7 +244,7 @@ class Checkpointing(Callback):
     def _save(self, run: Run, new: Saved) -> None:
         before = self._saved
         others = [each for each in before if each.number != new.number]
-        self._saved, dropped = self._divide(run, [*others, new])  # the file beside the checkpoint says what is kept
+        self._saved, dropped = self._divide(run, [*others, new])  # `run.save` writes this list, too
         assert self._folder is not None
         try:
             self._folder.make()
@@ -253,7 +253,7 @@ class Checkpointing(Callback):
         except OSError as error:
             self._saved = before
             if len(others) == len(before):
-                self._delete(new)  # it may have been written, and the file beside it not
+                self._delete(new)  # its own file may be there without the one beside it
             self._fail(new, error)
             return
         self._unsaved, self._num_failures, self._saved_at = None, 0, time.monotonic()
@@ -284,7 +284,7 @@ class Checkpointing(Callback):
             logger.warning("Checkpointing: could not delete %s in %s: %s", saved.content, self._folder, error)
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint, which is a folder where models are divided over the workers."""
+        """Delete a checkpoint. It is a folder if models are sharded over the workers."""
         assert self._folder is not None
         as_folder = self._folder / name
         if as_folder.is_local and as_folder.local_path.is_dir():
@@ -292,10 +292,10 @@ class Checkpointing(Callback):
         else:
             self._folder.remove(name)
 
-    # ------------------------------------------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------------------------------------- the files to keep
 
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
-        """Return what stays and what does not. A file that is not validated yet may become the best one."""
+        """Return the files to keep and the files to delete. Files that wait for their validation are kept."""
         told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
         waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
         return self._rule.divide(saved, waiting)
@@ -306,11 +306,11 @@ class Checkpointing(Callback):
         return best[-1] if best else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints there are."""
+        """Return the list of checkpoints."""
         return _as_state(self._saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the checkpoints of another run in the same folder."""
+        """Continue with the checkpoints of another run in the same folder."""
         self._saved = _read(state)
 
     # ------------------------------------------------------------------------------------------------ the folder
@@ -327,14 +327,14 @@ class Checkpointing(Callback):
         self._folder.write(INDEX_FILE, json.dumps({**_as_state(saved), END: self._end}, indent=1).encode())
 
     def _update_index(self, saved: list[Saved]) -> None:
-        """Write the index, or warn: the next save writes it again."""
+        """Write the index. If that fails, log a warning, because the next save writes it again."""
         try:
             self._write_index(saved)
         except OSError as error:
             logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
 
     def _indexed(self) -> list[Saved]:
-        """Return what the folder says is in it; nothing where there is no such file, or it is damaged."""
+        """Return the checkpoints in the index of the folder. Return none if the index is missing or damaged."""
         assert self._folder is not None
         try:
             return _read(json.loads(self._folder.read(INDEX_FILE)))
@@ -345,7 +345,7 @@ class Checkpointing(Callback):
             return []
 
     def _look_around(self) -> None:
-        """Forget what is no longer there, and warn of what another run has left; the list of that stays as it is."""
+        """Forget deleted checkpoints. Warn if another run has left checkpoints, and keep them in the index."""
         assert self._folder is not None
         present = set(self._folder.names())
         self._saved = [each for each in self._saved if each.content in present]
@@ -357,7 +357,7 @@ class Checkpointing(Callback):
                 self._folder,
                 len(found),
             )
-        self._write_index(self._saved or found)  # what cannot be written to is found before the first epoch
+        self._write_index(self._saved or found)  # finds out before the first epoch if it is not writable
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:
@@ -365,7 +365,7 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
 
 
 def _name_of(epoch: int, step: int) -> str:
-    """Return the name of a file after so many epochs and batches of the next one. Names are in the order of time."""
+    """Return the name of a file after this many epochs and batches of the next one. Names sort by time."""
     return f"epoch_{epoch:04d}_step_{step:06d}.ckpt" if step else f"epoch_{epoch:04d}.ckpt"
 
 
@@ -375,13 +375,13 @@ def _in_words(saved: Saved) -> str:
 
 
 def _epoch_ended_by(saved: Saved) -> int:
-    """Return the epoch whose result a file may have; 0 for one from inside an epoch."""
+    """Return the epoch at whose end a file was saved; 0 for a file from inside an epoch."""
     epoch, step = saved.number
     return 0 if step else epoch
 
 
 def _end_in_words(run: Run, error: BaseException | None) -> str:
-    """Return how a run ended, for `raysgd status`: a word, and the reason."""
+    """Return how a run ended, for `raysgd status`: one word and the reason."""
     if error is None:
         reason = run.history.stop_reason
         return "finished" if reason is None else f"stopped: {reason}"

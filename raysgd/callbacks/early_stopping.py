@@ -1,4 +1,4 @@
-"""`EarlyStopping`, which ends a run when a metric stops improving, and the metric that a callback decides by."""
+"""`EarlyStopping`, which ends a run when a metric stops improving, and `WatchedMetric`, which finds the metric."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class WatchedMetric:
     """Finds one metric in results and compares its values.
 
     Args:
-        owner: The callback, for messages.
-        name: The metric; slashes lead into nested dicts.
-        mode: Whether "min" or "max" of it is best; "auto" goes by the name.
+        owner: Name of the callback, for messages.
+        name: Name of the metric. Slashes lead into nested dicts.
+        mode: Whether the "min" or the "max" of it is best; "auto" decides by the name.
 
     Raises:
-        TypeError: `name` is no text.
-        ValueError: Another mode.
+        TypeError: `name` is not a string, or is empty.
+        ValueError: The mode is unknown.
     """
 
     def __init__(self, owner: str, name: Any, mode: Any) -> None:
@@ -46,7 +46,7 @@ class WatchedMetric:
         """Refuse a run that is never validated, if only a validation could measure the metric.
 
         Raises:
-            ValueError: It is one.
+            ValueError: The run is never validated.
         """
         if self.name.startswith(_OF_VALIDATION) and not run._may_validate and not any(map(_may_add, run.callbacks)):
             raise ValueError(
@@ -55,10 +55,10 @@ class WatchedMetric:
             )
 
     def value_in(self, result: Mapping[str, Any]) -> float | None:
-        """Return its value; None in an epoch without validation, if it is a metric of validation.
+        """Return the value of the metric. Return None for a validation metric in an epoch without validation.
 
         Raises:
-            ValueError: There is no such metric, or it is no number.
+            ValueError: The result has no such metric, or its value is not a number.
         """
         value = value_at(result, self.name)
         if value is None and self.name not in result:
@@ -70,7 +70,7 @@ class WatchedMetric:
         return float(value)
 
     def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
-        """Return whether a value is better than another one, by more than `min_delta`. NaN is never better."""
+        """Return True if a value is better than another one by more than `min_delta`. NaN is never better."""
         if math.isnan(value):
             return False
         if other is None:
@@ -89,15 +89,15 @@ class WatchedMetric:
 
 
 def _may_add(callback: Callback) -> bool:
-    """Return whether a callback of the user may add metrics to results, as one that validates in its own way."""
+    """Return True if this is a user's callback that may add metrics to results, for example by its own validation."""
     return overrides(callback, "on_result") and not type(callback).__module__.startswith("raysgd.")
 
 
 def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
-    """Return "min" or "max"; warn where that was not given and the name does not say it.
+    """Return "min" or "max". Log a warning if neither the mode nor the name decides.
 
     Raises:
-        ValueError: Another mode.
+        ValueError: The mode is unknown.
     """
     if mode not in (AUTO, MIN, MAX):
         raise ValueError(f'`{owner}(mode={mode!r})`: allowed are "{AUTO}", "{MIN}" and "{MAX}".')
@@ -117,25 +117,25 @@ def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
 class EarlyStopping(Callback):
     """Ends a run when a metric has not improved for some epochs. The driver decides, once for all workers.
 
-    Only epochs that have the metric count: with `validation_freq=2` a metric of validation is looked at every second
-    epoch.
+    Only epochs that have the metric count. With `validation_freq=2`, for example, a validation metric is checked every
+    second epoch.
 
     Args:
-        metric: Its name in the results, such as "val_loss".
-        mode: Whether "min" or "max" of it is best. "auto" goes by its name: "max" for an accuracy, "min" for a loss.
-            Where the name does not say it, a warning does, and it is "min".
-        patience: After how many results without improvement the run ends.
-        min_delta: By how much a result has to be better than the best one to count as an improvement.
-        threshold: End the run as soon as the metric is as good as this; None for never.
+        metric: Name of the metric in the results, such as "val_loss".
+        mode: Whether the "min" or the "max" of it is best. "auto" decides by the name: "max" for an accuracy, "min" for
+            a loss. For other names it is "min", with a warning.
+        patience: Number of results without improvement after which the run ends.
+        min_delta: A result counts as an improvement if it is better than the best one by more than this.
+        threshold: Value of the metric that is good enough to end the run at once; None for never.
         check_finite: Whether NaN and infinity end the run at once.
 
     Attributes:
         best: The best value so far; None before the first one.
-        best_epoch: The epoch of it.
-        num_without_improvement: How many results there have been since.
+        best_epoch: The epoch of the best value.
+        num_without_improvement: Number of results since then.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. In a run: there is no such metric.
+        ValueError, TypeError: An argument is wrong. During a run: the metric does not exist.
 
     Examples:
         >>> stopping = EarlyStopping("val_accuracy", patience=5)
@@ -172,7 +172,7 @@ class EarlyStopping(Callback):
         self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Begin to count; if a checkpoint has brought the counts of its run, stop at once where that one stopped."""
+        """Start counting. With the counts of a checkpoint, stop at once if they already call for it."""
         if not self._is_loaded:
             self._begin()
         elif len(run.history) and value_at(run.history[-1], self._metric.name) is not None:
@@ -180,7 +180,7 @@ class EarlyStopping(Callback):
         self._is_loaded = False
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Look at a result."""
+        """Count a result, and stop the run if the metric calls for it."""
         value = self._metric.value_in(result)
         if value is None:
             return
@@ -188,7 +188,7 @@ class EarlyStopping(Callback):
         self._judge(run, value)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Warn if the metric was never there."""
+        """Warn if no result had the metric."""
         if error is None and run.epoch and not self._metric.was_found:
             logger.warning(
                 "EarlyStopping: no epoch had `%s`, because there was no validation; nothing was decided by it",
@@ -227,7 +227,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the counts of another run."""
+        """Continue with the counts of another run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
         self.num_without_improvement = int(state["num_without_improvement"])
         self._is_loaded = True

@@ -1,4 +1,4 @@
-"""Loggers: write the metrics of every epoch, or of every report of a function, to files and services."""
+"""Loggers, which write the metrics of each epoch, or of each report of a function, to files and services."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
-    """The base of all loggers: opens a sink when the run begins, writes each result to it, and closes it at the end.
+    """Base of all loggers: opens a sink when the run begins, writes each result to it, and closes it at the end.
 
     Args:
-        sink: Where results go.
-        hidden: Metrics that do not.
+        sink: Sink that the results are written to.
+        hidden: Metrics that are not written.
     """
 
     def __init__(self, sink: Sink, hidden: Collection[str] = ()) -> None:
         self._sink = SafeSink(sink, type(self).__name__, hidden)
 
     def on_run_begin(self, run: Run) -> None:
-        """Note where the run begins, and open the sink."""
+        """Open the sink at the step where the run begins."""
         with self._sink.warns():
             self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
@@ -37,7 +37,7 @@ class MetricsLogger(Callback):
         self._sink.write(result, run.epoch)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of some steps, under names of their own: results have another count."""
+        """Write the metrics of steps. They have names of their own, because results count epochs."""
         self._sink.write({f"steps/{name}": value for name, value in metrics.items()}, step)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
@@ -46,7 +46,7 @@ class MetricsLogger(Callback):
 
 
 class _FileLogger(MetricsLogger):
-    """Writes one file, of which a run that resumes keeps the rows up to its checkpoint; any other run replaces it."""
+    """Writes one file. A run that resumes keeps the rows up to its checkpoint; any other run replaces the file."""
 
     _format: ClassVar[type[CsvTable | JsonLines]]
     _default_name: ClassVar[str]
@@ -60,7 +60,7 @@ class _FileLogger(MetricsLogger):
 
     @property
     def path(self) -> Path | None:
-        """The file; None for the default before the run begins."""
+        """Path of the file. None before the run begins, if you gave no path."""
         return self._file.path if self._file.path.is_absolute() else None
 
     def _check_run(self, run: Run) -> None:
@@ -72,11 +72,11 @@ class _FileLogger(MetricsLogger):
         file = self._format(path)
         file.last_step = run._global_step
         self._steps = SafeSink(file, type(self).__name__)
-        with self._steps.warns():  # the file of a former run must not stay
+        with self._steps.warns():  # also replaces the file of an earlier run
             (self._steps.open if path.exists() else self._steps.begin)(run, self._sink.first_step)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of some steps to the file beside."""
+        """Write the metrics of steps to the second file."""
         self._steps.write({"epoch": run.epoch, "step": step, **metrics}, step)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -85,46 +85,47 @@ class _FileLogger(MetricsLogger):
 
 
 class CSVLogger(_FileLogger):
-    """Writes a table with a row for each epoch, and one of steps beside it. A metric that comes later adds a column.
+    """Writes a CSV file with a row for each epoch, and a second one for steps. A metric that comes later adds a column.
 
     Args:
-        path: The file. Default: `metrics.csv` in the folder of the run; that of the steps is then `metrics.steps.csv`.
+        path: Path of the file. Default: `metrics.csv` in the folder of the run. The file for steps is then
+            `metrics.steps.csv`.
 
     Attributes:
-        path: The file.
+        path: Path of the file.
 
     Raises:
-        TypeError, ValueError: `path` is no path, or a URI.
+        TypeError, ValueError: `path` is not a path, or is a URI.
     """
 
     _format, _default_name = CsvTable, "metrics.csv"
 
 
 class JSONLogger(_FileLogger):
-    """Writes a file with a JSON object for each epoch, one a line, and one of steps beside it.
+    """Writes a file with one JSON object per line for each epoch, and a second one for steps.
 
     Args:
-        path: The file. Default: `metrics.jsonl` in the folder of the run.
+        path: Path of the file. Default: `metrics.jsonl` in the folder of the run.
 
     Attributes:
-        path: The file.
+        path: Path of the file.
 
     Raises:
-        TypeError, ValueError: `path` is no path, or a URI.
+        TypeError, ValueError: `path` is not a path, or is a URI.
     """
 
     _format, _default_name = JsonLines, "metrics.jsonl"
 
 
 class TensorBoardLogger(MetricsLogger):
-    """Writes files for TensorBoard, with tensorboardX. The step is the epoch; for metrics under `steps/` it is a step.
+    """Writes files for TensorBoard, with tensorboardX. The x-axis is the epoch, or the step for metrics under `steps/`.
 
     Args:
-        folder: Where they go. Default: `tensorboard` in the folder of the run.
+        folder: Folder for the files. Default: `tensorboard` in the folder of the run.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
-        TypeError, ValueError: `folder` is no path, or a URI.
+        TypeError, ValueError: `folder` is not a path, or is a URI.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -135,7 +136,7 @@ class TensorBoardLogger(MetricsLogger):
 
 
 class _ServiceLogger(MetricsLogger):
-    """Writes to a run of a service. A run that resumes goes on with the same one."""
+    """Writes to a run of a service. When a training run resumes, it continues the same run of the service."""
 
     def __init__(self, service: ServiceRun) -> None:
         self._service = service
@@ -143,7 +144,7 @@ class _ServiceLogger(MetricsLogger):
 
     @property
     def run_id(self) -> str | None:
-        """The run of the service; None before there is one."""
+        """Id of the service's run; None before it has begun."""
         return self._service.run_id
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,20 +152,20 @@ class _ServiceLogger(MetricsLogger):
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with that run."""
+        """Continue that run."""
         self._service.run_id = state["run_id"]
 
 
 class MLflowLogger(_ServiceLogger):
-    """Keeps a run of MLflow: the config as its parameters, the metrics with the epoch as their step.
+    """Logs to a run of MLflow: the config as its parameters, and the metrics with the epoch as their step.
 
-    If a run is active already, it writes to that one and leaves it open.
+    If a run is already active, the logger writes to it and leaves it open.
 
     Args:
-        experiment_name: The experiment, which is made if need be. Default: the environment variable
+        experiment_name: Name of the experiment, which is created if necessary. Default: the environment variable
             MLFLOW_EXPERIMENT_NAME, else the name of the run.
-        run_name: Default: the name of the run.
-        tracking_uri: Where runs are kept. Default: what MLflow is set to, else `mlruns` in the folder of the run.
+        run_name: Name of the MLflow run. Default: the name of the run.
+        tracking_uri: Where MLflow keeps runs. Default: the setting of MLflow, else `mlruns` in the folder of the run.
         tags: Tags of the run.
 
     Attributes:
@@ -187,13 +188,13 @@ class MLflowLogger(_ServiceLogger):
 
 
 class WandbLogger(_ServiceLogger):
-    """Keeps a run of Weights & Biases: the config, and the metrics with the epoch as their step.
+    """Logs to a run of Weights & Biases: the config, and the metrics with the epoch as their step.
 
-    If a run is active already, it writes to that one and leaves it open. It has no metrics of steps.
+    If a run is already active, the logger writes to it and leaves it open. It does not log step metrics.
 
     Args:
-        project: The project. Default: the environment variable WANDB_PROJECT, or what the service chooses.
-        name: Default: the name of the run.
+        project: Name of the project. Default: the environment variable WANDB_PROJECT, or the default of the service.
+        name: Name of the wandb run. Default: the name of the run.
         mode: "online", "offline" (writes files that `wandb sync` uploads later; needs no network) or "disabled".
             Default: the environment variable WANDB_MODE, else "online".
         options: More arguments of `wandb.init`, such as `entity`, `group`, `tags` and `dir`.
@@ -215,19 +216,20 @@ class WandbLogger(_ServiceLogger):
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(WandbRun(name, "`WandbLogger`", **options))
 
-    on_step_metrics = Callback.on_step_metrics  # a run of this service has one count of steps, and that is of epochs
+    on_step_metrics = Callback.on_step_metrics  # off: a wandb run has a single count, for epochs
 
 
 class CometLogger(_ServiceLogger):
-    """Keeps an experiment of Comet: the config as its parameters, the metrics with the epoch as their step.
+    """Logs to an experiment of Comet: the config as its parameters, and the metrics with the epoch as their step.
 
-    If an experiment is active already, it writes to that one and leaves it open.
+    If an experiment is already active, the logger writes to it and leaves it open.
 
     Args:
-        project: The project. Default: the environment variable COMET_PROJECT_NAME, or what the service chooses.
-        name: Default: the name of the run.
-        online: False writes an archive to the folder of the run when the run ends; `comet upload` sends it later. It
-            needs no network and no key.
+        project: Name of the project. Default: the environment variable COMET_PROJECT_NAME, or the default of the
+            service.
+        name: Name of the experiment. Default: the name of the run.
+        online: False writes an archive to the folder of the run when the run ends, and `comet upload` sends it later.
+            This needs no network and no key.
         options: More arguments of `comet_ml.Experiment`, such as `workspace` and `offline_directory`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Callbacks that measure: learning rates, norms of gradients, throughput, goodput, and single steps."""
+"""Callbacks that measure: learning rates, gradient norms, throughput, goodput, and single steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raysgd.engine.shared.time_spent import goodput_of
 from raysgd.storage import open_folder
 
 _SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
-"""The names that epochs, reports in `fit()`, and reports in `Trainer.run` give their time."""
+"""Names of the time in the results of epochs, of reports in `fit()`, and of reports in `Trainer.run`."""
 
 
 class LearningRateMonitor(WorkerCallback):
     """Adds the learning rate of the last step of each epoch to its results, as `lr`.
 
-    Several optimizers have `lr_optimizer0` and so on; several parameter groups `lr_group0`, or `lr_NAME` if they have
-    names. For `TorchTrainer`.
+    With several optimizers, the names are `lr_optimizer0` and so on. With several parameter groups, they are
+    `lr_group0` and so on, or `lr_NAME` if a group has a name. For `TorchTrainer`.
     """
 
     def __init__(self) -> None:
@@ -50,13 +50,12 @@ def _rates_of(operator: Any, index: int, optimizer: Any) -> Iterator[tuple[str, 
 class ThroughputMonitor(Callback):
     """Adds `samples_per_s` of all workers and `batches_per_s` of one worker to the results of each epoch.
 
-    With accumulation, an optimizer step takes several batches. The time is that of the training call, recoveries
-    included and validation excluded. For functions it is the time since the report before, and the reports need
-    `num_samples`.
+    With accumulation, an optimizer step takes several batches. The time is that of the training call, with recoveries
+    but without validation. For functions it is the time since the previous report, and reports need `num_samples`.
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Add the rates."""
+        """Add the samples and batches per second."""
         seconds = _seconds_of(result)
         for name, counted in (("samples_per_s", "num_samples"), ("batches_per_s", "batch_count")):
             if counted in result and seconds > 0:
@@ -64,13 +63,12 @@ class ThroughputMonitor(Callback):
 
 
 class GoodputMonitor(Callback):
-    """Adds `goodput` and where the time of the ranks went to the results of each epoch: `time_useful_s`, `time_data_s`.
+    """Adds `goodput` and the use of time to the results of each epoch, such as `time_useful_s` and `time_data_s`.
 
-    The seconds are those of a rank, on average, since the epoch before; bins without any are left out. `goodput` is the
-    share of the time in training calls that was not lost to failures. docs/training-runs.md says what the bins are.
+    The seconds are the mean over the ranks since the previous epoch. Bins without any time are left out. `goodput` is
+    the share of the time in training calls that was not lost to failures. docs/training-runs.md explains the bins.
 
-    For training functions, which draw and exchange out of sight, there are only `goodput` and `time_recovery_s`, and
-    steps that were done again are not known.
+    For training functions, only `goodput` and `time_recovery_s` are known. Repeated steps are not counted.
     """
 
     def __init__(self) -> None:
@@ -82,7 +80,7 @@ class GoodputMonitor(Callback):
         self._num_events = len(run.history.events)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Add the numbers."""
+        """Add the goodput and the seconds."""
         if run.trainer is None:
             self._of_function(run, result)
             return
@@ -111,14 +109,14 @@ def _seconds_of(result: Mapping[str, Any]) -> float:
 class GradientNorms(WorkerCallback):
     """Adds the norm of the gradients before clipping to the results: `grad_norm` (the mean) and `max_grad_norm`.
 
-    The gradients are those that the optimizer steps with, averaged over all workers. In fp16, steps that are left out
-    because gradients have overflown are not in the mean; `num_overflows` counts them. With several optimizers the names
-    are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
+    The gradients are those of the optimizer step, averaged over all workers. In fp16, steps that are skipped because
+    gradients overflowed are not in the mean; `num_overflows` counts them. With several optimizers, the names are
+    `grad_norm_optimizer0` and so on. For `TorchTrainer`.
     """
 
     def __init__(self) -> None:
-        # For each optimizer sum, number and maximum of the norms, and the number of steps left out. They begin again at
-        # the end of an epoch, because a worker that steps in begins it with those of the others.
+        # By optimizer: sum, count and maximum of the norms, and the number of skipped steps. The end of an epoch clears
+        # them, because a worker that steps in starts an epoch with the state of the others.
         self._totals: dict[int, list[Any]] = {}
 
     def on_begin(self, operator: Any) -> None:
@@ -126,7 +124,7 @@ class GradientNorms(WorkerCallback):
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         norm, index = _norm_of(operator, optimizer), index_of(operator, optimizer)
-        counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)  # a tensor: nothing waits for it
+        counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)  # a tensor: no wait for the device
         total, count, largest, num_overflows = self._totals.get(index, (0.0, 0, 0.0, 0))
         norm = norm.where(counts, 0.0)
         most = norm.maximum(_like(largest, norm))
@@ -158,20 +156,20 @@ def _norm_of(operator: Any, optimizer: Any) -> Any:
 
 
 def _like(value: Any, tensor: Any) -> Any:
-    """Return a number that may come out of a state, as a tensor beside another one."""
+    """Convert a number, which may come from a loaded state, to a tensor like another one."""
     import torch
 
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
 class StepMetrics(WorkerCallback):
-    """Averages the metrics of every so many steps of this worker, for callbacks with `on_step_metrics`.
+    """Averages the metrics of this worker over every few steps, for callbacks with `on_step_metrics`.
 
     Args:
-        every: After how many steps.
+        every: Number of steps in a mean.
 
     Attributes:
-        begun: Where a run resumes inside a mean: after how many steps, and what each rank had measured since the last.
+        begun: Mean to continue if a run resumes inside it: the step, and what each rank had measured until then.
     """
 
     def __init__(self, every: int) -> None:
@@ -187,35 +185,35 @@ class StepMetrics(WorkerCallback):
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         last = step - 1 if self._last < 0 else self._last
-        if step <= last or not isinstance(metrics, Mapping):  # a step that is repeated after a failure counts once
+        if step <= last or not isinstance(metrics, Mapping):  # a step repeated after a failure counts once
             return
         values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
         num_samples = values.pop(NUM_SAMPLES, 1)
-        with suppress(TypeError, ValueError):  # of a weight that is none, only a loop of the user's can go on
+        with suppress(TypeError, ValueError):  # ignore an invalid `num_samples`, which only a user's loop allows
             self._open.update(values, num_samples, is_strict=False)
         if step // self._every > last // self._every:
             self._closed[step], self._open = self._open, operator._raysgd.new_meters()
         self._last = step
 
     def open(self) -> MetricSummary:
-        """Return what was measured since the last mean."""
+        """Return the measurements since the last mean."""
         return self._open.summary()
 
     def summaries(self, after: int) -> dict[int, MetricSummary]:
-        """Return what was measured, by the last step of each mean, and forget all up to the step `after`."""
+        """Return the means after the step `after`, by their last step. Forget earlier ones."""
         for step in [step for step in list(self._closed) if step <= after]:
             del self._closed[step]
         return {step: meters.summary() for step, meters in list(self._closed.items())}
 
 
 def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
-    """Return what a worker has measured since a step. It runs beside the training, for it may wait for the device."""
+    """Return the means of a worker after a step. This runs beside the training, because it may wait for the device."""
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return {} if found is None else found.summaries(after)
 
 
 def open_steps(replica: Any) -> tuple[int, MetricSummary]:
-    """Return after how many batches a worker is, and what it has measured since its last mean."""
+    """Return the step of a worker, and its measurements since the last mean."""
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return replica.operator.global_step, MetricSummary() if found is None else found.open()
 
@@ -226,10 +224,10 @@ class ProfilerTrace(WorkerCallback):
     Open the files in https://ui.perfetto.dev. For `TorchTrainer`.
 
     Args:
-        folder: Where the files go: a folder that all workers see, or a URI such as `s3://bucket/traces`.
-        steps: The first step to record, and the one before which recording ends, both from 0 in the run of a worker.
-            Recording ends with the epoch at the latest.
-        ranks: Which workers record; None for all.
+        folder: Folder for the files: one that all workers see, or a URI such as `s3://bucket/traces`.
+        steps: Range of steps to record, like `range(first, end)`, counted from 0 in the run of a worker. Recording ends
+            with the epoch at the latest.
+        ranks: Ranks of the workers that record; None for all.
 
     Raises:
         ValueError, TypeError: An argument is wrong.

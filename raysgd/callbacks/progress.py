@@ -1,11 +1,11 @@
-"""`ProgressBar`: shows how far a run is, and one line of results for each epoch.
+"""`ProgressBar`: shows the progress of a run, and one line of results for each epoch.
 
-The driver draws; workers only count. In a terminal or a notebook it is a bar that is cleared when the call is over, and
-in a log file, which a bar would fill with pages, lines only. What it guarantees:
+The driver draws; workers only count. A terminal or a notebook gets a bar, which is cleared when the call is over. A log
+file gets lines only, because a bar would fill pages. What it guarantees:
 
-* While a bar is drawn, everything else that is printed or logged goes above it, in separate lines.
-* A bar that is cleared leaves nothing behind. Lines that were written stay.
-* Nothing here ends a training: a terminal that is gone is the end of the drawing only.
+* While a bar is shown, everything else that is printed or logged goes above it, on lines of its own.
+* A cleared bar leaves nothing behind. Lines stay.
+* Nothing here ends the training. If the terminal is gone, only the drawing ends.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _SPEAK_FOR_THEMSELVES = ("time", _RATE, "workers")
 
 
 class ProgressBar(Callback):
-    """Shows a run while it goes on: a bar for each call of train, validate, and predict, and a line for each epoch.
+    """Shows the progress of a run: a bar for each call of train, validate, and predict, and a line for each epoch.
 
     Args:
-        metrics: Names of the metrics to show. None shows the four most telling in the lines, and the first three of a
-            batch in the bar. A terminal that is too narrow for all shows no throughput, and then fewer metrics.
-        stream: Where to draw; standard error by default.
+        metrics: Names of the metrics to show. None shows the four most telling ones in lines, and the first three of a
+            batch in the bar. A narrow terminal drops the throughput first, and then metrics.
+        stream: Stream to draw on. Default: standard error.
 
     Examples:
         >>> trainer.fit(10, callbacks=[ProgressBar(metrics=("train_loss", "val_loss"))])  # doctest: +SKIP
@@ -93,7 +93,7 @@ class ProgressBar(Callback):
 
     @contextlib.contextmanager
     def around(self, trainer: Any) -> Iterator[ProgressBar]:
-        """Show the calls of `train`, `validate`, `test` and `predict` that you make until the end of the block.
+        """Show the calls of `train`, `validate`, `test` and `predict` that you make inside the block.
 
         Args:
             trainer: A class-based trainer.
@@ -118,7 +118,7 @@ class ProgressBar(Callback):
                 self._bar.clear()
 
     def _show(self, progress: CallProgress, label: str) -> None:
-        """Draw how far a call is; one that is done is taken away."""
+        """Draw the progress of a call. Clear the bar when the call is done."""
         if progress.is_done:
             self._bar.clear()
             return
@@ -141,7 +141,7 @@ class ProgressBar(Callback):
 
     @property
     def _bar(self) -> LineBar:
-        """Made when it is first needed: by then programs have set up their streams."""
+        """The bar. It is made when first needed, because by then programs have set up their streams."""
         if self._drawn is None:
             self._drawn = make_bar(self._stream or sys.stderr)
         return self._drawn
@@ -153,7 +153,7 @@ class ProgressBar(Callback):
         return f"{unit} {run.epoch:>{width}}{of}"
 
     def _circumstances(self, result: dict[str, Any]) -> dict[str, str]:
-        """Return what a row says besides its metrics: time, speed, and the number of workers when it is another one."""
+        """Return what a row says besides its metrics: time, throughput, and the number of workers if it has changed."""
         told = {}
         if readable.is_real(result.get("seconds")):
             told["time"] = readable.seconds(result["seconds"])
@@ -168,7 +168,7 @@ class ProgressBar(Callback):
 
 
 def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return names and values as a terminal can show them: a name may hold anything, also what moves the cursor."""
+    """Return names and values as printable text. A name may contain anything, even codes that move the cursor."""
     return {_printable(name): _printable(readable.number(value)) for name, value in metrics.items()}
 
 
@@ -192,10 +192,10 @@ def _checked_names(metrics: Any) -> tuple[str, ...] | None:
 
 
 class LineBar:
-    """Progress for log files: lines only, in columns. A call that takes long has a line every minute.
+    """Progress for log files: only lines, in columns. A long call writes a line every minute.
 
     Args:
-        stream: Where to write.
+        stream: Stream to write to.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -204,12 +204,12 @@ class LineBar:
         self._last_line = time.monotonic()
 
     def draw(self, title: str, done: int, total: int | None, values: Mapping[str, str]) -> None:
-        """Draw how far a call is, or draw it again.
+        """Draw or update the progress of a call.
 
         Args:
-            title: What runs, such as "epoch 3/10 train".
-            done: Batches so far.
-            total: All batches; None if that is not known.
+            title: Title of the call, such as "epoch 3/10 train".
+            done: Number of batches so far.
+            total: Number of all batches; None if unknown.
             values: Metrics by name, as text.
         """
         if time.monotonic() - self._last_line >= _QUIET_S:
@@ -218,16 +218,17 @@ class LineBar:
             self.line(f"{title} {done}{of} batches  {told}".rstrip())
 
     def clear(self) -> None:
-        """Take away what was drawn."""
+        """Clear the bar, if there is one."""
 
     def row(self, label: str, metrics: Mapping[str, Any], told: Mapping[str, str], most: int | None) -> None:
-        """Write a result, which stays.
+        """Write a line of results. It stays.
 
         Args:
-            label: Of what.
-            metrics: What it says. Of more than `most`, or than fit in a line of the terminal, it has the most telling.
-            told: What it says besides. In a terminal that is too narrow, the throughput is left out first.
-            most: None shows all.
+            label: Label of the line, such as "epoch 3/10".
+            metrics: Metrics to show. If there are more than `most`, or than fit in the terminal, the most telling ones
+                are shown.
+            told: Other values to show. A narrow terminal drops the throughput first.
+            most: How many metrics to show at most; None for all.
         """
         width = cards.width() if is_terminal(self._stream) else math.inf
         without_rate = {name: value for name, value in told.items() if name != _RATE}
@@ -242,14 +243,14 @@ class LineBar:
         self.line(text)
 
     def line(self, text: str) -> None:
-        """Write a line, which stays."""
+        """Write a line. It stays."""
         self._last_line = time.monotonic()
         with _while_there_is_a_reader():
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
     def _in_columns(self, label: str, values: Mapping[str, str]) -> str:
-        """Return a row whose values stand below those of the rows before."""
+        """Return a row in the same columns as earlier rows."""
         cells = [_name_before(name) + self._padded(name, value) for name, value in values.items()]
         return "  ".join([self._padded("", label), *cells]).rstrip()
 
@@ -260,10 +261,10 @@ class LineBar:
 
 
 class TqdmBar(LineBar):
-    """A bar of tqdm, which is cleared when the call is over. In notebooks it is a widget, if ipywidgets is installed.
+    """Bar of tqdm, which is cleared when the call is over. In notebooks it is a widget, if ipywidgets is installed.
 
     Args:
-        stream: Where to draw: a terminal, or the output of a notebook.
+        stream: Stream to draw on: a terminal, or the output of a notebook.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -297,7 +298,7 @@ class TqdmBar(LineBar):
                 bar.close()
 
     def _fits(self) -> bool:
-        """Return whether the terminal has columns for the whole line, which tqdm would cut, and a short bar in it."""
+        """Return True if the whole line with a short bar fits in the terminal. If not, tqdm would cut it."""
         facts = self._bar.format_dict
         shortest = facts["bar_format"].replace("{bar}", "#" * _SHORTEST_BAR)
         line = self._bar.format_meter(**{**facts, "ncols": None, "bar_format": shortest})
@@ -305,7 +306,7 @@ class TqdmBar(LineBar):
 
 
 def make_bar(stream: Any) -> LineBar:
-    """Return what draws on a stream: a bar, or lines where it can show none or tqdm is not installed."""
+    """Return a bar for a stream. It writes lines if the stream cannot show a bar or tqdm is not installed."""
     if not is_watched(stream):
         return LineBar(stream)
     try:
@@ -315,31 +316,31 @@ def make_bar(stream: Any) -> LineBar:
 
 
 def is_watched(stream: Any) -> bool:
-    """Return whether someone looks on as it is drawn: a terminal that can draw over a line, or a notebook."""
+    """Return True if a stream can show a bar: it is a terminal that can redraw a line, or a notebook."""
     return is_notebook() or is_terminal(stream)
 
 
 def is_notebook() -> bool:
-    """Return whether output goes to a notebook."""
+    """Return True if output goes to a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal that can draw over a line."""
+    """Return True if a stream is a terminal that can redraw a line."""
     is_one = bool(getattr(stream, "isatty", lambda: False)())
     return is_one and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _name_before(name: str) -> str:
-    """Return a name as it stands before its value in a line; nothing before values that have a unit."""
+    """Return the name to write before a value, or nothing if the value has a unit."""
     return "" if name in _SPEAK_FOR_THEMSELVES else f"{name} "
 
 
 @contextlib.contextmanager
 def _while_there_is_a_reader() -> Iterator[None]:
-    """Let a training go on whose terminal was closed, or whose log file cannot be written."""
+    """Ignore errors of a closed terminal or an unwritable log file, so that the training goes on."""
     try:
         yield
     except (OSError, ValueError) as error:  # a closed stream is a ValueError
@@ -348,7 +349,7 @@ def _while_there_is_a_reader() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lines_above(stream: Any) -> Iterator[None]:
-    """Until the end of the block, lines of prints and of logging go above the bar of tqdm on a terminal."""
+    """Send printed and logged lines above the bar of tqdm on a terminal, inside the block."""
     wrapper = require("tqdm.contrib", extra="progress").DummyTqdmFile
     with contextlib.ExitStack() as stack:
         for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
@@ -356,7 +357,7 @@ def lines_above(stream: Any) -> Iterator[None]:
             if before is stream or (before is not None and before.isatty()):
                 above = wrapper(stream)
                 stack.enter_context(redirect(above))
-                for handler in _handlers_of(before):  # which keep the stream that they were made with
+                for handler in _handlers_of(before):  # handlers keep their first stream
                     stack.callback(handler.setStream, before)
                     handler.setStream(above)
         yield

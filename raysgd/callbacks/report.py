@@ -1,6 +1,6 @@
-"""`HTMLReport`: a run as one HTML file that needs nothing else, written again after every epoch.
+"""`HTMLReport`: shows a run in one self-contained HTML file, which is written again after every epoch.
 
-Python writes the words and tables of the page; the charts are drawn in the browser, by uPlot and `page/page.js`.
+Python writes the text and tables of the page. In the browser, uPlot and `page/page.js` draw the charts.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 DATA_ID = "raysgd-run"
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "use_gpu", "precision", "strategy", "min_workers", "spare_workers")
-_SHARE = 50  # writing it may take a fiftieth of the time
+_SHARE = 50  # writing may take a fiftieth of the time
 _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
-_MOST_POINTS = 2000  # of each curve, in the data of the page
-_LARGEST = 1e100  # of what can be drawn
+_MOST_POINTS = 2000  # per curve, in the data of the page
+_LARGEST = 1e100  # values above this are not drawn
 _FOLDED = ("config", "about")
 _VIEW = (
     '<p id="view"><label>over <select name="over"><option>epoch<option>step</select></label>'
@@ -52,17 +52,17 @@ _VIEW = (
 
 
 class HTMLReport(Callback):
-    """Writes a report of the run: curves, throughput, where the time went, failures, results, configuration.
+    """Writes a report of the run: curves, throughput, use of time, failures, results, configuration.
 
     The file is complete whenever you open it, and needs no network. While the run goes on, the page refreshes itself.
-    If writing takes long, because the run has very many short epochs, some are skipped; the last one never is.
-    Keys and passwords in the config are `***`: entries with such names, and those in URIs.
+    If a run has very many short epochs, the file is not written after each of them, but always after the last one.
+    Keys and passwords in the config are shown as `***`. They are found by the names of entries, and in URIs.
 
     Args:
-        path: The file; None means `report.html` in the folder of the run.
+        path: Path of the file. None means `report.html` in the folder of the run.
 
     Raises:
-        TypeError, ValueError: `path` is no path, or a URI.
+        TypeError, ValueError: `path` is not a path, or is a URI.
 
     Examples:
         >>> trainer.fit(10, callbacks=[HTMLReport()])  # doctest: +SKIP
@@ -105,7 +105,7 @@ class HTMLReport(Callback):
         return f"report: {path}" if path.is_file() else None
 
     def path(self, run: Run) -> Path:
-        """Return where the report of a run is."""
+        """Return the path of the report of a run."""
         return self._given if self._given is not None else run.folder / "report.html"
 
     def _write(self, run: Run, state: str, reason: str = "") -> None:
@@ -119,10 +119,10 @@ class HTMLReport(Callback):
 
 
 def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
-    """Return what there is to tell of a run besides its history, as plain data for the page."""
+    """Return all facts of a run for the page, except its history, as plain data."""
     trainer = run.trainer
     about: dict[str, Any] = {"raysgd": __version__, "Python": platform.python_version()}
-    for name in _PACKAGES:  # nothing is imported for this
+    for name in _PACKAGES:  # only if already imported
         about[name] = getattr(sys.modules.get(name), "__version__", None)
     about |= {"system": platform.platform(), "host": platform.node()}
     if trainer is not None:
@@ -147,7 +147,7 @@ def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
 
 
 def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page. It refreshes itself as long as the run goes on, and a browser runs no script but ours in it."""
+    """Return the page. It refreshes itself while the run goes on, and browsers run only our own scripts in it."""
     files, nonce = Path(__file__).with_name("page"), secrets.token_urlsafe(16)
     names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
     uplot_style, style, license_text, uplot, script = ((files / name).read_text("utf-8") for name in names)
@@ -198,9 +198,9 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the lines of each chart: a metric of training with its sister of validation. The learning rate is last.
+    """Return the lines of each chart: a training metric together with its validation metric. The learning rate is last.
 
-    What has no value that can be drawn has no line, and a metric that equals its sister is drawn once.
+    A metric without any drawable value has no line. If both metrics are equal, only one is drawn.
     """
     groups: dict[str, dict[str, list[Any]]] = {}
     for name in sorted(readable.metrics_of(rows), key=lambda name: name == "lr"):
@@ -228,13 +228,13 @@ def _header(facts: Mapping[str, Any], history: History) -> str:
 
 
 def _events(history: History) -> str:
-    """Return what happened to the workers; the marks in the chart above have the numbers of this list."""
+    """Return the list of events of the workers. Marks in the chart above it have the same numbers."""
     items = "".join(f"<li>{safe(line)}</li>" for line in readable.event_lines(history.events))
     return f"<ol>{items}</ol>" if items else _note("No worker was lost, and none was added.")
 
 
 def _where_time_went(ledger: Mapping[str, float]) -> str:
-    """Return what the time in training calls was spent on, and how long the rest took."""
+    """Return a table of how the time in training calls was spent, and a note on the time outside of them."""
     inside = {name: took for name, took in ledger.items() if name not in time_spent.OUTSIDE and took > 0}
     total, goodput = sum(inside.values()), time_spent.goodput_of(ledger)
     if goodput is None:
@@ -256,7 +256,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
 
 def _results(history: History) -> str:
-    """Return the metrics of the last epochs as a table, and behind a click the rest of their rows."""
+    """Return a table with the metrics of the last epochs, and a folded table with their other values."""
     rows = [*history][-_MOST_ROWS:]
     metrics = readable.metrics_of(rows)
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]

@@ -1,7 +1,7 @@
 """The small file beside a checkpoint of `Run.save`: the history of the run and the states of its callbacks.
 
-In a long run the history is large, and nearly all of it was saved before. So it is written in parts, each once, to
-files of their own beside the checkpoints; the small file names them and has only what came after them.
+In a long run the history is large, and most of it has been saved before. So it is written once, in parts, to separate
+files beside the checkpoints. The small file names these parts and holds only the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
         isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
     ),
 }
-"""The form of each entry, beside the history."""
+"""Checks for the entries of the file, except the history."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Sidecar:
     """The content of the file beside a checkpoint.
 
     Attributes:
-        epoch: How many epochs the checkpoint has.
-        history: Of the run, up to the checkpoint.
-        callbacks: For each callback its class and its state.
-        pending: The epoch whose result was not complete yet, because its validation was running; None if there is none.
-        epochs: The last epoch of the run; None if that is not known.
-        begun: Where the epoch after these was left, as plain data; None between two epochs.
-        open_steps: What each rank has measured since the last mean that loggers were told, as plain data.
+        epoch: Number of epochs in the checkpoint.
+        history: History of the run up to the checkpoint.
+        callbacks: The class and the state of each callback.
+        pending: Epoch whose result callbacks did not know yet, such as one whose validation was still running, or None.
+        epochs: The last epoch of the run; None if unknown.
+        begun: Place inside the next epoch where the run was saved, as plain data; None between two epochs.
+        open_steps: Measurements of each rank since the last mean that loggers got, as plain data.
     """
 
     epoch: int
@@ -58,17 +58,17 @@ class Sidecar:
 
 
 class Sidecars:
-    """Writes and reads what stands beside the checkpoints of one run."""
+    """Writes and reads the files beside the checkpoints of one run."""
 
     def __init__(self) -> None:
-        # By folder: the parts of the history that are files there, in order, and how much of it they have.
+        # By folder: the files with parts of the history, in order, and how much of the history they hold.
         self._written: dict[str, tuple[tuple[str, ...], HistoryLimits]] = {}
 
     def write(self, checkpoint: str, sidecar: Sidecar) -> None:
-        """Write what is to stand beside a checkpoint.
+        """Write the file beside a checkpoint.
 
         Raises:
-            OSError: It could not be written.
+            OSError: The file could not be written.
         """
         history = sidecar.history
         parts, extent = self._with_parts(checkpoint, history)
@@ -88,23 +88,23 @@ class Sidecars:
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
     def _with_parts(self, checkpoint: str, history: History) -> tuple[tuple[str, ...], HistoryLimits]:
-        """Write another part once there is enough for one: all but the last of each kind, which may still change."""
+        """Write another part if there is enough for one. The last entry of each kind stays out: it may still change."""
         folder = files.in_folder_of(checkpoint, "")
         names, extent = self._written.get(folder, ((), BEGINNING))
         end = HistoryLimits(*(max(0, number - 1) for number in history.extent))
         if end.rows - extent.rows < _ROWS_OF_PART:
             return names, extent
         content = history.part(extent, end).to_json()
-        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # another run has other names
+        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # the hash keeps runs apart
         _write(files.in_folder_of(checkpoint, name), content)
         self._written[folder] = (*names, name), end
         return self._written[folder]
 
     def read(self, checkpoint: str) -> Sidecar | None:
-        """Return what stands beside a checkpoint; None if there is nothing.
+        """Return the content of the file beside a checkpoint, or None if there is no such file.
 
         Raises:
-            ValueError: It is damaged, or a part of the history is missing.
+            ValueError: The file is damaged, or a part of the history is missing.
             StorageError: A store could not be reached.
         """
         found = _read(checkpoint)
@@ -121,7 +121,7 @@ class Sidecars:
 
 
 def place_of(checkpoint: str) -> tuple[int, int]:
-    """Return how many epochs a checkpoint has, and batches of the next one; (-1, 0) if nothing beside it says so."""
+    """Return the epochs of a checkpoint and the batches of its next epoch; (-1, 0) if there is no file beside it."""
     found = _read(checkpoint)
     if found is None:
         return -1, 0
@@ -129,7 +129,7 @@ def place_of(checkpoint: str) -> tuple[int, int]:
 
 
 def location(checkpoint: str) -> str:
-    """Return where the file beside a checkpoint is."""
+    """Return the location of the file beside a checkpoint."""
     return files.beside(checkpoint, ENDING)
 
 
@@ -139,7 +139,7 @@ def _write(place: str, content: str) -> None:
 
 
 def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
-    """Return the file beside a checkpoint, and the names of the files with the parts of the history before it."""
+    """Return the content of the file beside a checkpoint, and the names of the files with parts of the history."""
     beside = location(checkpoint)
     try:
         content = json.loads(_text(beside))

@@ -1,4 +1,4 @@
-"""`WorkerCallback`: what runs in every worker, around each step."""
+"""`WorkerCallback`, which runs in every worker, around each step."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _LIBRARIES = ("torch", "horovod", "raysgd")
 
 
 class WorkerCallback:
-    """Called in each worker of a `TorchTrainer`, around each step. Every method does nothing; override what you need.
+    """Base class for callbacks in the workers of a `TorchTrainer`. Its methods do nothing; override the ones you need.
 
-    Each worker gets a copy, so it must be possible to pickle it. All workers have to do the same to the model, and a
-    collective has to be called by all of them.
+    Each worker gets a copy, so the callback must pickle. All workers must do the same to the model, and all of them
+    must call each collective.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn of methods that look like events but would never be called."""
+        """Warn about methods that look like events but are never called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, WorkerCallback)
 
     def on_begin(self, operator: Any) -> None:
-        """Called when the run begins, and on a worker that is new; there before `load_state_dict`."""
+        """Called when the run begins. On a new worker it is called before `load_state_dict`."""
 
     def on_epoch_begin(self, operator: Any) -> None:
         """Called before the first step of an epoch on this worker."""
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
-        """Called before each optimizer step. Gradients are those of all workers, unscaled, and not clipped yet."""
+        """Called before each optimizer step. The gradients are those of all workers, unscaled and not yet clipped."""
 
     def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
-        """Called after each step of a registered `torch.optim.Optimizer`, also of one that your own code steps.
+        """Called after each step of a registered `torch.optim.Optimizer`, even if your own code makes the step.
 
-        A step that mixed precision skips, and one without gradients, does not count.
+        It is not called for a step that mixed precision skips, or for one without gradients.
         """
 
     def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -46,8 +46,8 @@ class WorkerCallback:
 
         Args:
             operator: This worker's operator.
-            step: How many batches this operator trained on, this one included.
-            metrics: What `train_batch` returned; the means of its batches where a step has several.
+            step: Number of batches that this operator has trained on, including this one.
+            metrics: Metrics that `train_batch` returned. For a step of several batches, their means.
 
         Returns:
             More metrics of the batch, averaged like the others; None if there are none.
@@ -55,28 +55,28 @@ class WorkerCallback:
         return None
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
-        """Called when this worker has its results of the epoch. You may add entries."""
+        """Called when this worker has its metrics of the epoch. You may add entries."""
 
     def state_key(self) -> str:
-        """Return the name of the state, by default that of the class.
+        """Return the name of the state. The default is the name of the class.
 
         A run continues with the state of the same name. Override this to use several callbacks of one class in a run.
         """
         return type(self).__name__
 
     def state_dict(self) -> Any:
-        """Return state that outlives failures, also in files: tensors and plain data. Rank 0 answers for all."""
+        """Return the state to keep in snapshots and files, as tensors and plain data. That of rank 0 counts."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
 
 
 def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
     """Refuse callbacks whose states could not be told apart.
 
     Raises:
-        ValueError: Two of them have one `state_key`.
+        ValueError: Two of them have the same `state_key`.
     """
     for key, count in Counter(key_of(each) for each in callbacks if has_state(each)).items():
         if count > 1:
@@ -87,12 +87,12 @@ def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
 
 
 def key_of(callback: WorkerCallback) -> str:
-    """Return what tells its state from those of others."""
+    """Return the `state_key` of a callback."""
     return str(call_event(callback, "state_key"))
 
 
 def has_state(callback: WorkerCallback) -> bool:
-    """Tell whether it has a state to save."""
+    """Return True if a callback has a state to save."""
     return type(callback).state_dict is not WorkerCallback.state_dict
 
 
@@ -100,7 +100,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
     """Call a method of a callback.
 
     Raises:
-        CallbackError: It failed. Errors of libraries stay what they are: a lost connection has to be recognized.
+        CallbackError: The method failed. Errors of libraries are not wrapped, so that lost connections are recognized.
     """
     try:
         return getattr(callback, method)(*args)
@@ -113,7 +113,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
 
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warn of the methods of a class that have the name of an event, `on_...`, and no base class knows."""
+    """Warn about methods named like an event, `on_...`, that no base class has."""
     known = [name for name in vars(events_of) if name.startswith("on_")]
     for name in vars(owner):
         if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
@@ -132,7 +132,7 @@ def models_of(operator: Any) -> list[Any]:
 
 
 def left_out_of(operator: Any) -> Collection[int]:
-    """Return the identities of the parameters that no state holds, because `setup` makes them again."""
+    """Return the ids of the parameters that no state holds, because `setup` makes them again."""
     remade = operator._raysgd.remade
     return () if remade is None else remade.ids
 
@@ -143,20 +143,20 @@ def state_of(operator: Any, key: str) -> Any:
 
 
 def rank_of(operator: Any) -> int:
-    """Return its rank among all workers."""
+    """Return the rank of the operator's worker."""
     return int(operator._raysgd.world.rank)
 
 
 def is_sharded(operator: Any) -> bool:
-    """Return whether each worker has only a part of the models."""
+    """Return True if each worker has only a part of the models."""
     return bool(operator._raysgd.parallel.is_sharded)
 
 
 def index_of(operator: Any, optimizer: Any) -> int:
-    """Return which of the registered optimizers it is."""
+    """Return the index of an optimizer among the registered ones."""
     return next((index for index, each in enumerate(optimizers_of(operator)) if each is optimizer), 0)
 
 
 def of_optimizer(name: str, index: int, operator: Any) -> str:
-    """Return a metric of one optimizer: the plain name if there is only one."""
+    """Return the name of a metric for one optimizer. It has a number if there are several."""
     return f"{name}_optimizer{index}" if len(optimizers_of(operator)) > 1 else name

@@ -1,7 +1,7 @@
-"""Training and validation calls as the driver makes them: what each worker is asked, and what follows the answers.
+"""Training and validation calls in the driver: makes a request for each worker and handles the answers.
 
-While a call runs, listeners hear how far it is. After it, its speed is known, and where the time went. A validation
-beside the training runs on a spare, as long as no lost worker has to be replaced by it.
+While a call runs, listeners hear of its progress. After it, its speed and its use of time are known. A validation
+beside the training runs on a spare, unless the spare has to replace a lost worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from raysgd.messages.weight_sums import ComparisonPace
 logger = logging.getLogger(__name__)
 
 Validation = Callable[[Callable[[], None]], list[EpochAnswer]]
-"""Validates; gets what to call meanwhile."""
+"""Function that validates. Its argument is called while it waits."""
 
 
 def asked(
@@ -48,17 +48,17 @@ def asked(
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
 ) -> EpochRequest:
-    """Return what a call asks of every replica, checked."""
+    """Check the arguments of a call, and return the request for every replica."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
 
 
 class EpochLeft(Exception):
-    """A training call was left before its end, because that was asked.
+    """A training call stopped before its end on request.
 
     Attributes:
-        states: How far each rank was, as a `RunState`; none where the call could not be held at a step.
-        seconds: How long the epoch had been trained.
+        states: Progress of each rank, as a `RunState`. Empty if the call could not stop at a step.
+        seconds: Seconds of training in the epoch.
     """
 
     def __init__(self, states: Sequence[Any] = ()) -> None:
@@ -77,13 +77,13 @@ _INSIDE_A_CALL = (
 
 
 class ProgressListeners:
-    """Asks rank 0 how far it is while a call runs, if there is a listener.
+    """Asks rank 0 for its progress while a call runs, if there is a listener.
 
     Args:
-        controller: Has the workers.
+        controller: The controller of the workers.
 
     Attributes:
-        listeners: Called some ten times a second, and once when the call has returned.
+        listeners: Functions that are called about ten times a second, and once when the call has returned.
     """
 
     def __init__(self, controller: ElasticController) -> None:
@@ -102,11 +102,11 @@ class ProgressListeners:
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
-        """The function that the driver calls while it waits; None where no one listens."""
+        """Function that the driver calls while it waits; None without listeners."""
         return self._tell_of_now if self.listeners else None
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
-        """Tell that a call has returned."""
+        """Tell listeners that a call has returned."""
         numbers = {
             name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
         }
@@ -115,30 +115,30 @@ class ProgressListeners:
         self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
 
     def _tell_of_now(self) -> None:
-        """Tell how far rank 0 is, if it answers at once. A heartbeat must not wait for that: it reads metrics."""
+        """Tell listeners the progress of rank 0, if it answers soon. It is no heartbeat, because it reads metrics."""
         transfer = self._controller.ensure_group().fetch(0, replica_calls.progress)
         try:
             progress: CallProgress | None = transfer.result(1.0)
-        except Exception as error:  # news are not worth a failure; the call itself reports the loss of the worker
+        except Exception as error:  # not worth a failure: the call itself reports a lost worker
             logger.debug("no news of the running call: %s", error)
             return
         if progress is not None:
             self.tell(progress)
 
     def tell(self, progress: CallProgress) -> None:
-        """Tell all listeners, which cannot call the trainer."""
+        """Call all listeners. They cannot call the trainer meanwhile."""
         with self._controller.turns.closed(_INSIDE_A_CALL):
             for listener in tuple(self.listeners):
                 listener(progress)
 
 
 class StepListener:
-    """A listener that asks all ranks what `StepMetrics` has measured, once a second and at the end of a call.
+    """Listener that asks all ranks for the metrics of `StepMetrics`, once a second and at the end of a call.
 
     Args:
-        controller: Has the workers.
-        tell: Called with a step that all ranks have reached, and the metrics of the steps since the one before, as
-            means over all ranks. No step comes twice.
+        controller: The controller of the workers.
+        tell: Function that is called with a step that all ranks have reached, and with the metrics since the step of
+            the call before, as means over all ranks. No step comes twice.
     """
 
     def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
@@ -151,11 +151,11 @@ class StepListener:
         self._ask(progress.is_done)
 
     def tell_rest(self) -> None:
-        """Tell what was measured until the call was left."""
+        """Tell the metrics up to the step where the call stopped."""
         self._ask(is_done=True)
 
     def open(self) -> tuple[tuple[int, MetricSummary], ...]:
-        """Return what each rank has measured since the last mean, and after how many batches that is."""
+        """Return for each rank its step, and what it has measured since the last mean."""
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
         try:
@@ -169,7 +169,7 @@ class StepListener:
         asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
         try:
             told: list[Mapping[int, MetricSummary]] = [each.result(1.0) for each in asked]
-        except Exception as error:  # they are asked again, unless the worker is lost
+        except Exception as error:  # the next call asks again, unless the worker is lost
             logger.debug("no news of the steps: %s", error)
             told = [{}]
         self._asked_at = time.monotonic()
@@ -181,23 +181,23 @@ class StepListener:
 
 
 class EpochCalls:
-    """Runs the calls of `train` and `validate` of one trainer, and keeps what there is to tell of the last one.
+    """Runs the `train` and `validate` calls of one trainer, and keeps the figures of the last one.
 
     Args:
-        runner_cls: The class of the replicas, a `ClassRunner`.
-        controller: Has the workers.
-        listeners: Are told how far a call is.
+        runner_cls: Class of the replicas, a `ClassRunner`.
+        controller: The controller of the workers.
+        listeners: Listeners for the progress of calls.
         sharing: Divides data over the workers.
-        use_local: Whether rank 0 is in the driver, and draws for the listeners itself.
-        name: Names the trainer to Ray's metrics.
-        used: Options that no one needs to be advised to use.
+        use_local: Whether rank 0 is in the driver and calls the listeners itself.
+        name: Name of the trainer in Ray's metrics.
+        used: Options that warnings need not recommend.
 
     Attributes:
-        controller: The same.
-        listeners: The same.
-        sharing: The same, of the present config.
-        samples_per_s: Of the last training call; None before the first.
-        accounts: Where the time went.
+        controller: The controller of the workers.
+        listeners: Listeners for the progress of calls.
+        sharing: Divides data, by the current config.
+        samples_per_s: Samples per second in the last training call; None before the first.
+        accounts: Accounts of the time that calls took.
     """
 
     def __init__(
@@ -232,23 +232,23 @@ class EpochCalls:
         sharing: DataSharing | None = None,
         facts: Any = None,
     ) -> Requests:
-        """One request for each rank, with its part of what the driver divides.
+        """Return one request for each rank, with its share of the data that the driver divides.
 
-        Made again for every attempt, because the workers may have changed.
+        Each attempt makes new requests, because the workers may have changed.
 
         Args:
             name: "train" or "validation".
-            asked: What every replica is asked.
-            dataset: What takes the place of the registered data; None if nothing does.
-            worlds: The group.
-            sharing: Divides data over it; None for that of the trainer.
-            facts: What a replica says of itself; None for those of now.
+            asked: The request that is the same for all replicas.
+            dataset: Data to use instead of the registered data, or None.
+            worlds: The place of each rank in the group.
+            sharing: Divides data over the group; None uses that of the trainer.
+            facts: Facts of a replica; None uses the current ones of rank 0.
         """
         sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
         starts_over = asked.starts_over or self._validation_starts_over
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
-        requests: Requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
-        if self._use_local and self.listeners.listeners:  # rank 0, in the driver, draws for them
+        requests: Requests = [(request,)] * len(worlds)  # one object, so that the engine packs it once for all ranks
+        if self._use_local and self.listeners.listeners:  # rank 0 runs in the driver, so it calls them
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
@@ -268,24 +268,24 @@ class EpochCalls:
         """Run a training call.
 
         Args:
-            asked: What every replica is asked.
-            max_retries: How many times it is repeated after a failure.
-            dataset: What takes the place of the registered data; None if nothing does.
-            can_resume: Whether it can continue with the batches that are left, in another group.
-            check: Called with the answers before they count; raises where the replicas are not equal any more.
-            begun: Where a run had left the epoch that is to be gone on with.
-            leaves: Asked now and then whether to leave the call, at the next step if it can be held there.
+            asked: The request for every replica.
+            max_retries: How many times to repeat the call after a failure.
+            dataset: Data to use instead of the registered data, or None.
+            can_resume: Whether another group can continue the call with the remaining batches.
+            check: Called with the answers before they count. Raises an error if the replicas are no longer equal.
+            begun: Place at which an earlier run stopped in the epoch, to continue from there.
+            leaves: Called now and then. True stops the call, at the next step if possible.
 
         Raises:
-            EpochLeft: It was left.
+            EpochLeft: The call stopped because of `leaves`.
         """
         runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
-        number = cache(lambda: controller.num_calls)  # while it is run for the first time
+        number = cache(lambda: controller.num_calls)  # fixed at the first attempt
 
         def requests(worlds: Sequence[World]) -> Requests:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
             found = self.requests("train", replace(asked, compares_ranks=compares, call=number()), dataset, worlds)
-            if leaves is not None and controller.ensure_group().is_driver_only:  # which no one polls meanwhile
+            if leaves is not None and controller.ensure_group().is_driver_only:  # no monitor polls this group
                 found[0] = (replace(found[0][0], redraw=partial(self._between_steps, call)), *found[0][1:])
             if begun is not None:
                 found = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(found)]
@@ -295,7 +295,7 @@ class EpochCalls:
             assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
             check(answers)
 
-        is_held = dataset is None and controller.facts[0].epoch_obstacle is None  # else a file cannot say where it was
+        is_held = dataset is None and controller.facts[0].epoch_obstacle is None  # else a file cannot hold the place
         call = Call(
             runner.train_epoch if begun is None else runner.resume_left,
             requests,
@@ -328,21 +328,21 @@ class EpochCalls:
         return answers
 
     def _between_steps(self, call: Call) -> None:
-        """Called where this process is the only worker, between two steps."""
+        """Do between two steps what a monitor does, if the driver is the only worker."""
         if self.listeners.on_wait is not None:
             self.listeners.on_wait()
         if call.leaves is not None and call.leaves():
             self.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
-        """Called while a call runs that cannot be held at a step."""
+        """Break off a call that cannot stop at a step, if `leaves` says so. Called while the driver waits."""
         if leaves():
             raise EpochLeft
         if self.listeners.on_wait is not None:
             self.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Run a training call, and note how many samples a second it trained."""
+        """Run a training call and measure its samples per second."""
         events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
@@ -366,11 +366,11 @@ class EpochCalls:
         return answers
 
     def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
-        """Run a call of `validate`. If it raises on any rank, the next one begins with the first batch on all.
+        """Run a call of `validate`. If any rank raises an error, all ranks begin the next call with the first batch.
 
         Args:
-            asked: What every replica is asked.
-            dataset: What takes the place of the registered data; None if nothing does.
+            asked: The request for every replica.
+            dataset: Data to use instead of the registered data, or None.
         """
         call = Call(
             self._runner_cls.validate,
@@ -394,16 +394,17 @@ class EpochCalls:
     def begin_on_spare(
         self, asked: EpochRequest, dataset: Any, settings: ReplicaSettings, sharing: DataSharing, newest: NewestSnapshot
     ) -> Validation:
-        """Begin to validate a state on a spare, within a turn of the training. What it returns needs no turn.
+        """Reserve a spare to validate a state, and return the function that validates.
 
-        Where no spare is left and none will come, the workers that train validate at once.
+        Take a turn for this call; the returned function needs none. If no spare is left and none will come, the
+        workers that train validate at once.
 
         Args:
-            asked: What the spare is asked.
-            dataset: What takes the place of the registered data; None if nothing does.
-            settings: Those of the workers that train.
-            sharing: Divides data with these.
-            newest: The state.
+            asked: The request for the spare.
+            dataset: Data to use instead of the registered data, or None.
+            settings: Settings of the workers that train.
+            sharing: Divides data by these settings.
+            newest: The state to validate.
         """
         controller = self.controller
         loan, facts = controller.lend_spare(), controller.facts[0]
@@ -422,7 +423,7 @@ class EpochCalls:
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
 
     def report(self) -> None:
-        """Give Ray's metrics the numbers of now."""
+        """Report the current figures to Ray's metrics."""
         self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
@@ -430,20 +431,20 @@ class EpochCalls:
         return self.with_ledger(found)
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
-        """A status, and where the time went."""
+        """Return a status with the ledger added."""
         self.accounts.note_times({each.rank: each.heartbeat for each in status.workers if each.heartbeat is not None})
         self.accounts.warn()
         return replace(status, ledger=self.accounts.ledger(len(status.workers)))
 
     def stop_reporting(self) -> None:
-        """Take the trainer out of Ray's metrics."""
+        """Remove the trainer from Ray's metrics."""
         self.accounts.note_end()
         self._gauges.report_end()
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
-    """After a failure inside the call: says why `num_samples` of the result is a part of what was trained on."""
-    if 0 < num_samples < num_used:  # none: a loop of the user counts none
+    """Warn that the metrics cover only part of the samples, after a failure inside the call."""
+    if 0 < num_samples < num_used:  # 0 samples: a loop of the user counts none
         logger.warning(
             "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
             "metrics was lost with them. The training did use their samples",

@@ -26,7 +26,7 @@ WORDS = FrontEndWords(
     after_end="the last completed state is kept",
     restart_point="from the last completed call",
 )
-"""What users of a class-based trainer are told behind the engine's facts."""
+"""Advice that is added to the engine's messages for users of a class-based trainer."""
 
 
 def make_controller(
@@ -38,22 +38,22 @@ def make_controller(
     keeps_survivors: bool,
     renews_survivors: bool,
 ) -> ElasticController:
-    """Return what keeps the workers alive, as the trainer's arguments ask for it.
+    """Return the controller that the trainer's arguments ask for.
 
     Args:
-        settings: How many workers there are, and what each of them gets.
+        settings: Number of workers, and the resources of each.
         make_replica: Makes the replicas.
-        connection: What connects the workers.
-        reservation_timeout_s: How long to wait for resources.
-        keeps_survivors: Whether the survivors of a failure can go on, as far as their framework is concerned.
-        renews_survivors: Whether they can at least go back to a snapshot in their processes.
+        connection: Connects the workers with their group.
+        reservation_timeout_s: Seconds to wait for resources.
+        keeps_survivors: Whether the framework lets the survivors of a failure continue.
+        renews_survivors: Whether survivors can at least restore a snapshot in their processes.
     """
     is_wanted = settings.recovery.in_place and not settings.is_driver_only
     continues = is_wanted and keeps_survivors
     recovery = settings.recovery
     every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
-        every_s = 0.0  # what runs in the driver may be changed there between calls, which nothing notes
+        every_s = 0.0  # the user can change a local operator between calls, unnoticed
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(
         connection=connection,

@@ -1,4 +1,4 @@
-"""The loop behind `trainer.fit` and `trainer.epochs`: epochs, validation, callbacks, and where a run resumes."""
+"""The loop behind `trainer.fit` and `trainer.epochs`: it trains, validates, calls callbacks, and resumes runs."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class FitOptions:
 
     Raises:
         InvalidCountError: A count is out of range.
-        TypeError: Something is of another kind.
-        ValueError: A place is empty, or the folder is a URI.
+        TypeError: An argument has the wrong type.
+        ValueError: A path is empty, the folder is a URI, or `validate` is unknown.
     """
 
     epochs: int
@@ -87,10 +87,10 @@ class FitOptions:
 
 
 FitProgress = tuple[Sidecar, Any]
-"""How far a `fit` is, for a process that continues it; and where callbacks put their files, if that is known yet."""
+"""Progress of a `fit`, so that another process can continue it; and the folder for callbacks, if it is known yet."""
 
 NoteProgress = Callable[[FitProgress], None]
-"""Keeps how far a `fit` is."""
+"""Function that keeps the progress of a `fit`."""
 
 
 @dataclass
@@ -99,12 +99,12 @@ class TrainedEpoch:
 
     Attributes:
         number: Its number in the run, from 1.
-        trained: What the training call returned.
+        trained: Result of the training call.
         row: Its row in the history of the run.
         shown: Its row in the history of the trainer.
-        handle: Of its validation, if that runs beside the training.
-        ended: Adds what that has come to to the history of the trainer, as soon as it is known.
-        is_told: Whether callbacks know the result.
+        handle: Handle of its validation, if that runs beside the training.
+        ended: Functions that add the result of that validation to the history of the trainer. Empty until it ends.
+        is_told: True if callbacks know the result.
     """
 
     number: int
@@ -116,35 +116,35 @@ class TrainedEpoch:
     is_told: bool = False
 
     def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
-        """Note what the validation has come to; called in its thread."""
+        """Keep the result of the validation. Called in its thread."""
         self.ended.append(partial(add, result, began_at, seconds))
 
 
 @dataclass(frozen=True)
 class TrainerPort:
-    """All that `Fit` knows of a trainer, which makes one for each run. The functions are the trainer's.
+    """Everything that `Fit` can use of a trainer. The trainer makes one for each run and provides the functions.
 
     Attributes:
-        new_run: Makes the run as callbacks see it, with the trainer in it.
+        new_run: Makes the `Run` that callbacks get.
         history: Every call of the trainer.
-        calls: Has the workers and who listens to them.
-        once: Says what was logged already.
-        runs_worker_callbacks: Whether the workers call callbacks around their steps.
+        calls: Makes calls on the workers, and holds the listeners.
+        once: Keeps what was logged already.
+        runs_worker_callbacks: True if the workers can call callbacks around their steps.
         use_worker_callbacks: Lets these callbacks, and no others, run in the workers.
         train: Runs a training call: `train(request, dataset=..., of_fit=True)`.
         validate: Runs a validation in the same way.
-        validates_beside: Says whether a validation can run beside the training.
-        begin_validation: Begins one.
-        after_validation: Shows the results to what goes by them; True if that has changed the state.
+        validates_beside: Returns True if a validation can run beside the training.
+        begin_validation: Begins a validation beside the training.
+        after_validation: Steps the schedulers that follow metrics. Returns True if the state has changed.
         save: Writes the state.
         load: Loads a state.
-        note_progress: Keeps how far the run is, in a detached trainer; None in others.
-        left_file: Where a detached trainer was saved that ended without its program; None for others.
-        leaves_epochs: Whether a run can be left inside an epoch.
+        note_progress: Keeps the progress of the run, in a detached trainer; None in others.
+        left_file: File in which a detached trainer is saved when it ends without its program; None for others.
+        leaves_epochs: True if a run can stop inside an epoch.
         epoch_obstacle: Says why an epoch can only begin again; None if it can continue.
         save_snapshot: Writes a snapshot that the driver holds.
         place_in: Returns how many epochs and steps a snapshot has.
-        kept: How far the run is already, in the next process of a detached trainer; else None.
+        kept: Progress to continue from, in the next process of a detached trainer; else None.
     """
 
     new_run: Callable[..., Run]
@@ -173,11 +173,11 @@ class Fit:
     """One call of `fit` or `epochs`.
 
     Args:
-        trainer: What the trainer lets it do.
-        options: What it was asked.
+        trainer: The functions and parts of the trainer.
+        options: The arguments of the call.
 
     Attributes:
-        history: Of this run.
+        history: The history of this run.
     """
 
     def __init__(self, trainer: TrainerPort, options: FitOptions) -> None:
@@ -220,11 +220,11 @@ class Fit:
         self._newest: str | None = None
 
     def epochs(self) -> Iterator[dict[str, Any]]:
-        """Train; yield the row of each epoch as it ends. Closing the iterator stops the run.
+        """Train, and yield the row of each epoch when it ends. Closing the iterator stops the run.
 
         Raises:
-            ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
-            UnpicklableError: A callback cannot be sent to the workers that are to call it.
+            ValueError, TypeError: The run cannot work with these arguments. Nothing has begun.
+            UnpicklableError: A callback for the workers cannot be sent to them.
         """
         options = self._options
         if self._kept is not None:
@@ -288,17 +288,17 @@ class Fit:
                 if self._leaves():
                     self._leave()
 
-    # ------------------------------------------------------------------------------------------ left before its end
+    # ------------------------------------------------------------------------------------------------ stopped early
 
     def _leaves(self) -> bool:
-        """Return whether the run is to be left; called now and then, also while an epoch runs."""
+        """Return True if the run must stop early. Called now and then, also during an epoch."""
         if self._leaving.signal is not None:
             self._trainer.calls.controller.is_ending = True
         return self._leaving.is_due()
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """Behind the block, workers that are lost are replaced again."""
+        """Let the controller replace lost workers again after the block."""
         self._leaving.begin()
         try:
             yield
@@ -306,10 +306,10 @@ class Fit:
             self._trainer.calls.controller.is_ending = False
 
     def _leave(self) -> None:
-        """Let callbacks save the state of the step at which the run is left; then end the program if a signal came.
+        """Let callbacks save the state at the step where the run stops. Then end the program if a signal came.
 
         Raises:
-            Preempted: One did.
+            Preempted: A signal came.
         """
         run, leaving = self._run, self._leaving
         is_of_time = leaving.signal is None
@@ -332,7 +332,7 @@ class Fit:
         raise leaving.error(self._newest)
 
     def _finds_snapshot(self) -> bool:
-        """Where workers were lost: return whether the driver holds a state that is newer than the last file."""
+        """Return True if the driver holds a state newer than the last file. Called after workers were lost."""
         landed = self._trainer.calls.controller.snapshots.landed
         if landed is None:
             return False
@@ -344,7 +344,7 @@ class Fit:
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
-        """Let callbacks run in the workers inside the block."""
+        """Let worker callbacks run in the workers inside the block."""
         chosen, use = self._worker_callbacks, self._trainer.use_worker_callbacks
         if not chosen:
             yield
@@ -353,11 +353,11 @@ class Fit:
         def take_out() -> None:
             try:
                 use(())
-            except RaySGDError as error:  # the one that ended the run is the one to see
+            except RaySGDError as error:  # the error that ended the run matters more
                 logger.warning("could not take callbacks out of the workers: %r", error)
 
         with OnFailure(take_out):
-            if self._kept is None:  # else they are there
+            if self._kept is None:  # else the workers have them already
                 use(chosen)
             yield
         use(())
@@ -384,7 +384,7 @@ class Fit:
         return self._run.epochs
 
     def _epoch(self) -> dict[str, Any] | None:
-        """Train an epoch; return its row, None if a callback has stopped the run before."""
+        """Train an epoch. Return its row, or None if the run stopped before the end of the epoch."""
         run, trainer = self._run, self._trainer
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:
@@ -407,7 +407,7 @@ class Fit:
         self._tell_of_events()
         self._saved.clear()
         try:
-            self._finish_validation(waits=False)  # what is known by now is part of what is saved
+            self._finish_validation(waits=False)  # so that a save includes a result that has come
         finally:
             self._calls.tell("on_epoch_trained")
         if self._awaited is not None:
@@ -420,7 +420,7 @@ class Fit:
         return epoch.row
 
     def _train(self, request: EpochRequest) -> Any:
-        """Train an epoch, or what is left of it; return the result, None where the run is left inside it."""
+        """Train an epoch, or the rest of it. Return the result, or None if the run stops inside the epoch."""
         dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
         asks = self._asks if can_leave and (self._leaving.may_come or self._pausing) else None
         while True:
@@ -439,11 +439,11 @@ class Fit:
             self._pause()
 
     def _asks(self) -> bool:
-        """Return whether to hold the epoch that runs at the next step."""
+        """Return True if the running epoch must pause at its next step."""
         return self._leaves() or any(each._pauses_now() for each in self._pausing)
 
     def _next_pause(self) -> int | None:
-        """Return after how many batches of the epoch it is to be held; None for nowhere. It is about to go on."""
+        """Return after how many batches the epoch pauses, or None. Called while the workers are idle."""
         if not self._pausing:
             return None
         step: int = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))[0]
@@ -452,7 +452,7 @@ class Fit:
         return min(wanted) - step + begun if wanted else None
 
     def _pause(self) -> None:
-        """Let callbacks act that do so inside epochs, while the workers are held at a step."""
+        """Call the callbacks that act inside epochs, while the workers wait at a step."""
         run, begun = self._run, self._begun
         if begun is None:  # before the first step
             return
@@ -462,10 +462,10 @@ class Fit:
         run.epoch, run.step = run.epoch + 1, 0
 
     def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
-        """Note where an epoch was left.
+        """Keep the place at which an epoch stopped.
 
         Raises:
-            WorkersLostError: It was not, but has failed.
+            WorkersLostError: The epoch failed, and no signal had come.
         """
         if isinstance(left, WorkersLostError) and self._leaving.signal is None:
             raise left
@@ -482,7 +482,7 @@ class Fit:
         recorded = self._trainer.history
         self._take_records()
         row = self.history[-1]
-        number = result.get("epoch", self._run.epoch)  # Keras's `fit` counts none
+        number = result.get("epoch", self._run.epoch)  # Keras's `fit` returns no epoch
         if number != self._run.epoch and self._trainer.once.is_first("epochs"):
             logger.warning(
                 "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
@@ -504,20 +504,20 @@ class Fit:
         return can_validate and not self._lacks_data and self._options.validation_freq > 0
 
     def _validate(self, epoch: TrainedEpoch) -> None:
-        """Validate, or begin to, where that runs beside the training."""
+        """Validate. If that runs beside the training, only begin it."""
         trainer, dataset = self._trainer, self._options.validation_dataset
         if self._run.validates_beside:
             epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
-        whole = replace(asked(None), starts_over=True)  # also where a callback has validated on some batches
+        whole = replace(asked(None), starts_over=True)  # even if a callback has validated on some batches
         with self._noting_lack_of_data():
             trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
         self._take_records()
 
     @contextmanager
     def _noting_lack_of_data(self) -> Iterator[None]:
-        """A `validate` of the user's that turns out to need data, where there is none, is not run again."""
+        """Stop validating if the user's `validate` turns out to need data and there is none."""
         try:
             yield
         except NoDataError as error:
@@ -525,12 +525,13 @@ class Fit:
             logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
 
     def _finish_validation(self, waits: bool = True) -> bool:
-        """Wait for the validation that runs beside the training, if one does, and tell the result of its epoch.
+        """Wait for the validation beside the training, if one runs, and tell callbacks the result of its epoch.
 
-        Without `waits`, one that still runs is left for later. Where workers were lost over it, the epoch has none.
+        Without `waits`, a validation that is still running is left for later. If it lost its workers, the epoch gets
+        no validation metrics.
 
         Returns:
-            Whether the result has changed the state of the training.
+            True if the result has changed the state of the training.
         """
         epoch, changes_state = self._awaited, False
         if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
@@ -557,7 +558,7 @@ class Fit:
             self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Tell callbacks the result of the last epoch, or of the one before, in which they then are."""
+        """Tell callbacks the result of the last epoch or the one before. Meanwhile `run.epoch` is that epoch."""
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
         try:
@@ -568,12 +569,12 @@ class Fit:
         self._take_records()
 
     def _take_records(self) -> None:
-        """Take over what the trainer has recorded since."""
+        """Copy the new records of the trainer into the history of the run."""
         history, recorded = self.history, self._trainer.history
         for record in recorded.part(self._seen, recorded.extent).records:
             if record.of_fit:
                 history.add(record, history[-1] if len(history) else None)
-            else:  # of a callback, or of the program between two epochs
+            else:  # a call by a callback, or by the program between two epochs
                 history.records.append(record)
         self._seen = recorded.extent
 
@@ -594,13 +595,13 @@ class Fit:
         self._calls.tell("on_checkpoint", location)
 
     def _save_again(self, has_changed: bool) -> None:
-        """Add the result of the epoch before to what was saved without it."""
+        """Add the late result of the previous epoch to the files that were saved without it."""
         try:
             for location in self._saved:
                 if has_changed:
                     self._trainer.save(location)
                 self._sidecars.write(location, self._sidecar())
-        except OSError as error:  # it was saved once
+        except OSError as error:  # the files from the first save are still there
             logger.warning("could not add the result of the epoch before to what was saved: %s", error)
 
     def _sidecar(self) -> Sidecar:
@@ -612,18 +613,18 @@ class Fit:
         return Sidecar(epoch, self.history, self._calls.states(), pending, self._run.epochs, begun)
 
     def _open_steps(self) -> list[Any] | None:
-        """Return after how many batches which steps wait for their mean, as plain data; None where none is taken."""
+        """Return the step, and what each rank has measured since the last mean, as plain data. None if unknown."""
         found = () if self._steps is None or self._is_lost else self._steps.open()
         return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
 
     def _note_progress(self) -> None:
-        """Tell a detached trainer how far the run is."""
+        """Give the progress of the run to a detached trainer."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
             note((self._sidecar(), vars(run).get("folder", run._folder)))
 
     def _resume(self) -> None:
-        if self._kept is not None:  # and no worker is asked: they may be in the next epoch by now
+        if self._kept is not None:  # do not ask the workers: they may be in the next epoch by now
             self._take_over(self._kept[0])
             self._run.epoch = self._kept[0].epoch
         else:
@@ -643,7 +644,7 @@ class Fit:
             self._run._last_told = self._run.epoch - 1
 
     def _go_on_with_pending(self) -> None:
-        """Make up for the result of the epoch that was loaded, if callbacks were not told it before the save."""
+        """Tell callbacks the result of the loaded epoch, if they did not know it at the save. Validate if necessary."""
         history, number = self.history, self._run.epoch
         if self._pending != number or not len(history):
             return
@@ -661,7 +662,7 @@ class Fit:
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
         places, left = [str(each) for each in found if each is not None], self._trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
-            places.append(left)  # last: of equals, the one with the states of the callbacks is taken
+            places.append(left)  # last: at a tie, prefer the file with the states of callbacks
         return max(places, key=place_of, default=None)
 
     def _load(self, location: str) -> None:

@@ -1,4 +1,4 @@
-"""The state that a trainer keeps: in files, in all its workers, and in the journal of a detached one."""
+"""Saves a trainer to files, loads states into all workers, and keeps the journal of a detached trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _END_S = 60.0
 
 State = dict[str, Any]
 Content = tuple[State, Write]
-"""What a file is to hold, and what writes it."""
+"""State for a file, and the function that writes it."""
 _RECORDS = "records:"
 
 
@@ -34,8 +34,8 @@ class FileSaves:
     """Writes the files of a trainer.
 
     Args:
-        controller: Keeps the workers alive; told which file was written last.
-        writer: Writes files in its thread.
+        controller: Controller of the workers. Its snapshots keep the name of the last file.
+        writer: Writes files in a background thread.
     """
 
     def __init__(self, controller: ElasticController, writer: BackgroundWriter) -> None:
@@ -55,11 +55,11 @@ class FileSaves:
         """Have a file written in the background.
 
         Args:
-            checkpoint: Where to.
-            newest: The state.
-            content: Makes of it what the file is to hold. Called at once if the state is in the driver, so that what
-                it raises is not put off.
-            owner: The trainer. It lives as long as its workers are needed for that.
+            checkpoint: Path of the file.
+            newest: The state to save.
+            content: Makes the content of the file from the state. It is called at once if the state is in the driver,
+                so that its errors come early.
+            owner: The trainer. It is kept alive while the state is still in its workers.
         """
         known = None if newest.landed is None else content(newest.landed)
         kept_alive = newest if known is not None else (newest, owner)
@@ -72,19 +72,19 @@ class FileSaves:
         self._newest = ref(newest)
 
     def await_states(self) -> None:
-        """Wait until everything that is to be written is in the driver, before workers are ended."""
+        """Wait until every state that will be written is in the driver. Call this before the workers end."""
         newest = self._newest()
         if newest is not None:
-            with suppress(TimeoutError, WorkersLostError):  # the writer tells it
+            with suppress(TimeoutError, WorkersLostError):  # the writer reports it
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:
-        """Note a file that holds the state of the trainer, whole or in part."""
+        """Keep the name of the last file that holds the state of the trainer, whole or in part."""
         self._snapshots.last_file = shown
 
     def _write(self, kept_alive: Any, path: str, content: Content) -> None:
         state, write = content
-        write(path, state)  # the state is a view of the snapshot, which is kept alive
+        write(path, state)  # the state is a view of the snapshot, so the snapshot is kept alive
         self.note_file(files.shown(path))
 
 
@@ -99,10 +99,10 @@ def load_into_all(
 
     Args:
         controller: Runs the call.
-        restore: The method of a replica that takes it over.
-        state: What concerns all ranks; it may lie in the store already.
-        rank_states: What each rank had for itself.
-        is_complete: Whether that is all there is: then a recovery starts from it, and no snapshot is fetched.
+        restore: Method of a replica that restores the state.
+        state: State that all ranks share. It may be in Ray's store already.
+        rank_states: The own state of each rank.
+        is_complete: Whether this is the whole state. A recovery then starts from it, and no snapshot is fetched.
     """
 
     def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
@@ -110,7 +110,7 @@ def load_into_all(
 
     is_repeatable = isinstance(state, SharedValue)
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True, is_repeatable=is_repeatable)
-    with controller.turns.take_turn():  # a call of another thread in between would count as covered
+    with controller.turns.take_turn():  # else the snapshot would seem to cover another thread's call
         controller.run(call)
         if is_complete:
             value, reference = (state.value, state.reference) if isinstance(state, SharedValue) else (state, None)
@@ -118,12 +118,12 @@ def load_into_all(
 
 
 def load_snapshot_into_all(controller: ElasticController, restore: Callable[..., Any], snapshot: Snapshot) -> None:
-    """Load what the workers of this or another trainer had. It may be shared: nothing of it is changed.
+    """Load a snapshot of this or another trainer into all workers. It may be shared, so it is not changed.
 
     Args:
         controller: Runs the call.
-        restore: The method of a replica that takes it over.
-        snapshot: The state. What lies in the store of a single node already is not stored again.
+        restore: Method of a replica that restores the state.
+        snapshot: The state. With a single node, what is in Ray's store is not stored again.
     """
     group = controller.ensure_group()
     is_stored = snapshot.reference is not None and group.is_on_one_node
@@ -134,11 +134,11 @@ def load_snapshot_into_all(controller: ElasticController, restore: Callable[...,
 
 
 class KeptTrainer:
-    """Tells what of a trainer has changed, and gives it back to the trainer of another process.
+    """Returns what has changed in a detached trainer, and restores it in the trainer of the next process.
 
     Args:
         trainer: A class-based trainer.
-        keeper: Knows how many calls its workers were asked.
+        keeper: Counts the calls to its workers.
     """
 
     def __init__(self, trainer: Any, keeper: Keeper) -> None:
@@ -146,7 +146,7 @@ class KeptTrainer:
         self._seen, self._settings = BEGINNING, trainer._settings
 
     def changes(self) -> dict[str, bytes]:
-        """Return the entries that are to be kept now."""
+        """Return the entries to keep: the current state, and what has changed since the last call."""
         from ray import cloudpickle
 
         trainer, history, snapshots = self._trainer, self._trainer.history, self._trainer._controller.snapshots
@@ -163,7 +163,7 @@ class KeptTrainer:
         return {name: cloudpickle.dumps(value) for name, value in found.items()}
 
     def take_over(self, kept: Mapping[str, bytes]) -> None:
-        """Let the trainer know what was kept."""
+        """Restore the kept entries in the trainer."""
         trainer = self._trainer
         self._keeper.num_calls, events, last_file, places, accounts = pickle.loads(kept["state"])
         trainer._calls.accounts.take_over(accounts)
@@ -184,9 +184,9 @@ class KeptTrainer:
             trainer._fit_progress = progress
 
     def leave_call(self, *, is_interrupted: bool) -> None:
-        """End what is left of the call that the process before was in: the next one is another one.
+        """Give up the call that the previous process was in, so that the next call is a new one.
 
-        Workers that are still in it, since it was not taken up, finish it, but for those of one that Ctrl-C ended.
+        Workers that are still in that call finish it, unless Ctrl-C ended it.
         """
         self._trainer._fit_progress = None
         found, self._keeper.found = self._keeper.found, None
@@ -197,5 +197,5 @@ class KeptTrainer:
 
 
 def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
-    """Return how long the rank with most of it was in training calls since then."""
+    """Return the seconds in training calls since `before`, for the rank with the most."""
     return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

@@ -1,4 +1,4 @@
-"""Why `fit` leaves a run before its end: a signal to the program, or its time. ADR 140."""
+"""The reasons for which `fit` stops a run early: a signal to the program, or `max_time`. See ADR 140."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Handler = Callable[[int, Any], Any]
 
 
 class Leaving:
-    """Knows whether a run is to be left, and why.
+    """Decides whether a run must stop early, and says why.
 
     Args:
-        max_time: How long it may take; None for as long as it needs.
-        now: Time.
+        max_time: How long the run may take; None for no limit.
+        now: Returns the time in seconds.
 
     Attributes:
-        signal: The signal that came, if one did.
+        signal: The signal that came, or None.
 
     Raises:
-        ValueError: `max_time` is no length of time.
+        ValueError: `max_time` is not a length of time.
     """
 
     def __init__(self, max_time: Any = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -49,20 +49,20 @@ class Leaving:
         self.signal: int | None = None
 
     def begin(self) -> None:
-        """Count the time from now on."""
+        """Start counting the time."""
         self._began = self._now()
 
     def note_save(self, seconds: float) -> None:
-        """Note how long a save took."""
+        """Take account of the time of a save, to keep enough in reserve."""
         self._slowest_save_s = max(seconds, self._slowest_save_s or 0.0)
 
     @property
     def may_come(self) -> bool:
-        """True if something may say so."""
+        """True if a time limit or a signal can stop the run."""
         return self._max_s is not None or bool(self._before)
 
     def is_due(self) -> bool:
-        """Return whether the run is to be left now."""
+        """Return True if the run must stop now."""
         return self.signal is not None or self._is_late()
 
     def _is_late(self) -> bool:
@@ -74,12 +74,12 @@ class Leaving:
 
     @property
     def reason(self) -> str:
-        """The reason, in words."""
+        """Why the run stops early, in words."""
         return f"`max_time` of {self._max_s:g} s" if self.signal is None else signal.Signals(self.signal).name
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, signals are noted, where this program can be told by them; then all is as it was before."""
+        """Handle signals inside the block, if this process can, and restore the old handlers after it."""
         place = _obstacle()
         if place is not None:
             logger.debug("`fit` does not listen to signals: it runs in %s", place)
@@ -87,13 +87,13 @@ class Leaving:
             return
         for number in SIGNALS:
             before = signal.getsignal(number)
-            if before not in (None, signal.SIG_IGN):  # None is one of C, as of `faulthandler`
+            if before not in (None, signal.SIG_IGN):  # None is a handler in C, such as that of `faulthandler`
                 self._before[number] = signal.signal(number, self._note)
         try:
             yield
         finally:
             for noted, before in self._before.items():
-                if signal.getsignal(noted) == self._note:  # else the program has set one meanwhile
+                if signal.getsignal(noted) == self._note:  # else the program has set its own meanwhile
                     signal.signal(noted, before)
 
     def _note(self, number: int, frame: Any) -> None:
@@ -105,7 +105,7 @@ class Leaving:
             raise self.error(None)
 
     def error(self, checkpoint: str | None) -> BaseException:
-        """Return what ends the program, or in a notebook the cell."""
+        """Return the exception that ends the program, or the cell of a notebook."""
         assert self.signal is not None, "a signal came"
         ipython = sys.modules.get("IPython")
         if ipython is not None and ipython.get_ipython() is not None:
@@ -113,7 +113,7 @@ class Leaving:
         return Preempted(self.signal, checkpoint)
 
     def call_former_handler(self) -> None:
-        """Call the handler that the program had set itself."""
+        """Call the handler that the program itself had set for the signal."""
         assert self.signal is not None, "a signal came"
         handler = self._before.get(self.signal)
         if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):
@@ -121,7 +121,7 @@ class Leaving:
 
 
 def _obstacle() -> str | None:
-    """Return where this runs, if signals are not for it."""
+    """Return where this code runs if it cannot handle signals there, else None."""
     if threading.current_thread() is not threading.main_thread():
         return "another thread than the main one"
     ray = sys.modules.get("ray")
@@ -134,7 +134,7 @@ def seconds_of(max_time: Any) -> float:
     """Return a length of time in seconds.
 
     Raises:
-        ValueError: It is none.
+        ValueError: `max_time` is not a length of time.
 
     >>> [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
     [90.0, 120.0, 3600.0, 86401.0]

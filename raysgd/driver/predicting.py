@@ -1,7 +1,7 @@
-"""`predict` in the driver: rounds of batches over the workers there are, and the outputs in the order of the rows.
+"""`predict` in the driver: deals batches to the workers in rounds, and returns the outputs in the order of the rows.
 
-A round is a call that changes nothing. If a worker dies in it, the round is divided again over the others and repeated,
-so no row is lost or doubled. Why there are rounds: ADR 79.
+A round is a call that changes nothing. If a worker dies in it, the round is divided over the other workers and
+repeated, so no row is lost or doubled. ADR 79 says why there are rounds.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _LARGE_BYTES = 2**16
 
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
-    """Return how many rows a batch of one worker has, as the config says."""
+    """Return the number of rows in a batch of one worker, according to the config."""
     options = settings.batch_options
     config = options.config_for(settings.config, num_workers)
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
 
 def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
-    """Return how many batches each worker gets next: few rounds are needed, and what fits in memory.
+    """Return how many batches each worker gets next: enough for few rounds, but no more than fits in memory.
 
     Args:
-        size: How many each one got in the last round.
-        seconds: How long that took.
-        num_bytes: How many bytes came and went.
-        num_batches: In how many batches.
-        num_workers: Of how many workers.
+        size: Batches per worker in the last round.
+        seconds: How long the last round took.
+        num_bytes: Bytes of its inputs and outputs.
+        num_batches: Batches in it, over all workers.
+        num_workers: Number of workers.
     """
     wanted = size * 2 if seconds < _SHORT_S else size // 2 if seconds > _LONG_S else size
     fitting = _MOST_BYTES * num_batches // (max(1, num_bytes) * num_workers)
@@ -59,13 +59,13 @@ class PredictionRounds:
 
     Args:
         controller: Runs calls on the workers.
-        predict: The method of the replicas.
-        source: Has the data.
-        info: For the operator.
-        has_target: Whether batches that are tuples end with a target; None to go by the data.
-        max_retries: How many times a round is repeated after a failure.
-        place: Puts something where a rank can take it from.
-        listeners: Are told how far it is.
+        predict: Method of the replicas that predicts.
+        source: Source of the batches.
+        info: Values to pass to the operator.
+        has_target: Whether batches that are tuples end with a target; None decides by the data.
+        max_retries: How many times to repeat a round after a failure.
+        place: Stores a value for a rank, and returns what to send.
+        listeners: Listeners for the progress.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PredictionRounds:
         self._worlds: Sequence[World] = ()
 
     def outputs(self) -> Iterator[Any]:
-        """The output for each batch, in order."""
+        """Yield the output for each batch, in order."""
         try:
             while pieces := self._source.draw(self._round_size * self._controller.num_workers):
                 yield from self._round(pieces)
@@ -113,9 +113,9 @@ class PredictionRounds:
         self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return each rank's request; for a group that does not know this prediction also what all ranks need."""
+        """Return a request for each rank. A new group also gets the data that all ranks share."""
         is_new, self._worlds = worlds is not self._worlds, worlds
-        has_share = is_new and self._source.share is not None  # put once for all of them
+        has_share = is_new and self._source.share is not None  # stored once for all ranks
         shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
         requests, first = [], 0
         is_last = self._num_done + len(pieces) == self._source.num_batches
@@ -133,7 +133,7 @@ class PredictionRounds:
 
 
 def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
-    """Pieces in runs, one for each worker, as evenly as possible.
+    """Divide pieces into consecutive parts, one for each worker, as evenly as possible.
 
     Examples:
         >>> dealt([1, 2, 3, 4, 5], 3)

@@ -1,4 +1,4 @@
-"""Data that the driver divides: Ray Data that operators registered, and what single calls bring along."""
+"""Data that the driver divides among the workers: registered Ray Data, and the data of single calls."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from raysgd.engine.worker import identity, packed_bytes
 from raysgd.messages.batching import config_for_worker
 
 Requests = list[tuple[Any, ...]]
-"""For each rank a request, and its share behind it if it is given one: Ray hands that over by itself."""
+"""For each rank a request, followed by its share of the data if it gets one. Ray delivers the share."""
 
 
 def place_share(use_local: bool, rank: int, share: Any) -> Any:
-    """Put a share where its rank can take it from; return what to send. Ray knows who holds one that travels alone.
+    """Store the share of a rank, and return what to send. If it is an argument of its own, Ray tracks who holds it.
 
     Args:
-        use_local: Whether rank 0 is in the driver, where its share stays.
+        use_local: Whether rank 0 is in the driver. Its share then stays there.
         rank: The rank.
-        share: Its share.
+        share: Its share of the data.
     """
     if use_local and rank == 0:
         return share
@@ -34,7 +34,7 @@ def place_share(use_local: bool, rank: int, share: Any) -> Any:
     try:
         return ray.put(share)
     except TypeError:
-        packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
+        packed_bytes("What the call is given", share)  # raises an error that says what cannot be pickled
         raise
 
 
@@ -47,16 +47,16 @@ class _Division:
 
 
 class DataSharing:
-    """Adds to requests what each worker needs of such data: once for each group, as long as calls succeed.
+    """Adds to each request the worker's share of the data: once per group, as long as calls succeed.
 
-    What workers have been given they keep, and with it their place in it. A call that fails may leave them at different
-    places, so they are given new shares after it.
+    Workers keep their shares and their places in them. A failed call may leave workers at different places, so they
+    get new shares after it.
 
     Args:
-        config: That of all workers together.
-        place: Puts the share of a rank where the rank can take it from.
-        call_data_of: Says of data of a call, with the config of one worker, who divides them.
-        config_for: Makes of the config of all workers the one of a worker, one of so many.
+        config: The config for all workers together.
+        place: Stores the share of a rank, and returns what to send.
+        call_data_of: Takes the data of a call and the config of one worker, and says who divides the data.
+        config_for: Makes the config of one worker from the common config and the number of workers.
     """
 
     def __init__(
@@ -75,25 +75,25 @@ class DataSharing:
         self._has_warned = False
 
     def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
-        """Requests with shares of Ray Data that operators registered.
+        """Return the requests with shares of the Ray Data that operators registered.
 
         Args:
-            requests: By rank.
+            requests: The requests by rank.
             name: "train" or "validation".
-            batches: What is registered.
-            worlds: The group; the same object as long as the group is the same.
+            batches: The registered data.
+            worlds: The places in the group. The same object means the same group.
         """
         _, shares = self._shares(name, batches, CallData("ray", batches), worlds)
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Requests with shares of a dataset that takes the place of what is registered, for one call.
+        """Return the requests with shares of a dataset that replaces the registered data for one call.
 
         Args:
-            requests: By rank.
+            requests: The requests by rank.
             name: "train" or "validation".
-            dataset: What the call was given, of a kind that `call_data_of` knows.
-            worlds: The group.
+            dataset: The dataset of the call, of a kind that `call_data_of` knows.
+            worlds: The places in the group, as in `with_registered`.
         """
         data, of_call = self._call_data_of(dataset, self._config_for(self._config, len(worlds))), f"{name} of a call"
         assert data is not None, "the call has checked it"
@@ -105,24 +105,24 @@ class DataSharing:
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
-        """Note where a call stopped, for the next one with the same object."""
+        """Keep the place where a call stopped, for the next call with the same object."""
         self._places[name] = identity(dataset), place
 
     def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
-        """Return where calls stopped in data that a program sends again, for another process."""
+        """Return the places where calls stopped, for another process. Data that is not sent again has none."""
         return {name: (token, place) for name, (token, place) in self._places.items() if isinstance(token, str)}
 
     def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
-        """Go on at places that another process has kept."""
+        """Continue at the places that another process has kept."""
         self._places = {name: (sys.intern(token), place) for name, (token, place) in kept.items()}
 
     def follow(self, config: Mapping[str, Any]) -> None:
-        """Make new shares of what functions make of the config, which is another one from now on."""
+        """Use a changed config. Data that functions make from the config gets new shares."""
         self._config = config
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
     def forget(self) -> None:
-        """Make new shares in the next call."""
+        """Give workers new shares in the next call."""
         self._divisions.clear()
 
     def _with_shares(self, requests: Requests, shares: Sequence[CallData]) -> Requests:
@@ -133,7 +133,7 @@ class DataSharing:
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
     def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
-        """A name for what workers have, and what each is given; nothing if they have it."""
+        """Return a key for the shares, and the shares by rank. No shares if the workers have them already."""
         known = self._divisions.get(name)
         if known is not None and known.data is identity(given) and known.worlds is worlds:
             return known.key, ()
@@ -145,8 +145,8 @@ class DataSharing:
 
 
 def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
-    """One share for all ranks, put once for all of those that it has to travel to."""
+    """Return one share for all ranks. It is stored once for all ranks outside the driver."""
     share, num_others = shares[0], len(shares) - 1
     first = place(0, share)
-    is_local = first is share  # and the others are elsewhere
+    is_local = first is share  # other ranks need a stored copy
     return [first, *[place(1, share) if is_local and num_others else first] * num_others]

@@ -1,8 +1,8 @@
-"""`ClassTrainer`: what both class-based front ends have.
+"""`ClassTrainer`: the common base of both class-based front ends.
 
-Epochs, predictions and calls on all operators; changes of what live workers train, without new processes: another
-config or class, the state of another trainer; and the end. Whatever is changed, workers that start later are made with
-it, and what cannot be changed leaves all as it was.
+It runs epochs, predictions and functions on all operators, and shuts the workers down. It can also give live workers
+another config, another operator class, or the state of another trainer, without new processes. Workers that start
+later get the change, too. A change that fails leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ logger = logging.getLogger(__name__)
 
 @hide_library_frames
 class ClassTrainer(ABC, Generic[AnyOperatorT]):
-    """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
+    """The driver's handle on the replicas of an operator. Each replica has the attribute `operator`."""
 
     training_operator_cls: type[AnyOperatorT]
     initialization_hook: Callable[[], Any] | None
@@ -94,23 +94,23 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     recovery: Recovery
     _settings: Any
     _runner_cls: Any
-    """The class of the replicas, a `ClassRunner`."""
+    """Class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
-    """What to do where each worker loads a part of the data by itself."""
+    """Advice for users whose workers each load their own part of the data."""
     _note_fit: NoteProgress | None = None
-    """Keeps how far `fit` is, in a detached trainer."""
+    """Function that keeps the progress of `fit`, in a detached trainer."""
     _fit_progress: FitProgress | None = None
-    """How far the next `fit` is already."""
+    """Progress that the next `fit` continues from."""
     _left_file: str | None = None
-    """Where a detached trainer is saved before it ends without its program."""
+    """File in which a detached trainer is saved when it ends without its program."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
-    """Returns the iterator over the epochs of the last `fit`, as long as there is one."""
+    """Returns the iterator over the epochs of the last `fit`; None once it is gone."""
     _leaves_epochs = False
-    """Whether `fit` can leave an epoch at a step, and save what is left of it."""
+    """True if `fit` can stop at a step inside an epoch and save the place."""
     _shows_progress = False
-    """Whether something shows how far a training call is."""
+    """True if something shows the progress of a training call."""
     _runs_worker_callbacks = False
-    """Whether replicas call callbacks around their steps."""
+    """True if replicas call callbacks around their steps."""
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings) -> None:
         self._group_settings, self._settings, self._writer = group, settings, BackgroundWriter()
@@ -129,7 +129,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _new_sharing(self) -> Callable[[], DataSharing]:
-        """Return what divides data, by the settings of the time. It does not hold the trainer, which may be freed."""
+        """Return a function that makes a `DataSharing` from the current settings.
+
+        It holds no reference to the trainer, so the trainer can be freed.
+        """
         replicas, place, call_data_of = self._replicas, self._place, self._call_data_of
 
         def new_sharing() -> DataSharing:
@@ -140,64 +143,64 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _make_connection(self) -> Connection:
-        """Return what connects the workers."""
+        """Return the connection for the workers."""
 
     @property
     def _renews_survivors(self) -> bool:
-        """True if those that cannot go on can go back to a snapshot in their processes."""
+        """True if survivors that cannot continue can restore a snapshot in their processes."""
         return False
 
     @property
     @abstractmethod
     def _reservation_timeout_s(self) -> float:
-        """The time to wait for resources."""
+        """Seconds to wait for resources."""
 
     @property
     @abstractmethod
     def _keeps_survivors(self) -> bool:
-        """True if the survivors of a failure can go on, as far as their framework is concerned."""
+        """True if the framework lets the survivors of a failure continue."""
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        """Refuse what cannot take the place of the registered data for one call."""
+        """Refuse a dataset that cannot replace the registered data for one call."""
 
     def _check_fit(self, epochs: int) -> None:
-        """Refuse what cannot train for so many epochs with `fit`."""
+        """Raise an error if `fit` cannot train for this many epochs."""
 
     def _shown(self) -> AbstractContextManager[Any]:
-        """Show how far a training call is, until the end of the block."""
+        """Show the progress of a training call inside the block."""
         return nullcontext()
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        """Tell whether a training call over these data can continue where one over the registered data can."""
+        """Return True if a training call on `dataset` can continue whenever one on the registered data can."""
         return False
 
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        """Raise where the answers of the workers contradict each other; in training, before the call counts."""
+        """Raise an error if the workers' answers disagree. In training, this runs before the call counts."""
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        """Let what follows the results of an epoch see them, when `fit` has validated; True if something did."""
+        """Step the schedulers that follow metrics, after `fit` has validated. Return True if there were any."""
         return False
 
     _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
-    """Makes the result of a call."""
+    """Function that merges the answers of the workers into the result of a call."""
 
     def _settings_to_send(self, settings: Any) -> ReplicaSettings:
-        """Return what the replicas are made from, as something that other processes can use."""
+        """Return the settings in a form that other processes can use."""
         return settings
 
     def _take_settings(self, settings: ReplicaSettings) -> None:
-        """Make workers that start from now on from other settings."""
+        """Use these settings for all workers that start from now on."""
         is_other = settings.revision != self._settings.revision
         self._settings = settings
         self._replicas.settings = self._settings_to_send(settings)
         show_options(self, settings)
         if is_other and self._controller.group is not None:
-            self._controller.group.standby.kill_all()  # others are told what has changed when they step in
+            self._controller.group.standby.kill_all()  # else they stay, and get the changes when they step in
 
     def _make_controller(self) -> ElasticController:
-        """Return what keeps the workers alive, as the trainer's arguments ask for it."""
+        """Return the controller that the trainer's arguments ask for."""
         self._replicas.settings = self._settings_to_send(self._settings)
         return make_controller(
             self._group_settings,
@@ -209,7 +212,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def _begin(self, controller: ElasticController) -> None:
-        """Start the workers; they end with the trainer, also without a `shutdown`."""
+        """Start the workers. They end with the trainer, even if nobody calls `shutdown`."""
         self._controller = controller
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events)
@@ -231,21 +234,21 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         controller.observe_with(self._calls.report)
 
     def _used_options(self) -> list[str]:
-        """Return the options that shorten what the ledger counts, as far as they are used already."""
+        """Return the options that the ledger need not recommend, because they are set or would not help."""
         recovery = self._settings.recovery
         used = {
             "spare_workers": self._group_settings.spare_workers > 0,
-            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # a larger number would copy no less
+            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # there is no number to raise
         }
         return [name for name, is_used in used.items() if is_used]
 
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
-        """Let a detached trainer know what changes, so that its next process can continue."""
+        """Return an object that records changes, so that the next process of a detached trainer can continue."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
 
     def _save_left(self, reason: str) -> None:
-        """Save a detached trainer that ends for this reason, and beside the file what `resume_from="auto"` reads."""
+        """Save a detached trainer that is about to end. Also write the sidecar file that `resume_from="auto"` reads."""
         assert self._left_file is not None, "it has a folder"
         self.save(self._left_file)
         [epoch] = self._controller.run(Call(replica_calls.epochs_done, rank=0))
@@ -313,27 +316,28 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         Args:
             num_steps: Batches per worker. The next call continues where this one stops; passes follow one another. With
                 creators it is the `steps_per_epoch` of this call.
-            profile: Whether to add `profile`, the mean seconds of the phases of a single worker, and `timings`, what it
-                spent its time on, in seconds: see `ledger`.
-            reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
-            max_retries: How many times this call is run again after a failure.
-            info: Handed to the operator.
-            dataset: Trained on instead of the registered data, for this call: a loader or dataset of the framework,
+            profile: Whether to add two entries about one worker: `profile`, the mean seconds of each phase, and
+                `timings`, the seconds that it spent on each kind of work (see `ledger`).
+            reduce_results: Whether to merge the workers' metrics. False returns a list with one dict per worker.
+            max_retries: How many times to run this call again after a failure.
+            info: Values to pass to the operator.
+            dataset: Data to train on in this call instead of the registered data: a loader or dataset of the framework,
                 arrays, a data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader or
                 dataset, and others; see `docs/data.md`. Not with creators.
-            blocking: False returns a handle at once, while the workers train: `handle.result()` waits for the result,
-                and Ctrl-C there ends the call. Other calls of the trainer come after it. With `use_local` it is over
-                when the handle is returned.
+            blocking: False returns a handle at once, while the workers train. `handle.result()` waits for the result,
+                and Ctrl-C there ends the call. Other calls of the trainer wait until it is over. With `use_local` the
+                call is already over when you get the handle.
 
         Returns:
-            `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value. With
-            creators `train_<name>` for each entry of the history of Keras, its last value.
+            `num_samples`, `epoch`, `batch_count`, and for each metric its mean over the samples and its last value.
+            With creators, `train_<name>` has the last value of each entry in the history of Keras.
 
         Raises:
-            InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
-            ValueError: `fit` is running: a callback has called this.
-            WorkerError: Your code raised; also of the class that it raised. Never retried.
-            WorkersLostError: Workers were lost and the retries are used up.
+            InvalidCountError: `max_retries` is negative, or `num_steps` is not a valid count.
+            ValueError: A callback called this while `fit` is running.
+            WorkerError: Your code raised an error. `except` with the class of that error catches it, too. Never
+                retried.
+            WorkersLostError: Workers were lost and no retries are left.
         """
         self._refuse_inside_fit("train")
         checks.check_max_retries(max_retries)
@@ -372,7 +376,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             )
 
     def _warn_of_nan(self, result: Any) -> None:
-        """Say once that a loss is no number any more."""
+        """Log a warning the first time that a loss is NaN."""
         values = result.items() if isinstance(result, Mapping) else ()
         names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
         if names and self._once.is_first("nan"):
@@ -426,18 +430,18 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         dataset: Any = None,
         blocking: bool = True,
     ) -> Any:
-        """Evaluate on the validation data, every sample once.
+        """Evaluate on the validation data, using every sample once.
 
-        Arguments and result are as in `train`, without `epoch`. With the creators of `TFTrainer` the result has
-        `validation_<name>` for each metric of the model.
+        The arguments and the result are those of `train`, except that the result has no `epoch`. With the creators of
+        `TFTrainer` the result has `validation_<name>` for each metric of the model.
 
-        With `blocking=False` it validates the weights as they are after the calls before, with the config of then,
-        whatever changes meanwhile: on one of the `spare_workers` of the trainer, and training waits for a copy of the
-        state alone. Without spares, the workers that train validate, and the next call waits for them.
+        With `blocking=False` one of the `spare_workers` of the trainer validates the weights and the config as the
+        earlier calls left them, whatever changes meanwhile. Training waits only until the state is copied. Without
+        spares, the workers that train also validate, and the next call waits for them.
 
         Raises:
-            NoDataError: There is nothing to validate on.
-            ValueError: With `blocking=False`: the operator's `validate` trains, which would be lost.
+            NoDataError: There is no validation data.
+            ValueError: With `blocking=False`: the operator's `validate` trains, and what it learns would be lost.
             WorkerError, WorkersLostError: As in `train`.
         """
         request = asked(num_steps, profile, reduce_results, info)
@@ -467,11 +471,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._merged(answers, reduce_results)
 
     def _after_evaluation(self) -> None:
-        """Note what an evaluation leaves behind in the workers that train."""
+        """Note changes that an evaluation made in the workers that train."""
 
     @property
     def _validates_beside(self) -> bool:
-        """True if the trainer has spares, which validate while others train; says once where it has none."""
+        """True if spares can validate while other workers train. If not, log the reason once."""
         group = self._group_settings
         if group.spare_workers and not group.use_local:
             return True
@@ -492,13 +496,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         reduce_results: bool,
         note: Callable[[RecordBeside, Any, float, float], object] | None = None,
     ) -> CallHandle[Any]:
-        """Begin a validation beside the training, of the state after the calls that were made by now.
+        """Begin a validation beside the training, of the state that the calls so far have left.
 
         Args:
-            request: What the spare is asked.
-            dataset: What takes the place of the registered data; None if nothing does.
+            request: The request for the spare.
+            dataset: Data to use instead of the registered data, or None.
             reduce_results: Whether to merge the metrics.
-            note: That of `fit`, called in a thread with what adds it to the history, and with what that takes.
+            note: Function of `fit` that takes the result; None adds the result to the history at once. It is called in
+                a thread, with a function that adds to the history and the arguments of that function.
         """
 
         def take_state() -> tuple[Validation, RecordBeside]:
@@ -528,11 +533,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        """Write a state that the driver holds, without any worker."""
+        """Write a snapshot that the driver holds. This needs no worker."""
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Return how many epochs a state that the driver holds has seen to their end, and how many batches in all."""
+        """Return how many completed epochs, and how many batches in total, a snapshot in the driver has seen."""
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
@@ -553,34 +558,34 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Train for some epochs, validate after each of them, and call callbacks. Call it again for more epochs.
 
         Args:
-            epochs: How many more epochs to train. With `resume_from` it is the total: those that the checkpoint has
-                count.
-            callbacks: Objects of subclasses of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
-            validation_freq: Validate after every so many epochs; 0 for never. Without validation data, nothing is
-                validated, unless your class has its own `validate` and that needs none.
-            dataset: Trained on instead of the registered data, as in `train`.
-            validation_dataset: Validated on instead of the registered data, as in `validate`.
-            resume_from: A file that `run.save` or `save` wrote, or its URI: loaded first. "auto" is the newest
-                checkpoint that the callbacks find, as `Checkpointing` does, or the file in the `folder` of
-                `raysgd.Detached` if that has more epochs. It starts from the beginning if there is none.
-            folder: Where callbacks put their files, on a disk. Default: a new folder in `~/ray_results`.
+            epochs: How many more epochs to train. With `resume_from` it is the total, which includes the epochs of the
+                checkpoint.
+            callbacks: Instances of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
+            validation_freq: Validate after every this many epochs; 0 for never. Without validation data, `fit` only
+                validates if your class has a `validate` of its own that needs no data.
+            dataset: Data to train on instead of the registered data, as in `train`.
+            validation_dataset: Data to validate on instead of the registered data, as in `validate`.
+            resume_from: A file that `run.save` or `save` wrote, or its URI. It is loaded first. "auto" loads the newest
+                checkpoint that a callback such as `Checkpointing` finds, or the file in the `folder` of
+                `raysgd.Detached` if that has more epochs. If there is none, training starts from the beginning.
+            folder: Folder on a disk where callbacks put their files. Default: a new folder in `~/ray_results`.
             validate: "async" begins the next epoch while one of the `spare_workers` of the trainer validates the last
-                one. Its row and what callbacks do about it are complete at the end of the next epoch.
-                An epoch waits for the validation before the last one; none is left out.
-            progress: Whether to show a `raysgd.callbacks.ProgressBar`. None does so in a terminal and in a notebook.
-            log_every_n_steps: After how many steps loggers and reports get the metrics of training inside an epoch; 0
-                for epochs only. For `TorchTrainer`.
-            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Before it is
-                over, the run is left at a step and saved, with time for two saves kept back.
+                one. The row of an epoch is complete, and callbacks have acted on it, at the end of the next epoch. No
+                validation is skipped: an epoch waits for the validation before the last one.
+            progress: Whether to show a `raysgd.callbacks.ProgressBar`. None shows one in a terminal or a notebook.
+            log_every_n_steps: Within an epoch, loggers and reports get the training metrics after every this many
+                steps; 0 for epochs only. For `TorchTrainer`.
+            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Shortly before
+                that, the run stops at a step and is saved. Time for two saves is kept back.
 
         Returns:
-            One row per epoch, and all that happened.
+            One row per epoch, and all events of the run.
 
         Raises:
-            ValueError, TypeError: An argument is wrong, or a callback can do nothing in such a run. Nothing has begun.
+            ValueError, TypeError: An argument is wrong, or a callback cannot work in this run. Nothing has begun.
             CallbackError: A callback failed. The state of the training is kept.
             WorkerError, WorkersLostError: As in `train`.
-            Preempted: SIGTERM or SIGUSR1 came. The run is left at a step, and saved if a callback saves.
+            Preempted: The program got SIGTERM or SIGUSR1. The run stopped at a step, and was saved if a callback saves.
         """
         history, rows = self._begin_fit(
             FitOptions(
@@ -616,20 +621,20 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         log_every_n_steps: int = 50,
         max_time: float | timedelta | str | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """Train as `fit` does, and give you the results of each epoch when it ends.
+        """Train as `fit` does, and yield the results of each epoch when it ends.
 
-        The next epoch begins when you ask for it. If you leave the loop, the run is stopped: callbacks see its end, and
-        the trainer stays usable.
+        The next epoch begins when you ask for it. If you leave the loop, the run stops: callbacks are told that it has
+        ended, and you can go on using the trainer.
 
         Args:
             epochs: How many more epochs to train, as in `fit`.
-            callbacks: As in `fit`, and so are the others.
-            validation_freq: After how many epochs to validate.
-            dataset: Trained on instead of the registered data.
-            validation_dataset: Validated on instead of the registered data.
-            resume_from: A file to load first, or "auto".
-            folder: Where callbacks put their files.
-            validate: As in `fit`. A row that you have been given is filled in later.
+            callbacks: As in `fit`.
+            validation_freq: Validate after every this many epochs, as in `fit`.
+            dataset: Data to train on instead of the registered data.
+            validation_dataset: Data to validate on instead of the registered data.
+            resume_from: A file to load first, or "auto", as in `fit`.
+            folder: Folder where callbacks put their files, as in `fit`.
+            validate: As in `fit`. With "async", the results of the validation are added to the row after you get it.
             log_every_n_steps: As in `fit`.
             max_time: As in `fit`.
 
@@ -637,8 +642,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             The rows of the history, one after the other.
 
         Raises:
-            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError, Preempted: As in `fit`. A signal in the
-                body of your loop is answered when you ask for the next epoch.
+            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError, Preempted: As in `fit`. A signal that
+                comes in the body of your loop takes effect when you ask for the next epoch.
 
         Examples:
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
@@ -660,7 +665,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )[1]
 
     def _begin_fit(self, options: FitOptions) -> tuple[History, Iterator[dict[str, Any]]]:
-        """Check what a run is asked; return its history, and the iterator over its epochs, which trains."""
+        """Check the arguments of a run. Return its history, and the iterator that trains its epochs."""
         self._refuse_inside_fit("fit")
         kept, self._fit_progress = self._fit_progress, None
         self._check_fit(options.epochs)
@@ -678,7 +683,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             validates_beside=lambda: self._validates_beside,
             begin_validation=self._begin_validation,
             after_validation=self._after_validation,
-            save=lambda path: self.save(path),  # what it is by then, as `raysgd.testing` may have replaced it
+            save=lambda path: self.save(path),  # looked up late: `raysgd.testing` may replace it
             load=lambda path: self.load(path),
             note_progress=self._note_fit,
             left_file=self._left_file,
@@ -694,7 +699,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return fit.history, rows
 
     def test(self, dataset: Any) -> Metrics:
-        """Evaluate on other data than the registered ones, as `validate(dataset=...)`; name begin with `test_`."""
+        """Evaluate on data other than the registered data, as `validate(dataset=...)`. Names begin with `test_`."""
         self._check_dataset(dataset, training=False)
         return self._test(dataset)
 
@@ -704,30 +709,30 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def history(self) -> History:
-        """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
+        """All calls of `train`, `validate` and `test` since the start, and the events of the workers."""
         return self._recorder.history
 
     def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Let these callbacks, and no others, run in the workers that there are, and in those to come."""
+        """Let these callbacks, and no others, run in the current workers and in workers that start later."""
         chosen = tuple(callbacks)
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
-            if self._controller.group is not None:  # else the next workers are made with them
+            if self._controller.group is not None:  # else workers get them when they start
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Run a method of the replicas on all of them; the options are those of a `Call`."""
+        """Run a method of the replicas on all workers. The options are those of a `Call`."""
         return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
 
     @property
     @abstractmethod
     def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
-        """A function of the data of a call and the config of one worker, which says who divides them."""
+        """Function that takes the data of a call and the config of one worker, and says who divides the data."""
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
-        """Return where the batches come from, and what the results are returned in."""
+        """Return the source of the batches, and the container for the results."""
 
     def predict(
         self,
@@ -743,29 +748,32 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Predict on all workers: one result for each row of the data, in the order of the rows.
 
         Each batch goes through the operator's `predict_batch`, in evaluation mode and without gradients. The batches
-        are those of one process, whatever the number of workers. The training state does not change.
+        are the same as in a single process, whatever the number of workers. The training state does not change.
 
         Args:
             data: An array or tensor, a tuple or dict of them, a data frame, a dataset or loader of the framework, a
                 dataset of Ray Data, `raysgd.data.Arrays` or `RayBatches`, or an iterator over batches.
-            batch_size: Rows in a batch of one worker. None: that of the data, else that of the config, else 32.
+            batch_size: Number of rows in a batch of one worker. None takes it from the data, else from the config, else
+                it is 32.
             streaming: Whether to return an iterator with one result for each batch, for data or results that do not
-                fit in memory. It works as you draw from it.
-            feature_columns: Of a data frame or a dataset of Ray Data: the columns that the model gets.
-            has_target: Whether batches that are tuples end with a target, which is left out. None: those of datasets
-                and loaders do if they have several parts; arrays that you pass are all inputs.
-            info: Added to `batch_info`.
-            max_retries: How many times a round of batches is repeated after a failure.
+                fit in memory. It predicts as you iterate.
+            feature_columns: Columns that the model gets, for a data frame or a dataset of Ray Data.
+            has_target: Whether batches that are tuples end with a target, which is left out. With None, batches of
+                datasets and loaders do if they have several parts, and arrays that you pass are all inputs.
+            info: Values to add to `batch_info`.
+            max_retries: How many times to repeat a round of batches after a failure.
 
         Returns:
-            The same kind of container as `data`. See `docs/predict.md`. Arrays without rows are one batch without rows.
+            The same kind of container as `data`; see `docs/predict.md`. Arrays without rows count as one batch without
+            rows.
 
         Raises:
             TypeError: The data is of an unknown kind.
-            ValueError: The order of the data cannot be kept, they have no such columns, or an output has other rows
-                than its batch.
-            WorkerError: The operator raised; also of the class that it raised. Never retried.
-            WorkersLostError: Workers were lost and the retries are used up.
+            ValueError: The order of the data cannot be kept, a column is missing, or an output has a different number
+                of rows than its batch.
+            WorkerError: The operator raised an error. `except` with the class of that error catches it, too. Never
+                retried.
+            WorkersLostError: Workers were lost and no retries are left.
         """
         checks.refuse_text(streaming=streaming)
         if has_target is not None and not isinstance(has_target, bool):
@@ -782,15 +790,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
-        """Load such a state into all workers; return when they have it.
+        """Load a state into all workers. Return when they have it.
 
         Args:
-            state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
-            blocking: Accepted for compatibility: loading always waits, so that an error is not lost.
+            state_dict: The result of `state_dict`, from this trainer or another one with any number of workers.
+            blocking: Accepted for compatibility. Loading always waits, so that an error is not lost.
 
         Raises:
             KeyError: A part is missing.
-            ValueError: A part does not fit what is registered; the workers are as they were.
+            ValueError: A part does not fit what is registered. The workers keep their state.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(
@@ -800,28 +808,28 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the result of `state_dict`."""
 
-    # ------------------------------------------------------------------------------ changes of what live workers train
+    # ----------------------------------------------------------------------------------------- changes in live workers
 
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
         """Begin again with another config, as a new trainer would: new operators, in the same worker processes.
 
-        With Horovod the processes are new, too. What was trained is gone: `save` it before if you need it.
+        With Horovod the processes are new, too. The trained state is lost, so `save` it first if you need it.
         Random generators are seeded again only if the trainer has a `seed`.
 
         Args:
-            config: As for a new trainer.
+            config: The new config, as for a new trainer.
 
         Raises:
-            ValueError, TypeError: The config cannot work; nothing was changed.
-            WorkerError: The user's set-up failed; also of the class that it raised. The workers are ended, and the next
-                call starts new ones with the new config.
+            ValueError, TypeError: The config cannot work. Nothing has changed.
+            WorkerError: Your `setup` raised an error. `except` with the class of that error catches it, too. The
+                workers are ended, and the next call starts new ones with the new config.
         """
         self._begin_again(replace(self._settings, config=self._checked_config(config)))
 
     def _begin_again(self, settings: ReplicaSettings) -> None:
-        with self._controller.turns.take_turn():  # calls that were made before have the settings of before
+        with self._controller.turns.take_turn():  # earlier calls still use the old settings
             self._take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
             self._calls.sharing = self._new_sharing()
             with _naming_config_entries(settings.config):
@@ -831,24 +839,25 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def update_config(self, **changes: Any) -> None:
         """Change entries of the config in the running operators, which keep their state.
 
-        Each operator's `config` has the new values, and its `config_changed` is called. With `TorchTrainer`, that gives
-        the optimizers the learning rate `lr`. Workers that start later run `setup` with the config from before, and
-        then `config_changed` as these did.
+        Each operator's `config` gets the new values, and then its `config_changed` is called. With `TorchTrainer`, that
+        gives the optimizers the learning rate `lr`. Workers that start later run `setup` with the old config and then
+        `config_changed`, as the running workers did.
 
         Args:
-            **changes: New values by name. The config has to have these names already.
+            **changes: New values by name. The config must have these names already.
 
         Raises:
-            ValueError: The config has no such entry, or it cannot be changed in running operators.
+            ValueError: The config has no such entry, or the entry cannot be changed in running operators.
             UnpicklableError: A value cannot be sent to the workers.
-            WorkerError: `config_changed` raised; also of the class that it raised. The old config holds on all workers.
+            WorkerError: `config_changed` raised an error. `except` with the class of that error catches it, too. All
+                workers keep the old config.
         """
         with self._controller.turns.take_turn():
             settings = self._with_changes(changes)
             with _naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
                 answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
-            self._take_settings(settings)  # not before: workers that start during the call are told by it
+            self._take_settings(settings)  # not earlier: the call itself reaches workers that start during it
             self._calls.sharing.follow(settings.config)
         if answers[0]:
             logger.warning(
@@ -858,7 +867,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             )
 
     def _with_changes(self, changes: Mapping[str, Any]) -> ReplicaSettings:
-        """The settings with changes of the config, checked."""
+        """Return the settings with the changes to the config, after checking them."""
         config = self._settings.config
         for name in changes:
             if name == BATCH_SIZE:
@@ -872,7 +881,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                     f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
                     f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
                 )
-        before = {name: self._replicas.settings.config[name] for name in changes}  # as it can be sent
+        before = {name: self._replicas.settings.config[name] for name in changes}  # in a form that can be sent
         return replace(
             self._settings,
             config=self._checked_config(checks.with_entries(config, changes)),
@@ -880,20 +889,21 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
-        """Go on with another operator class, usually an edited one, in the same workers and with the same state.
+        """Continue with another operator class, usually an edited one, in the same workers and with the same state.
 
-        Each worker makes an operator of the new class and gives it the state of the old one. Only when all have done so
-        they drop the old ones. Hyperparameters of optimizers that the new class chooses differently are taken over.
-        Attributes that are not part of the state are as the new `setup` makes them.
+        Each worker makes an operator of the new class and gives it the state of the old one. The old operators are
+        dropped only when all workers have done so. If the new class changes hyperparameters of optimizers, the new
+        values apply. Attributes that are not part of the state are as the new `setup` makes them.
 
         Args:
             training_operator_cls: The new class.
 
         Raises:
-            TypeError: It is no operator class.
-            ValueError: The state does not fit what the new class registers, or the trainer is one with FSDP, Horovod or
-                creator functions. The old class is kept on all workers.
-            WorkerError: `setup` of the new class raised; also of the class that it raised. The old class is kept.
+            TypeError: The argument is not an operator class.
+            ValueError: The state does not fit what the new class registers, or the trainer uses FSDP, Horovod or
+                creator functions. All workers keep the old class.
+            WorkerError: `setup` of the new class raised an error. `except` with the class of that error catches it,
+                too. All workers keep the old class.
         """
         self._check_reload(training_operator_cls)
         with self._controller.turns.take_turn():
@@ -908,15 +918,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._controller.ensure_group()
         else:
             _send_by_value(training_operator_cls)
-            self._newest_snapshot()  # its way to the driver is waited for below
+            self._newest_snapshot()  # the wait for its arrival in the driver is below
         edited = self._prepared(settings)
         if not self._group_settings.is_driver_only:
-            self._controller.snapshot()  # the calls before this one were of the old class
+            self._controller.snapshot()  # from the calls with the old class
         with self._adopted(settings):
             options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
             finish = partial(self._on_all, self._runner_cls.finish_reload, revision, edited, **options)
             facts = finish()
-            if None in facts:  # the group was changed in between, and with it what was prepared: all are made again
+            if None in facts:  # the group has changed, and new workers have prepared nothing: start all again
                 self._controller.kill_group()
                 self._controller.ensure_group()
                 facts = finish()
@@ -925,10 +935,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _check_reload(self, training_operator_cls: Any) -> None:
-        """Refuse what is no class of operators, and trainers whose workers cannot make another one beside theirs."""
+        """Refuse what is not an operator class, and trainers whose workers cannot hold a second operator."""
 
     def _prepared(self, settings: ReplicaSettings) -> Any:
-        """Let all workers make an operator of the new class; return what is edited in its hyperparameters."""
+        """Let all workers make an operator of the new class. Return the hyperparameters that it changes."""
         with OnFailure(self._drop_prepared):
             answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
             for name in ("train_data", "validation_data"):
@@ -941,22 +951,23 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return answers[0][1]
 
     def _drop_prepared(self) -> None:
-        with suppress(RaySGDError):  # what has failed before is what to see
+        with suppress(RaySGDError):  # the first error is the one to show
             if self._controller.group is not None:
                 self._on_all(self._runner_cls.drop_reload)
 
     def take_state_of(self, other: Any) -> None:
-        """Load the state of another trainer that is alive, past the driver and without a file.
+        """Load the state of another live trainer, without a file.
 
-        Where configs differ, optimizers keep the hyperparameters of `setup`; a new learning rate multiplies schedules.
+        If the configs differ, optimizers keep the hyperparameters of `setup`, and schedules are scaled to a new
+        learning rate.
 
         Args:
-            other: A trainer of the same class and kind of operators, with any number of workers.
+            other: A trainer of the same class with the same kind of operators, and any number of workers.
 
         Raises:
-            TypeError: It is a trainer of another class.
-            ValueError, KeyError: The state does not fit; the workers are as they were. Or the schedule cannot follow
-                the learning rate of the config, as the message says; the workers have the other's, then.
+            TypeError: `other` is not a trainer of this class.
+            ValueError, KeyError: The state does not fit, and the workers keep theirs. Or the message says that the
+                schedule cannot follow the learning rate of the config; the workers then have the other one's state.
         """
         if not isinstance(other, ClassTrainer) or other._runner_cls is not self._runner_cls:
             raise TypeError(
@@ -969,46 +980,46 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        """Load what workers had, perhaps another trainer's. It may be shared: nothing of it is changed."""
+        """Load a snapshot of this or another trainer. It may be shared, so it must not be changed."""
 
     def _follow_config(self) -> None:
         self._on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
 
     @contextmanager
     def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
-        """Workers that start from now on are made with other settings; no longer so if the body fails."""
+        """Use these settings for workers that start from now on. Go back to the old settings if the body fails."""
         before = self._settings
         self._take_settings(settings)
         with OnFailure(partial(self._take_settings, before)):
             yield
 
     def _renew(self) -> None:
-        """Make new operators, from the present settings."""
-        if self.backend == "horovod":  # what it sets up in a process stays there
+        """Make new operators from the current settings."""
+        if self.backend == "horovod":  # its setup of a process cannot be undone
             self._controller.restart()
         else:
             self._controller.renew(self._runner_cls.renew, self._replicas.settings)
 
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """A config that this trainer can work with."""
+        """Return the config if this trainer can work with it; else raise an error."""
         return checks.check_config(config)
 
     # -------------------------------------------------------------------------------- code in the workers, and the end
 
     def apply_all_workers(self, fn: Callable[[], T]) -> list[T]:
-        """Run `fn()` once in each worker process; return the results in rank order."""
-        return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # it may seed, say
+        """Run `fn()` once in each worker process. Return the results in rank order."""
+        return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # `fn` may set a seed
 
     def apply_all_operators(self, fn: Callable[[AnyOperatorT], T]) -> list[T]:
-        """Run `fn(operator)` in each worker, all at the same time; return the results in rank order.
+        """Run `fn(operator)` in all workers at the same time. Return the results in rank order.
 
-        Where it raises on some workers only, or not at the same line, all are replaced: some may have
-        changed and others not.
+        If `fn` raises an error on only some workers, or at different lines, all workers are replaced, because some
+        operators may have changed and others not.
         """
         return self._on_all(replica_calls.apply, fn, changes_state=True, keeps_alike=True, is_repeatable=False)
 
     def get_local_operator(self) -> AnyOperatorT:
-        """The live operator of rank 0, with `use_local=True` only.
+        """Return the live operator of rank 0. Needs `use_local=True`.
 
         Raises:
             NotImplementedError: All workers are remote.
@@ -1023,12 +1034,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return operator
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers and give their resources back; a second time it does nothing.
+        """End the workers and free their resources. A second call does nothing.
 
-        From another thread it ends a running call too, which raises `TrainerShutdownError`.
+        Called from another thread, it also ends a running call, which then raises `TrainerShutdownError`.
 
         Args:
-            force: End the processes at once instead of letting them close first.
+            force: Whether to end the processes at once instead of letting them close first.
         """
         try:
             self._finalizer.detach()
@@ -1040,7 +1051,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._writer.close()
 
     def _interrupt(self) -> None:
-        """From another thread: ends the running call as Ctrl-C does, unless it runs in the driver alone."""
+        """End the running call from another thread, as Ctrl-C does, unless the driver is the only worker."""
         if not self._group_settings.is_driver_only:
             self._controller.turns.interrupt_running()
 
@@ -1053,35 +1064,35 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self.shutdown(force=error is not None)
 
     def status(self) -> TrainerStatus:
-        """Return how the trainer is doing: workers, throughput, where the time went, data, failures, last snapshot.
+        """Return the status of the trainer: workers, throughput, use of time, data, failures, last snapshot.
 
-        Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
-        from a second thread while `train` runs.
+        It prints as a few lines of text, and shows as a card in a notebook. The workers are asked while they work, so
+        a second thread may call this while `train` runs.
         """
         found = self._calls.with_ledger(self._controller.status(self._calls.samples_per_s))
         return replace(found, global_batch=self._global_batch_in_words)
 
     @property
     def _global_batch_in_words(self) -> str:
-        """The size of a step in words, where the user left it to the number of workers; else empty."""
+        """The global batch in words if its size depends on the number of workers; else empty."""
         facts = self._facts
         if facts.keeps_global_batch or facts.batch_size is None or self.max_replicas == 1:
             return ""
         return global_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
 
     def ledger(self) -> TimeLedger:
-        """Return where the time of every rank went, up to its last sign of life. Asks no worker.
+        """Return how each rank spent its time, up to its last heartbeat. No worker is asked.
 
-        `status().ledger` is the same as of now. Its notes say what is missing.
+        `status().ledger` is up to date. Notes in the ledger say what is missing.
         """
         controller = self._controller
         return self._calls.accounts.ledger(None if controller.is_stopped else controller.num_workers)
 
     def __repr__(self) -> str:
-        """One line, from what the driver knows: no worker is asked."""
+        """Return one line from what the driver knows. No worker is asked."""
         try:
             return f"<{self._title}: {self._in_words()}>"
-        except AttributeError:  # its start has failed
+        except AttributeError:  # the trainer failed to start
             return f"<{type(self).__name__}: not started>"
 
     def _repr_html_(self) -> str:
@@ -1101,25 +1112,25 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return ", ".join([*told, self.backend, *readable.failures(self.history.events)])
 
     def _snapshot(self) -> Snapshot:
-        """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""
+        """Return the current state. A local operator counts as changed, since the user can change it without a call."""
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.snapshot()
 
     def _newest_snapshot(self) -> NewestSnapshot:
-        """The state as it is now, once it is copied; perhaps it is on its way to the driver."""
+        """Return the current state as soon as it is copied. It may still be on its way to the driver."""
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.newest_snapshot()
 
     def _shared_snapshot(self) -> Snapshot:
-        """The same for what all ranks share; random numbers may be those of a little earlier, which costs no copy."""
+        """Return a snapshot of the current shared state. Random states may be a little older, which saves a copy."""
         landed = self._controller.landed_snapshot() if not self.use_local else None
         return self._snapshot() if landed is None else landed
 
     @property
     def config(self) -> dict[str, Any]:
-        """A read-only copy of the config, with the batch size that the present number of workers really takes."""
+        """Read-only copy of the config, with the batch size that the current number of workers really uses."""
         config = dict(self._settings.config)
         if BATCH_SIZE in config:
             options = self._settings.batch_options
@@ -1128,22 +1139,22 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def max_replicas(self) -> int:
-        """The number of workers to train with, at most."""
+        """Largest number of workers to train with."""
         return self._group_settings.num_workers
 
     @property
     def num_workers(self) -> int:
-        """The number of workers that there are now."""
+        """Current number of workers."""
         return self._controller.num_workers
 
     @property
     def worker_group(self) -> Any:
-        """The running group, started again if it was ended; `RuntimeError` after `shutdown`."""
+        """The running worker group, started again if it had ended. Raises `RuntimeError` after `shutdown`."""
         return self._controller.ensure_group()
 
     @property
     def _facts(self) -> Any:
-        """The facts that a replica reports after `setup`; alike on all ranks, but for the data."""
+        """Facts that rank 0 reports after `setup`. All ranks have the same facts, except about data."""
         return self._controller.facts[0]
 
     @property
@@ -1155,7 +1166,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._controller.history.last_resize
 
     def _check_same_data(self) -> None:
-        """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
+        """Refuse ranks that divide different data: they would train on overlapping parts unnoticed."""
         for name in ("train_data", "validation_data"):
             found = [getattr(facts, name) for facts in self._controller.facts]
             if len(set(found)) > 1:
@@ -1169,7 +1180,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
 @contextmanager
 def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
-    """Errors of what cannot be sent to workers name the entry of the config, if it is one."""
+    """Add the name of the config entry to the error if that entry cannot be sent to workers."""
     try:
         yield
     except UnpicklableError as error:
@@ -1178,13 +1189,13 @@ def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
-    """End a trainer that was never shut down, at its collection or at the end of the program."""
+    """End a trainer that was never shut down, when it is garbage-collected or the program ends."""
     controller.stop(force=True)
     background.await_end()
 
 
 def _send_by_value(operator_cls: type[Any]) -> None:
-    """Let a class of a user's module travel as it is now: workers may have imported what the module was before."""
+    """Pickle a class of a user's module by value: workers may have imported an older version of the module."""
     module = sys.modules.get(operator_cls.__module__)
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
@@ -1196,14 +1207,14 @@ def _send_by_value(operator_cls: type[Any]) -> None:
 
 
 def show_options(trainer: object, *settings: Any) -> None:
-    """Let every option be read as an attribute, unless the class says more about it than what was passed."""
+    """Set every option as an attribute of the trainer, unless the class defines that attribute itself."""
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})
 
 
 class ReadOnlyConfig(dict[str, Any]):
-    """A copy of a config, as `trainer.config` returns it, which refuses changes. Change `dict(config)` instead."""
+    """Read-only copy of a config, which `trainer.config` returns. To change a copy, use `dict(config)`."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(

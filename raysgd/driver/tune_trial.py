@@ -1,9 +1,9 @@
 """One trial of Ray Tune, whatever trains in it.
 
-The only module that knows which methods Ray Tune calls, in which order, and what it wants back. Front ends describe a
-trial (`TuneTrial`), or derive from the class of `trainer_trainable`. `ray.tune` is imported where it is needed.
+Only this module knows which methods Ray Tune calls, in which order, and what they must return. Front ends implement
+`TuneTrial`, or derive from the class of `trainer_trainable`. `ray.tune` is imported inside functions.
 
-Why there is one module for all of them: ADR 72.
+ADR 72 says why there is one module for all front ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class TrialStepResult:
     """The result of one step of a trial.
 
     Attributes:
-        metrics: What was reported; None where nothing new was.
-        has_checkpoint: Whether there is a checkpoint that Tune does not have yet, so that it asks for one; None leaves
-            that to the rules of Tune alone.
-        is_last: Whether the trial is over.
+        metrics: The reported metrics; None if there are no new ones.
+        has_checkpoint: True if there is a checkpoint that Tune does not have yet, so that Tune asks for it. None leaves
+            the choice to Tune.
+        is_last: True if the trial is over.
     """
 
     metrics: dict[str, Any] | None
@@ -45,13 +45,13 @@ class TrialStepResult:
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """The identity of a trial, and its place.
+    """The name, folder and resources of a trial.
 
     Attributes:
         logdir: Its folder on the node where it runs.
-        name: What Tune calls it; None outside of Tune.
-        identity: Its id; None outside of Tune.
-        resources: What Tune reserved for it; None outside of Tune.
+        name: Its name in Tune; None outside of Tune.
+        identity: Its id in Tune; None outside of Tune.
+        resources: Resources that Tune reserved for it; None outside of Tune.
     """
 
     logdir: Path
@@ -61,29 +61,29 @@ class TrialInfo:
 
 
 class TuneTrial(Protocol):
-    """A training as a trial. All methods run in the process of the trial, one after the other."""
+    """Training that runs as a trial. All methods run in the process of the trial, one after the other."""
 
     def step(self) -> TrialStepResult:
         """Train until there is something to report, or until the end."""
 
     def save(self, folder: Path) -> None:
-        """Write what `load` needs into a folder."""
+        """Write everything that `load` needs into a folder."""
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, here or in another process."""
+        """Continue from what `save` wrote, in this process or another one."""
 
     def end(self) -> None:
-        """Give everything back. A second time it does nothing."""
+        """Free all resources. A second call does nothing."""
 
 
 def require_tune(purpose: str) -> Any:
-    """The module `ray.tune`.
+    """Return the module `ray.tune`.
 
     Args:
-        purpose: What needs it.
+        purpose: What needs it, for the error.
 
     Raises:
-        MissingTuneError: It is not installed, or something that it needs is not.
+        MissingTuneError: Ray Tune or one of its dependencies is not installed.
     """
     try:
         return require("ray.tune", extra="tune", purpose=purpose)
@@ -92,7 +92,7 @@ def require_tune(purpose: str) -> Any:
 
 
 def reservation(bundles: Bundles, strategy: str = "PACK") -> Any:
-    """Return what Tune reserves for a trial, as it wants it: the first bundle is for the trial itself."""
+    """Return the resources of a trial in the form that Tune needs. The first bundle is for the trial itself."""
     return require_tune("a trial").PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
 
 
@@ -104,13 +104,13 @@ def make_trainable(
     strategy: str = "PACK",
     purpose: str = "a trial",
 ) -> type[Any]:
-    """A class for `tune.Tuner` or `tune.run`.
+    """Return a class for `tune.Tuner` or `tune.run`.
 
     Args:
-        make_trial: Makes what trains, in the process of the trial. It pickles.
-        bundles_of: What a trial with such a config needs: the trial itself, then each worker.
-        name: The name of the class, which Tune shows.
-        strategy: How the bundles are placed.
+        make_trial: Makes the trial, in the process of the trial. It must pickle.
+        bundles_of: Returns the resources for a config: one bundle for the trial itself, then one for each worker.
+        name: Name of the class, which Tune shows.
+        strategy: How to place the bundles.
         purpose: What needs Tune, for the error.
 
     Raises:
@@ -149,7 +149,7 @@ def make_trainable(
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             self._last = None
-            self._trial.end()  # nothing is kept of one trial for another
+            self._trial.end()  # the next trial keeps nothing of this one
             self.setup(new_config)
             return True
 
@@ -161,7 +161,7 @@ def make_trainable(
             return reservation(bundles_of(dict(config)), strategy)
 
         def __repr__(self) -> str:
-            return name  # of the actor, in the log
+            return name  # names the actor in the log
 
     TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
     return TrialTrainable
@@ -175,7 +175,7 @@ def _info_of(trainable: Any) -> TrialInfo:
 
 @functools.cache
 def trainer_trainable(purpose: str) -> type[Any]:
-    """The class behind `BaseTorchTrainable` and `TFTrainable`: a trainer with `train` and `validate` as a trial.
+    """Return the base of `BaseTorchTrainable` and `TFTrainable`, which runs a class-based trainer as a trial.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
@@ -183,7 +183,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
     tune = require_tune(purpose)
 
     class TrainerTrainable(tune.Trainable):  # type: ignore[name-defined]
-        """One trial: each step is an epoch and a validation. A subclass makes the trainer."""
+        """One trial. A subclass makes the trainer, and trains and validates for an epoch in each step."""
 
         _checkpoint_name: ClassVar[str]
         _trainer: Any = None
@@ -195,7 +195,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
             )
 
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
-            """Give the trainer another config, and new operators; False where it has to be another trainer."""
+            """Give the trainer another config and new operators. Return False if that needs a new trainer."""
             return False
 
         @property
@@ -208,23 +208,23 @@ def trainer_trainable(purpose: str) -> type[Any]:
             self._trainer = self._create_trainer(dict(config))
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            """Let the workers serve another trial; they keep their processes where they can."""
+            """Use the workers for another trial, in the same processes if possible."""
             if not self._reset_trainer(dict(new_config)):
                 self.cleanup()
                 self.setup(new_config)
             return True
 
         def save_checkpoint(self, checkpoint_dir: str) -> str:
-            """Write the state into the folder. Return the folder, as Ray Tune wants it."""
+            """Write the state into the folder, and return the folder for Ray Tune."""
             self._trainer.save(str(Path(checkpoint_dir, self._checkpoint_name)))
             write_config(Path(checkpoint_dir), self.config)
             return checkpoint_dir
 
         def load_checkpoint(self, checkpoint: str) -> None:
-            """Load what `save_checkpoint` wrote; the path of the file does, too.
+            """Load what `save_checkpoint` wrote, from the folder or the file.
 
-            Of another config than this one, the optimizers keep this one's numbers. Override it if you have state
-            outside of the trainer, as does `save_checkpoint`.
+            If it was saved with another config, optimizers use the values of this config. If you have state outside of
+            the trainer, override this method and `save_checkpoint`.
             """
             path = Path(checkpoint)
             self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
@@ -241,12 +241,12 @@ def trainer_trainable(purpose: str) -> type[Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Note the values of a config beside a checkpoint."""
+    """Write the values of a config beside a checkpoint."""
     (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(config)), encoding="utf-8")
 
 
 def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint was written with another config. Where nothing was noted, it counts as the same."""
+    """Return True if a checkpoint was written with another config. If it holds no config, return False."""
     try:
         noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -255,7 +255,7 @@ def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _comparable(value: Any) -> Any:
-    """Return what is equal for equal values, also after JSON; of objects that pickle differently it is not."""
+    """Return data to compare values by, also after JSON. Objects that pickle differently count as different."""
     if isinstance(value, Mapping):
         return {str(key): _comparable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -266,11 +266,11 @@ def _comparable(value: Any) -> Any:
     try:
         return hashlib.sha256(packed_bytes("The config", value)).hexdigest()
     except UnpicklableError:
-        return math.nan  # which nothing is equal to
+        return math.nan  # not even equal to itself
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; dicts that are in both are merged, and of other values the second one's counts."""
+    """Merge two dicts. Dicts under the same name are merged, too; for other values, the second one counts."""
     result = dict(first)
     for name, value in second.items():
         before = result.get(name)

@@ -13,7 +13,7 @@ function number(value) {
   return size >= 1e6 || (size && size < 1e-3) ? rounded.toExponential() : String(rounded);
 }
 
-// An exponential mean without the bias of its start.
+// Exponential moving average, corrected for the bias at the start.
 function smoothed(values, weight) {
   let [sum, count] = [0, 0];
   return values.map((value) => {
@@ -44,7 +44,7 @@ function draw(place, xs, lines, { label, axis, legend, log = false, hooks = {} }
   }, [xs, ...lines.map((line) => line.values)], place);
 }
 
-// Rows with their places: epochs, or means over steps, and what only epochs have at their last steps.
+// Returns pairs of x and row: epochs, or means over steps. Metrics that only epochs have stand at the epoch's last step.
 function placed(over) {
   if (over !== "step") return history.rows.map((row, index) => [row.epoch ?? index + 1, row]);
   const [rows, known] = [new Map(steps.map((row) => [row.step, row])), new Set(steps.flatMap(Object.keys))];
@@ -70,7 +70,7 @@ function drawMetrics(place, names, view) {
   return draw(place, xs, lines, { label: view.over || "epoch", axis: { size: 26, incrs: wholeNumbers }, log });
 }
 
-// The throughput over time; what happened to the workers is marked.
+// Draws the throughput over time, with a mark for each event of the workers.
 function drawTimes(place) {
   const calls = history.records.filter(({ kind, metrics, seconds }) => kind === "train" && metrics.num_samples > 0 && seconds > 0);
   if (calls.length < 2) return place.remove();
@@ -84,7 +84,7 @@ function drawTimes(place) {
   const starts = [run.started_at, ...history.events.filter(({ kind }) => kind === "started").map(({ at }) => at)];
   const [ends, values] = [[], []];
   for (const { began_at, seconds, metrics } of calls) {
-    const pause = starts.find((at) => at > ends.at(-1) && at <= began_at); // between two programs nothing was trained
+    const pause = starts.find((at) => at > ends.at(-1) && at <= began_at); // a gap between two programs
     if (pause) {
       ends.push(pause);
       values.push(null);
@@ -105,9 +105,9 @@ function drawAll() {
   return view;
 }
 
-// Nothing to choose where nothing counts steps.
+// Without counts of steps, there is no choice between epochs and steps.
 if (!steps.length && !history.rows.every((row) => row.batch_count)) controls.shift()?.parentElement.remove();
-// The address keeps the settings: a page that refreshes itself has them again.
+// The address keeps the settings, so that they survive a refresh of the page.
 const kept = new URLSearchParams(location.hash.slice(1));
 for (const each of controls) {
   each.value = kept.get(each.name) ?? (each.name === "over" && history.rows.length < 2 ? "step" : each.value);
