@@ -1,6 +1,6 @@
 """Ready-made training operators: subclasses of `TrainingOperator` for common tasks.
 
-Subclass one and override its `build_...` methods to return your networks and your data.
+Subclass an operator, and override its `build_...` methods to return your networks and your data.
 
 * Each operator overrides the same methods that you would. So it runs on one worker or many, on CPUs or GPUs, in full or
   mixed precision, and it can be saved, resumed and resized.

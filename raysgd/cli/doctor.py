@@ -205,7 +205,7 @@ def _own_address() -> str:
 
 def check_private_names() -> Iterator[CheckResult]:
     """Check that packages newer than the tested ones still have the private names that raysgd uses."""
-    for name in ("torch", "ray"):  # names in compiled modules cannot be read from their source
+    for name in ("torch", "ray"):  # import them, because compiled names are not in the source
         with suppress(Exception):
             importlib.import_module(name)
     newer = [row for row in TABLE if _is_newer(row.package)]

@@ -130,7 +130,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 
 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
-    """Return the status of a run of a `Trainer`. It never writes that it ended, so the last report's time must do."""
+    """Return the status of a run of a `Trainer`. Its folder does not tell if it ended, only when it last reported."""
     content: Any = None
     with suppress(ValueError, RecursionError):
         content = json.loads(_text(folder, "results.json"))

@@ -28,7 +28,7 @@ _PIECE_BITS, _NUM_PIECES = 8, 8  # a digest in pieces that are small enough for 
 
 
 class _Parameter:
-    """A frozen parameter, with what is known of the values that `setup` gave it, its original values.
+    """A frozen parameter that `setup` made. Its values at that time are its original values.
 
     Attributes:
         parameter: The parameter.
@@ -123,7 +123,7 @@ class RemadeParameters:
         is_criterion = index >= len(self._module_names)
         return f"`{name}` of {'the criterion' if is_criterion else f'model {index}'} (`{self._module_names[index]}`)"
 
-    # ------------------------------------------------------------------------------------------------ out of a state
+    # -------------------------------------------------------------------------------------------------------- saving
 
     def without(self, index: int, state: Any) -> Any:
         """Return the state of a module without the parameters to leave out."""
@@ -197,7 +197,7 @@ class RemadeParameters:
 
         return more_left_out_of
 
-    # ------------------------------------------------------------------------------------------------- into a module
+    # ------------------------------------------------------------------------------------------------------- loading
 
     def fitting(self, index: int, saved: Any, record: Any) -> tuple[Any, Collection[str]]:
         """Check that `setup` made the parameters that a saved state leaves out, with the same values.
@@ -211,7 +211,7 @@ class RemadeParameters:
             The state to load, and the names that may be missing in it.
 
         Raises:
-            ValueError: A parameter differs between the state and here, or is missing in both.
+            ValueError: A parameter differs, or is not frozen here, or was trained without a copy of its original values.
         """
         if not isinstance(saved, Mapping):
             return saved, ()  # the caller refuses it
@@ -259,14 +259,14 @@ class RemadeParameters:
             self._made[index][name].keep_original()
 
     def end_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Leave out what the loaded state left out, from now on, and restore its original values."""
+        """Leave out what the loaded state left out, from now on, and restore the original values there."""
         made = self._made[index]
         for name in {*left_out} - self._left_out[index]:
             made[name].put_back()
         self._left_out[index] = {name for name in left_out if not made[name].parameter.requires_grad}
         self._update()
 
-    # ---------------------------------------------------------------------------------------------- between the ranks
+    # ------------------------------------------------------------------------------------------------ comparing ranks
 
     def check_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Check that all ranks made the same frozen parameters. All ranks must call this at the same time.
@@ -381,7 +381,7 @@ def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, pa
     return {**state, key: {"by": by, "parts": parts}}
 
 
-# ---------------------------------------------------------------------------------------------------------- numbers
+# ---------------------------------------------------------------------------------------------------------- digests
 
 
 def _has_numbers(parameter: torch.Tensor) -> bool:
@@ -395,7 +395,7 @@ def digest_of(tensor: torch.Tensor) -> str:
     """Return the dtype, the shape and a digest of a tensor. Equal tensors have equal digests on all devices.
 
     The tensor's device adds up rows of 512 words of eight bytes, and only the sums are hashed. The digest detects
-    different weights by mistake, but not forged ones.
+    other weights, but not forged ones.
 
     Examples:
         >>> digest_of(torch.ones(2, 3))
