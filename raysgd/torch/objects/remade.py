@@ -211,7 +211,7 @@ class RemadeParameters:
             The state to load, and the names that may be missing in it.
 
         Raises:
-            ValueError: A parameter differs, or is not frozen here, or was trained without a copy of its original values.
+            ValueError: A parameter differs, or `setup` did not freeze it here, or its original values are gone.
         """
         if not isinstance(saved, Mapping):
             return saved, ()  # the caller refuses it
