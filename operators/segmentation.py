@@ -30,7 +30,7 @@ class SegmentationOperator(MeasuredOperator):
 
     The config keys are those of `ClassificationOperator`, and:
 
-    * `num_classes`: Default: 2.
+    * `num_classes`: Number of classes. Default: 2.
     * `ignore_index`: Class of the pixels to ignore. Loss and gradients are then means over all other pixels, even if
       some workers have more of these than others.
 
