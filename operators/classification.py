@@ -23,7 +23,7 @@ class ClassificationOperator(SupervisedOperator):
     All config keys are optional, and you can add your own:
 
     * `lr`: Learning rate. Default: 0.001.
-    * `optimizer`: "adam" (the default), "adamw", "rmsprop", "sgd", or a class called like `torch.optim.Adam`.
+    * `optimizer`: "adam" (the default), "adamw", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
     * `weight_decay`: Weight decay. Default: 0.
     * `batch_size`: Samples in each step of one worker, or of all workers together with `split_batches=True`.
       Default: 32. Use the key `raysgd.utils.BATCH_SIZE` instead to always count all workers together.

@@ -76,7 +76,7 @@ class HuggingFaceOperator(SupervisedOperator):
     as one of ours are refused.
 
     * `lr`: Learning rate. Default: 0.00005.
-    * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class called like `torch.optim.Adam`.
+    * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
     * `weight_decay`: Weight decay. Default: 0. Vectors and biases do not decay.
     * `scheduler`: Name of a schedule of `transformers.get_scheduler`, such as "linear". Set `num_training_steps` too,
       and `num_warmup_steps` if it is not 0. Needs `TorchTrainer(scheduler_step_freq="batch")`.
