@@ -1,4 +1,4 @@
-"""Trains a GAN that draws handwritten digits, on two workers, and saves a sheet of what it draws.
+"""Trains a GAN that draws handwritten digits on two workers, and saves an image with 64 of them.
 
 Data: the 1,797 handwritten digits of scikit-learn. Packages: scikit-learn, Pillow.
 """
@@ -38,11 +38,11 @@ class DigitsGAN(GANOperator):
         )
 
     def build_data(self, config):
-        pixels = torch.tensor(load_digits().data / 8 - 1, dtype=torch.float32)  # from -1 to 1, as `Tanh` draws
+        pixels = torch.tensor(load_digits().data / 8 - 1, dtype=torch.float32)  # from -1 to 1, like outputs of `Tanh`
         return TensorDataset(pixels.reshape(-1, 1, 8, 8))
 
 
-config = {"noise_dim": 32, "lr": 0.001, "batch_size": 64, "seed": 0}  # 64 images in a step of all workers together
+config = {"noise_dim": 32, "lr": 0.001, "batch_size": 64, "seed": 0}  # 64 images per step, over all workers
 with TorchTrainer(training_operator_cls=DigitsGAN, config=config, num_workers=2, split_batches=True) as trainer:
     history = trainer.fit(20)
     images = trainer.predict(torch.randn(64, 32))  # an image for each row of noise

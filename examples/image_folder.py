@@ -1,7 +1,7 @@
-"""Trains a network of torchvision on a folder of images, with augmentation, on two workers; keeps the best checkpoint.
+"""Trains a torchvision network on a folder of images, with augmentation, on two workers. Keeps the best checkpoint.
 
-Data: PNGs in `photos/train/CLASS` and `photos/validation/CLASS`. If the folder is missing, 800 pieces of the two photos
-that scikit-learn brings are written there. Packages: torchvision, scikit-learn.
+Data: PNGs in `photos/train/CLASS` and `photos/validation/CLASS`. If the folder is missing, 800 pieces of two photos of
+scikit-learn are written there. Packages: torchvision, scikit-learn.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ class Photos(ClassificationOperator):
 
 
 def cut_photos():
-    """Cuts pieces to train on from the left of each area, and pieces to validate with from the right."""
+    """Cut pieces out of each area: for training from its left part, for validation from its right part."""
     china, flower = load_sample_images().images
     areas = {"leaves": flower[:, 450:], "petals": flower[100:340, 195:425], "sky": china[:190, 330:560]}
     areas |= {"temple": china[130:400, 100:320], "trees": china[300:, 340:]}
@@ -50,7 +50,7 @@ def cut_photos():
 
 if not PHOTOS.exists():
     cut_photos()
-config = {"lr": 0.001, "batch_size": 32, "seed": 0}  # 32 images in a step of all workers together
+config = {"lr": 0.001, "batch_size": 32, "seed": 0}  # 32 images per step, over all workers
 saving = Checkpointing("checkpoints", metric="val_accuracy", restore_best_at_end=True)
 with TorchTrainer(training_operator_cls=Photos, config=config, num_workers=2, split_batches=True) as trainer:
     print(trainer.fit(6, callbacks=[saving]))

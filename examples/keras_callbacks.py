@@ -1,4 +1,4 @@
-"""Trains a Keras model on two workers; stops early, logs to a file, keeps the best checkpoint.
+"""Trains a Keras model on two workers. Stops early, logs to a file, and keeps the best checkpoint.
 
 Data: the 1,797 handwritten digits of scikit-learn. Packages: those of the extra `tf`, scikit-learn.
 """
@@ -32,7 +32,7 @@ def make_data(config):
     images = (pixels / 16).reshape(-1, 8, 8, 1).astype("float32")
     train = tf.data.Dataset.from_tensor_slices((images[360:], digits[360:])).shuffle(1437)
     validation = tf.data.Dataset.from_tensor_slices((images[:360], digits[:360]))
-    return train.batch(64), validation.batch(64)  # 64 images in a step of all workers together
+    return train.batch(64), validation.batch(64)  # 64 images per step, over all workers
 
 
 saving = Checkpointing("checkpoints", metric="val_accuracy", restore_best_at_end=True)

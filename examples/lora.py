@@ -1,11 +1,11 @@
-"""Trains a LoRA adapter on a small Llama from a folder, on two workers of which one is killed; merges and exports it.
+"""Trains a LoRA adapter for a small Llama on two workers, kills one of them, and exports the merged model.
 
-Texts are packed into rows of 128 tokens. The base is frozen, and every worker reads it from the folder: checkpoints,
-and what a new worker gets, hold the adapter alone.
+Texts are packed into rows of 128 tokens. The base is frozen, and every worker reads it from a folder. So checkpoints,
+and the state that a new worker gets, only contain the adapter.
 
-Data: some 600 English sentences in the source files of Python, as JSON lines. Model: the folder `base`, such as
-`save_pretrained` writes. If it is missing, a Llama with random weights is written there. Packages: those of the extra
-`hf`.
+Data: about 600 English sentences from the source files of Python, as JSON lines. Model: the folder `base`, as
+`save_pretrained` writes it. If it is missing, a Llama with random weights is written there. Packages: those of the
+extra `hf`.
 """
 
 import importlib.util
@@ -66,7 +66,7 @@ if not DATA.exists():
     write_data()
 if not BASE.exists():
     write_base()
-config = {"lr": 0.01, "batch_size": 4, "seed": 0}  # four packs in a step of all workers together
+config = {"lr": 0.01, "batch_size": 4, "seed": 0}  # four packs per step, over all workers
 options = {"config": config, "split_batches": True, "clip_grad_norm": 1.0, "precision": "bf16"}
 with TorchTrainer(training_operator_cls=Adapted, num_workers=2, **options) as trainer:
     trainer.train()

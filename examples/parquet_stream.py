@@ -1,6 +1,6 @@
-"""Trains on a table in Parquet files, which two workers read as a stream: each row once, none in memory for long.
+"""Trains on Parquet files, which two workers read as a stream: each row once per epoch, and few in memory at a time.
 
-Data: `rides/*.parquet`. If the folder is missing, 80,000 made-up taxi rides are written there; the fare depends on
+Data: `rides/*.parquet`. If the folder is missing, 80,000 made-up taxi rides are written there. The fare depends on
 distance, hour and traffic. Packages: those of the extras `torch`, `metrics` and `storage`.
 """
 
@@ -32,7 +32,7 @@ class Fares(RegressionOperator):
     def build_data(self, config):
         train = ParquetStream(f"{RIDES}/train-*.parquet").shuffle(buffer=4096).map(to_sample)
         validation = ParquetStream(f"{RIDES}/validation-*.parquet").map(to_sample)
-        return train.batch(256), validation.batch(256)  # 256 rows in a step of all workers together
+        return train.batch(256), validation.batch(256)  # 256 rows per step, over all workers
 
 
 def make_rides():

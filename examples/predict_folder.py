@@ -1,7 +1,7 @@
-"""Predicts what is on each image of a folder, on two workers, and writes a table.
+"""Predicts the digit on each image of a folder, on two workers, and writes a table.
 
-Data: `scans/*.png`. If the folder is missing, 360 of the 1,797 handwritten digits of scikit-learn are written there;
-the model is trained on the others. Packages: scikit-learn, Pillow.
+Data: `scans/*.png`. If the folder is missing, 360 of the 1,797 handwritten digits of scikit-learn are written there.
+The model is trained on the others. Packages: scikit-learn, Pillow.
 """
 
 import csv
@@ -51,8 +51,8 @@ if not SCANS.exists():
 scans = Scans()
 config = {"lr": 0.003, "batch_size": 64, "seed": 0}
 with TorchTrainer(training_operator_cls=Digits, config=config, num_workers=2, split_batches=True) as trainer:
-    trainer.fit(10, callbacks=[Checkpointing("checkpoints")], resume_from="auto")  # the second time, it only loads
-    found = trainer.predict(scans)  # a row for each image, in their order
+    trainer.fit(10, callbacks=[Checkpointing("checkpoints")], resume_from="auto")  # a second run only loads the model
+    found = trainer.predict(scans)  # a row for each image, in order
 with open("predictions.csv", "w", newline="") as file:
     rows = zip((path.name for path in scans.files), found["digit"].tolist(), found["confidence"].tolist(), strict=True)
     csv.writer(file).writerows([("file", "digit", "confidence"), *rows])

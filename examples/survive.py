@@ -1,8 +1,8 @@
 """Kills one of four workers in the middle of an epoch, and shows that nothing is lost.
 
-Data: 1,776 of the 1,797 real digits, 8x8 pixels each, that come with scikit-learn: 37 steps of 48. Each digit has a
-counter among the weights, which every step that trains on this digit raises by one. So the trained model itself tells
-how many times it saw each digit. The weights are compared with those of one process, and of four that all live.
+Data: 1,776 of the 1,797 real digits of scikit-learn, 8x8 pixels each: 37 steps of 48. Each digit has a counter among
+the weights. Every step that trains on the digit adds one. So the counters show how many times the model saw each digit.
+The weights are compared with those of one process, and with those of four workers without a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIG = {"batch_size": 48, "seed": 0}  # 48 samples in each step
 
 
 class CountingModel(nn.Module):
-    """A network, and a counter for each sample."""
+    """A network with a counter for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class CountingOperator(ClassificationOperator):
 
     def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
         weights = {"params": model.network.parameters(), "lr": 0.1, "momentum": 0.9}
-        counters = {"params": [model.counters], "lr": CONFIG["batch_size"]}  # times the gradient, 1/48, makes 1
+        counters = {"params": [model.counters], "lr": CONFIG["batch_size"]}  # times the gradient of 1/48 is 1
         return torch.optim.SGD([weights, counters])
 
     def build_data(self, config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
@@ -61,7 +61,7 @@ class CountingOperator(ClassificationOperator):
 
 
 def train(trainer: TorchTrainer, num_epochs: int, *, kills: bool = False) -> tuple[nn.Module, float]:
-    """Trains, and kills a worker on the way if told to; returns the model and its accuracy."""
+    """Train, and with `kills` kill a worker on the way. Return the model and its accuracy."""
     for epoch in range(1, num_epochs + 1):
         if kills and epoch == num_epochs // 2 + 1:
             pids = [worker.pid for worker in trainer.status().workers]
@@ -73,13 +73,13 @@ def train(trainer: TorchTrainer, num_epochs: int, *, kills: bool = False) -> tup
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    """The largest difference between two weights that belong together."""
+    """Return the largest difference between corresponding weights of two models."""
     pairs = zip(one.network.parameters(), other.network.parameters(), strict=True)
     return max((first - second).abs().max().item() for first, second in pairs)
 
 
 def verdict(times_seen: torch.Tensor, num_epochs: int, apart: float) -> str:
-    """Return what the failure has cost, in a sentence."""
+    """Return a sentence that says what the failure cost."""
     off = int((times_seen != num_epochs).sum())
     used = f"{off} digits were not used once" if off else f"each of {NUM_DIGITS:,} digits was used once"
     return f"A worker was killed: {used} in each epoch, and the weights differ from those without it by {apart:.0e}."
@@ -108,7 +108,7 @@ def main() -> None:
     num_cpus = max(args.num_workers, os.cpu_count() or 1)
     new = {"num_cpus": num_cpus, "include_dashboard": False} if args.address == "local" else {}
     ray.init(args.address, **new, log_to_driver=False, logging_level=logging.ERROR)
-    # The global batch is constant: the others go on at once, and a new worker steps in when it is ready.
+    # The global batch is constant, so the others continue at once. A new worker joins when it is ready.
     with TorchTrainer(training_operator_cls=CountingOperator, num_workers=args.num_workers, **options) as trainer:
         print(f"{args.num_workers} workers, undisturbed")
         undisturbed, _ = train(trainer, num_epochs)

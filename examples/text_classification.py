@@ -1,7 +1,7 @@
-"""Fine-tunes a text classifier of Hugging Face, from a folder with a model, on two workers.
+"""Fine-tunes a Hugging Face text classifier on two workers. Reads the model from a folder.
 
-Data: some 600 English sentences in the source files of Python, about networks or about numbers. Model: the folder
-`model`, such as `save_pretrained` writes. If it is missing, a small BERT with random weights is written there.
+Data: about 600 English sentences from the source files of Python, about networks or about numbers. Model: the folder
+`model`, as `save_pretrained` writes it. If it is missing, a small BERT with random weights is written there.
 Packages: those of the extra `hf`.
 """
 
@@ -52,7 +52,7 @@ random.Random(0).shuffle(rows)
 if not MODEL.exists():
     make_model()
 tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-config = {"lr": 5e-4, "batch_size": 16, "seed": 0}  # 16 sentences in a step of all workers together
+config = {"lr": 5e-4, "batch_size": 16, "seed": 0}  # 16 sentences per step, over all workers
 with TorchTrainer(training_operator_cls=Topics, config=config, num_workers=2, split_batches=True) as trainer:
     print(trainer.fit(6))
     HuggingFaceOperator.save_pretrained(trainer, "fine-tuned", tokenizer)

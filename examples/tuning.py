@@ -1,6 +1,6 @@
-"""Searches for the learning rate and the size of a network with Ray Tune; each trial trains on two workers.
+"""Searches for the learning rate and the size of a network with Ray Tune. Each trial trains on two workers.
 
-Data: 569 tumors, 30 numbers each, that come with scikit-learn. Packages: those of the extra `tune`, scikit-learn.
+Data: the 569 tumors of scikit-learn, with 30 numbers each. Packages: those of the extra `tune`, scikit-learn.
 """
 
 from pathlib import Path
@@ -29,9 +29,9 @@ class Tumors(ClassificationOperator):
 
 trainable = TorchTrainer.as_trainable(
     training_operator_cls=Tumors,
-    config={"batch_size": 32, "seed": 0},  # 32 rows in a step of all workers together
+    config={"batch_size": 32, "seed": 0},  # 32 rows per step, over all workers
     num_workers=2,
-    num_cpus_per_worker=0.5,  # with the one that Tune takes for itself, a trial needs two CPUs
+    num_cpus_per_worker=0.5,  # Tune takes one CPU for itself, so a trial needs two
     split_batches=True,
 )
 tuner = tune.Tuner(
@@ -41,8 +41,8 @@ tuner = tune.Tuner(
         metric="val_loss",
         mode="min",
         num_samples=6,
-        scheduler=ASHAScheduler(max_t=8, grace_period=2),  # ends the worse half of the trials early
-        reuse_actors=True,  # the next trial gets the workers of the last one
+        scheduler=ASHAScheduler(max_t=8, grace_period=2),  # ends the worse trials early
+        reuse_actors=True,  # the next trial reuses the workers of the last one
     ),
     run_config=tune.RunConfig(
         storage_path=str(Path("trials").resolve()),

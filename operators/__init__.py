@@ -1,16 +1,13 @@
 """Ready-made training operators: subclasses of `TrainingOperator` for common tasks.
 
-What it guarantees:
+Subclass an operator, and override its `build_...` methods to return your networks and your data.
 
-* Every operator here trains on one or many workers, on CPUs or GPUs, in full or in mixed precision, and can be saved,
-  resumed and resized like one that you wrote yourself: it overrides the same methods.
-* A config that makes no sense is refused in `setup` with a `ValueError` that says what is allowed.
+* Each operator overrides the same methods that you would. So it runs on one worker or many, on CPUs or GPUs, in full or
+  mixed precision, and it can be saved, resumed and resized.
+* `setup` raises a `ValueError` that says what is allowed if the config makes no sense.
 
-What it leaves to others: the networks and the data are yours. Override the `build_...` methods of an operator to give
-them, subclass it further, or copy it: nothing in `raysgd` depends on this package.
-
-Import it as `raysgd.operators`. It stands at the top of the repository, beside the examples, because it is code to read
-and to copy from; a link inside the package leads there.
+Import it as `raysgd.operators`. The folder is at the top of the repository, next to the examples, because you are meant
+to read the code and copy from it: nothing in `raysgd` depends on it. The package has a link to the folder.
 """
 
 from __future__ import annotations

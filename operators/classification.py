@@ -11,23 +11,23 @@ from raysgd.operators.supervised import SupervisedOperator
 
 
 class ClassificationOperator(SupervisedOperator):
-    """Trains one model with cross-entropy; you give the model and the data.
+    """Trains a classifier with cross-entropy. You provide the model and the data.
 
-    Override `build_model` and `build_data`. A sample is `(input, class index)`; the model returns one score for each
-    class, without a softmax. `train` reports `train_loss`, `validate` reports `val_loss` and `val_accuracy`.
+    Override `build_model` and `build_data`. A sample is `(input, class index)`. The model returns one score for each
+    class, without a softmax. `train` reports `train_loss`; `validate` reports `val_loss` and `val_accuracy`.
 
-    Everything else is a separate rung that may be overridden alone: `build_optimizer`, `build_criterion`,
-    `build_scheduler`, and the ladder of `TrainingOperator` (`train_batch`, `forward`, `validate_batch`, ...). `setup`
-    calls the `build_...` methods; leave it, or call `super().setup(config)`.
+    You can also override `build_optimizer`, `build_criterion`, `build_scheduler`, and every method of
+    `TrainingOperator` (`train_batch`, `forward`, `validate_batch`, ...), each on its own. `setup` calls the `build_...`
+    methods. If you override it, call `super().setup(config)`.
 
-    Keys of the config, all optional; others are yours:
+    All config keys are optional, and you can add your own:
 
-    * `lr`: learning rate, 0.001.
-    * `optimizer`: "adam" (the default), "adamw", "rmsprop", "sgd", or a class called like those of `torch.optim`.
-    * `weight_decay`: 0.
-    * `batch_size`: samples in a step of each worker, or with `split_batches=True` of all workers together, 32. Instead,
-      `raysgd.utils.BATCH_SIZE` counts all workers together in either case.
-    * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
+    * `lr`: Learning rate. Default: 0.001.
+    * `optimizer`: "adam" (the default), "adamw", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
+    * `weight_decay`: Weight decay. Default: 0.
+    * `batch_size`: Samples in each step of one worker, or of all workers together with `split_batches=True`.
+      Default: 32. Use the key `raysgd.utils.BATCH_SIZE` instead to always count all workers together.
+    * `seed`: Seeds PyTorch's generators, for the initial weights, the order of the data and all later random numbers.
 
     Examples:
         >>> import torch
@@ -52,9 +52,9 @@ class ClassificationOperator(SupervisedOperator):
         model: The registered model.
         optimizer: Its optimizer.
         criterion: The loss.
-        scheduler: The learning-rate scheduler, only where `build_scheduler` returns one.
+        scheduler: The learning-rate scheduler, if `build_scheduler` returns one.
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss, the mean over the samples."""
+        """Create the loss, a mean over the samples."""
         return torch.nn.CrossEntropyLoss()

@@ -17,26 +17,26 @@ from raysgd.utils import NUM_SAMPLES
 
 
 class GANOperator(TrainingOperator):
-    """Trains a generative adversarial network; you give both networks and the data.
+    """Trains a generative adversarial network. You provide both networks and the data.
 
     Override `build_discriminator`, `build_generator` and `build_data`. The generator maps noise of shape
-    `(num_samples, noise_dim)` to samples, the discriminator maps samples to one score each, without a sigmoid. A
-    batch is a tensor of real samples, or a sequence whose first element is one (labels are left alone).
+    `(num_samples, noise_dim)` to samples. The discriminator returns one score for each sample, without a sigmoid. A
+    batch is a tensor of real samples, or a sequence that begins with one (labels are ignored).
 
     `train` reports `loss_d` and `loss_g`. `validate` reports `val_loss_d` and `val_loss_g`, which say little about
-    how good the samples are; override `score_samples` to add what does. `TorchTrainer.predict(noise)` returns a sample
-    of the generator for each row. `TorchTrainer.get_model()` returns `[discriminator, generator]`.
+    how good the samples are. Override `score_samples` to add metrics that do. `TorchTrainer.predict(noise)` generates a
+    sample from each row of noise. `TorchTrainer.get_model()` returns `[discriminator, generator]`.
 
-    More rungs that may be overridden alone: `build_optimizers`, `sample_noise`, `discriminator_loss`, `generator_loss`,
-    `real_samples`. `setup` calls the `build_...` methods; leave it, or call `super().setup(config)`.
+    You can also override `build_optimizers`, `sample_noise`, `discriminator_loss`, `generator_loss` and `real_samples`,
+    each on its own. `setup` calls the `build_...` methods. If you override it, call `super().setup(config)`.
 
-    Keys of the config, all optional; others are yours:
+    All config keys are optional, and you can add your own:
 
-    * `noise_dim`: numbers that the generator makes a sample of, 64.
-    * `lr`: learning rate of both, 0.0002; `lr_discriminator` and `lr_generator` go before it.
-    * `batch_size`: samples in a step of each worker, or with `split_batches=True` of all workers together, 32. Instead,
-      `raysgd.utils.BATCH_SIZE` counts all workers together in either case.
-    * `seed`: fixes the first weights, the order of the data, and the noise, for PyTorch's generators.
+    * `noise_dim`: Numbers of noise for each sample. Default: 64.
+    * `lr`: Learning rate of both networks. Default: 0.0002. `lr_discriminator` and `lr_generator` take precedence.
+    * `batch_size`: Samples in each step of one worker, or of all workers together with `split_batches=True`.
+      Default: 32. Use the key `raysgd.utils.BATCH_SIZE` instead to always count all workers together.
+    * `seed`: Seeds PyTorch's generators, for the initial weights, the order of the data and the noise.
 
     Examples:
         >>> import torch
@@ -59,7 +59,7 @@ class GANOperator(TrainingOperator):
     Attributes:
         discriminator: The registered discriminator.
         generator: The registered generator.
-        noise_dim: Numbers that the generator makes a sample of.
+        noise_dim: Numbers of noise for each sample.
     """
 
     discriminator: torch.nn.Module
@@ -67,26 +67,25 @@ class GANOperator(TrainingOperator):
     noise_dim: int
 
     def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Create the discriminator: samples -> one score each. Override this."""
+        """Create the discriminator, which returns one score for each sample. Override this."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_discriminator` to return the discriminator.")
 
     def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Create the generator: noise -> samples. Override this."""
+        """Create the generator, which maps noise to samples. Override this."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_generator` to return the generator.")
 
     def build_data(self, config: dict[str, Any]) -> Any:
         """Create the data. Override this.
 
         Returns:
-            `(train, validation)`: datasets, which are put into loaders, or loaders, or streams; None for what there is
-            not.
+            `(train, validation)`. Each is a dataset, which is put into a loader, or a loader, a stream, or None.
         """
         raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_optimizers(
         self, discriminator: torch.nn.Module, generator: torch.nn.Module, config: dict[str, Any]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Create the optimizers, the discriminator's first: Adam with the momentum that is usual for such training."""
+        """Create the optimizers, the discriminator's first: Adam with the betas that are usual for GANs."""
         lr = options.number(config, "lr", default=2e-4, positive=True)
         lr_d = options.number(config, "lr_discriminator", default=lr, positive=True)
         lr_g = options.number(config, "lr_generator", default=lr, positive=True)
@@ -96,27 +95,27 @@ class GANOperator(TrainingOperator):
         )
 
     def sample_noise(self, num_samples: int, rng: torch.Generator | None = None) -> torch.Tensor:
-        """Draw what the generator starts from.
+        """Draw noise for the generator.
 
         Args:
-            num_samples: How many samples it is for.
-            rng: Where to draw from; None in training, for PyTorch's own generator.
+            num_samples: Number of samples to generate from it.
+            rng: Random generator to use; None, as in training, for PyTorch's global one.
         """
         return torch.randn(num_samples, self.noise_dim, device=self.device, generator=rng)
 
     def discriminator_loss(self, real: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
-        """Return what the discriminator minimizes; `generated` carries no gradient."""
+        """Return the loss of the discriminator. `generated` is detached from the generator."""
         return self._loss(self.discriminator(real), 1.0) + self._loss(self.discriminator(generated), 0.0)
 
     def generator_loss(self, generated: torch.Tensor) -> torch.Tensor:
-        """Return what the generator minimizes: that the discriminator takes its samples for real ones."""
+        """Return the loss of the generator: high if the discriminator recognizes its samples as generated."""
         return self._loss(self.discriminator(generated), 1.0)
 
     def score_samples(self, real: torch.Tensor, generated: torch.Tensor) -> dict[str, Any]:
-        """Return metrics of a batch of generated samples, for `validate`: the hook for scores of your own.
+        """Return more metrics for `validate`, from a batch of generated samples. Override this to score them.
 
-        Both networks are in evaluation mode and there are as many generated samples as real ones. Ranks may have
-        different numbers of batches, so nothing in here may be a collective.
+        Both networks are in evaluation mode, and there are as many generated samples as real ones. Do not call
+        collectives here: ranks may have different numbers of batches.
         """
         return {}
 
@@ -126,11 +125,11 @@ class GANOperator(TrainingOperator):
         return samples.to(self.device, non_blocking=True)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call it.
+        """Build everything and register it. If you override this, call `super().setup(config)`.
 
         Raises:
             ValueError: An option in the config makes no sense.
-            NotImplementedError: A `build_...` method that must be overridden is not.
+            NotImplementedError: A `build_...` method is not overridden, but has to be.
             TypeError: A `build_...` method returned something of the wrong kind.
         """
         seed, batch_size = options.seed(config), options.batch_size(config)
@@ -154,11 +153,11 @@ class GANOperator(TrainingOperator):
             ddp_args=_quiet_buffers(),
         )
         self.discriminator, self.generator = models
-        # The stock loops switch `self.model` between training and evaluation: both networks.
+        # The stock loops switch `self.model` between training and evaluation mode, so it holds both networks.
         self.model = torch.nn.ModuleList(models)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take one step of the discriminator, then one of the generator, against the discriminator as it is then."""
+        """Take a step of the discriminator, then a step of the generator against the updated discriminator."""
         real = self.real_samples(batch)
         optimizer_d, optimizer_g = self._pair_of_optimizers
         with self.timers.record("generate"), self.autocast():
@@ -176,8 +175,8 @@ class GANOperator(TrainingOperator):
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate both losses and `score_samples` on as many generated samples as there are real ones.
 
-        The noise depends on the rank and the batch alone, so an unchanged generator is always judged by the same
-        samples, and validation leaves the random numbers of the training where they are.
+        The noise depends only on the rank and the batch. So an unchanged generator is always judged by the same
+        samples, and validation does not change the random numbers of the training.
         """
         real = self.real_samples(batch)
         rng = torch.Generator(self.device).manual_seed(batch_info["batch_idx"] * 2**16 + self.world_rank)
@@ -188,7 +187,7 @@ class GANOperator(TrainingOperator):
         return {"val_loss_d": loss_d, "val_loss_g": loss_g, **scores, NUM_SAMPLES: len(real)}
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Generate one sample from each row, which is noise, as `sample_noise` draws it."""
+        """Generate one sample from each row of noise. `sample_noise` draws such rows."""
         noise: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
         with self.autocast():
             return self.generator(noise.to(self.device, non_blocking=True))
@@ -198,14 +197,14 @@ class GANOperator(TrainingOperator):
         return loss
 
     def _minimize(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Step one optimizer by the rungs of the base class, which know about precision."""
+        """Step one optimizer with the methods of the base class, which handle mixed precision."""
         self.backward(loss, optimizer=optimizer)
         self.optimizer_step(optimizer)
 
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Let gradients pass through a model without computing, or exchanging, those of its parameters."""
+    """Let gradients flow through a model without computing or exchanging the gradients of its parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -217,10 +216,10 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _quiet_buffers() -> dict[str, bool]:
-    """Return options by which `DistributedDataParallel` does not send buffers around before each forward pass.
+    """Return options that stop `DistributedDataParallel` from broadcasting buffers before each forward pass.
 
-    The discriminator runs twice before its backward pass; buffers of batch normalization that are overwritten in
-    between may make that one fail, depending on the device. Rank 0's buffers are those that count either way.
+    The discriminator runs twice before its backward pass. On some devices, the backward pass fails if the buffers of
+    batch normalization are overwritten in between. Snapshots have the buffers of rank 0 either way.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

@@ -1,4 +1,4 @@
-"""`HuggingFaceOperator`: trains models of Hugging Face's `transformers`, also with adapters of PEFT."""
+"""`HuggingFaceOperator`: trains models of Hugging Face's `transformers`, with or without PEFT adapters."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The label of what a loss leaves out, in all of `transformers`."""
+"""The label that the losses of `transformers` ignore."""
 
 SHIFT_LABELS = "shift_labels"
-"""Where some collators put labels that are moved by one place already."""
+"""Key of labels that the collator has already shifted by one token."""
 
 POSITIONS = "position_ids"
-"""Where packed batches say at which place of its text a token is."""
+"""Key of each token's position in its text, in packed batches."""
 
 ADAPTER = "adapter_model.safetensors"
-"""The file of an adapter of PEFT."""
+"""Name of the file that PEFT writes an adapter to."""
 
 _RUNGS = {
     **dict.fromkeys(
@@ -53,35 +53,36 @@ _RUNGS = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), ""),
     **dict.fromkeys(("max_grad_norm", "fp16", "bf16", "gradient_checkpointing"), ""),
 }
-"""Names of `transformers.TrainingArguments` that say how to train: the rung to which they are left where it is
-overridden."""
+"""Names from `transformers.TrainingArguments` that are refused as config keys. One with a method is allowed if the
+operator overrides that method, which may then read it."""
 
 
 class HuggingFaceOperator(SupervisedOperator):
-    """Trains one model of `transformers` with the loss that it computes; you give the model, the data and a collator.
+    """Trains a model of `transformers` with its own loss. You provide the model, the data and a collator.
 
-    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors, as the collators of
-    `transformers` make it, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
+    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors, like those of the
+    collators of `transformers`, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
 
-    The loss of a token-level model is the mean over the labels that are not -100. So gradients and metrics are weighted
-    by their number, and workers with texts of different length make the step that one process would make.
+    The loss of a token-level model is the mean over the labels that are not -100. Gradients and metrics are weighted by
+    the number of these labels. So a step is that of one process, even if workers have texts of different lengths.
 
-    `train` reports `train_loss`, `validate` reports `val_loss` and, where labels are integers, `val_accuracy`.
+    `train` reports `train_loss`. `validate` reports `val_loss` and, if the labels are integers, `val_accuracy`.
 
-    More rungs that may be overridden alone: `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and the
-    ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call `super().setup(config)`.
+    You can also override `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and every method of
+    `TrainingOperator`, each on its own. `setup` calls the `build_...` methods. If you override it, call
+    `super().setup(config)`.
 
-    Keys of the config, all optional; others are yours, but those of `transformers.TrainingArguments` that mean the same
-    are refused:
+    All config keys are optional, and you can add your own. Names of `transformers.TrainingArguments` that mean the same
+    as one of ours are refused.
 
-    * `lr`: learning rate, 0.00005.
-    * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class called like those of `torch.optim`.
-    * `weight_decay`: 0; of all matrices but no vectors or biases.
-    * `scheduler`: the name of a schedule of `transformers.get_scheduler`, such as "linear", with `num_warmup_steps` (0)
-      and `num_training_steps`. It needs `TorchTrainer(scheduler_step_freq="batch")`.
-    * `batch_size`: samples in a step of each worker, or with `split_batches=True` of all workers together, 32. Instead,
-      `raysgd.utils.BATCH_SIZE` counts all workers together in either case.
-    * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
+    * `lr`: Learning rate. Default: 0.00005.
+    * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
+    * `weight_decay`: Weight decay. Default: 0. Vectors and biases do not decay.
+    * `scheduler`: Name of a schedule of `transformers.get_scheduler`, such as "linear". Set `num_training_steps` too,
+      and `num_warmup_steps` if it is not 0. Needs `TorchTrainer(scheduler_step_freq="batch")`.
+    * `batch_size`: Samples in each step of one worker, or of all workers together with `split_batches=True`.
+      Default: 32. Use the key `raysgd.utils.BATCH_SIZE` instead to always count all workers together.
+    * `seed`: Seeds PyTorch's generators, for the initial weights, the order of the data and all later random numbers.
 
     Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -105,7 +106,7 @@ class HuggingFaceOperator(SupervisedOperator):
         model: The registered model.
         optimizer: Its optimizer.
         scheduler: The learning-rate scheduler, if there is one.
-        ddp_args: Options for `DistributedDataParallel`. A model with parameters that its loss does not use needs
+        ddp_args: Options for `DistributedDataParallel`. If the loss does not use all parameters of the model, set
             `{"find_unused_parameters": True}`.
     """
 
@@ -113,7 +114,7 @@ class HuggingFaceOperator(SupervisedOperator):
     _default_optimizer = "adamw"
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """Cast what is trained on a frozen base to fp32, where it is computed in mixed precision anyway."""
+        """With a frozen base and mixed precision, cast the trained parameters to fp32."""
         parameters = [*model.parameters()]
         if self._raysgd.precision.is_mixed and not all(each.requires_grad for each in parameters):
             for each in parameters:
@@ -121,14 +122,14 @@ class HuggingFaceOperator(SupervisedOperator):
                     each.data = each.data.float()
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
-        """Return None: the model computes the loss. For another loss override `forward`."""
+        """Return None, because the model computes the loss. Override `forward` for another loss."""
         return None
 
     def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any]:
         return partial(_collated, self.build_collator(config) or default_collate)
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Create the schedule that the config names; None without `config["scheduler"]`."""
+        """Create the schedule that `config["scheduler"]` names. Without the key, return None."""
         if config.get("scheduler") is None:
             return None
         if self.scheduler_step_freq == "epoch":
@@ -149,7 +150,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return get_scheduler(config["scheduler"], optimizer, int(num_warmup_steps), num_steps)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call it.
+        """Build everything and register it. If you override this, call `super().setup(config)`.
 
         Raises:
             ValueError: An option in the config makes no sense.
@@ -163,7 +164,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 )
         super().setup(config)
         model = self._original_models[0]
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # the model inside a `PeftModel`
         self._shifts_labels = _shifts_labels(model)
         arguments = inspect.signature(type(model).forward).parameters
         self._label_names = [name for name in arguments if "label" in name]
@@ -181,14 +182,14 @@ class HuggingFaceOperator(SupervisedOperator):
             )
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
-        """Bring a batch to the device.
+        """Move a batch to the device.
 
         Returns:
-            The batch, as the only input, and the labels that its predictions are compared with. These stay where the
-            collator made them, so that nothing waits for a GPU to count them.
+            The batch, as the only input, and the labels to compare predictions with. The labels stay where the
+            collator made them, because counting them on a GPU would make the program wait for it.
 
         Raises:
-            TypeError: The batch is no dict.
+            TypeError: The batch is not a dict.
         """
         if not isinstance(batch, Mapping):
             raise TypeError(
@@ -202,10 +203,10 @@ class HuggingFaceOperator(SupervisedOperator):
         return features, labels[..., 1:] if self._shifts_labels and labels is not None else labels
 
     def count_labels(self, target: Any) -> int | None:
-        """Return how many labels the loss of a batch is the mean over; None for one that is a mean over samples.
+        """Return the number of labels that the loss of a batch is a mean over; None if it is a mean over samples.
 
-        Override it for a model whose loss leaves out other labels than those of -100, or in images than those that its
-        configuration names.
+        The base class does not count labels of -100, and in images the label that the model's configuration says to
+        ignore. Override this for a model whose loss ignores other labels.
 
         Args:
             target: The labels, as `prepare_batch` returns them.
@@ -224,20 +225,20 @@ class HuggingFaceOperator(SupervisedOperator):
                 )
             return None
         if target.ndim == 3:
-            if getattr(config, "num_labels", None) == 1:  # a mean over all pixels, where those without a label are 0
+            if getattr(config, "num_labels", None) == 1:  # a mean over all pixels; pixels without a label count as 0
                 return None
             ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
         return int(target.ne(ignored).sum())
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return the model's output, its loss, and how many labels that is the mean over.
+        """Return the model's output, its loss, and the number of labels that the loss is a mean over.
 
         Raises:
-            TypeError: The model has computed no loss.
+            TypeError: The model returned no loss.
             ValueError: The loss is a sum of means over several kinds of labels.
         """
         name = type(self._original_models[0]).__name__
-        # A block that is computed again would fill a cache a second time; with one, packed texts would see each other.
+        # Turn off the cache: recomputed blocks would fill it twice, and packed texts would see each other through it.
         if self._keeps_cache and (self._recomputes or POSITIONS in features[0]):
             features = ({**features[0], "use_cache": False}, *features[1:])
         labels = [each for each in self._label_names if features[0].get(each) is not None]
@@ -246,7 +247,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose numbers differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one number, and that number."
             )
-        with _saying_texts(features, AttributeError, TypeError, ValueError):  # a lost connection is another error
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # a lost connection raises none of these
             output = call(self.model, features)
         loss = own_loss(output)
         if loss is None:
@@ -257,7 +258,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return output, loss, self.count_labels(target)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch: `val_loss`, and `val_accuracy` where the labels are classes."""
+        """Evaluate one batch. Returns `val_loss`, and `val_accuracy` if the labels are classes."""
         output, target, metrics = self.evaluate_batch(batch)
         share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
         shares = {} if share is None else {"val_accuracy": share}
@@ -265,12 +266,12 @@ class HuggingFaceOperator(SupervisedOperator):
 
     @staticmethod
     def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:
-        """Write the model of a trainer to a folder, for `from_pretrained`; of a `PeftModel`, the adapter.
+        """Write the model of a trainer to a folder, for `from_pretrained`. If it is a `PeftModel`, write the adapter.
 
         Args:
-            trainer: What trains a `HuggingFaceOperator`.
-            folder: Where to write, on the machine of this program. It is made if it is not there.
-            parts: What else goes there, such as the tokenizer: anything with a `save_pretrained`.
+            trainer: A trainer of a `HuggingFaceOperator`.
+            folder: Folder on the machine of this program. It is created if necessary.
+            parts: Other objects to write there with their `save_pretrained`, such as the tokenizer.
 
         Returns:
             The folder.
@@ -287,22 +288,22 @@ class HuggingFaceOperator(SupervisedOperator):
 
     @staticmethod
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
-        """Load an adapter that `save_pretrained` wrote, of this operator or of PEFT, into all workers.
+        """Load an adapter into all workers. It was written by `save_pretrained`, of this operator or of PEFT.
 
         Args:
-            trainer: What trains a `HuggingFaceOperator` with a `PeftModel`.
-            folder: Where it is, on the machine of this program.
+            trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.
+            folder: Folder of the adapter, on the machine of this program.
 
         Raises:
-            FileNotFoundError: There is no adapter.
-            ValueError: It does not fit the model.
+            FileNotFoundError: The folder has no adapter.
+            ValueError: The adapter does not fit the model.
         """
         from safetensors.torch import load_file
 
         trainer.apply_all_operators(partial(_load_adapter, weights=load_file(Path(folder, ADAPTER))))
 
     def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        """Return the trained parameters, and those without weight decay in a group of their own."""
+        """Return the trained parameters in two groups, with and without weight decay."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
@@ -316,7 +317,7 @@ def _says_who_makes_it(operator_cls: type) -> bool:
 
 
 def _adapter_files(operator: HuggingFaceOperator) -> dict[str, bytes] | None:
-    """Return the files of an adapter, from rank 0; None where the model is no whole `PeftModel`."""
+    """Return the files of the adapter on rank 0. Return None on other ranks, and if there is no whole `PeftModel`."""
     model: Any = operator._raysgd.registered.original_models[0]
     if operator.world_rank or operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         return None
@@ -355,14 +356,13 @@ def _load_adapter(operator: HuggingFaceOperator, weights: dict[str, torch.Tensor
 
 
 def _collated(collator: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Return a batch."""
     with _saying_texts(samples, Exception):
         return collator(samples)
 
 
 @contextmanager
 def _saying_texts(parts: Sequence[Any], *errors: type[Exception]) -> Iterator[None]:
-    """Let an error inside say that samples, or a batch of them, have texts, which most collators and models refuse."""
+    """If the block fails and the samples contain text, say so: most collators and models refuse text."""
     try:
         yield
     except errors as error:
@@ -382,10 +382,10 @@ def _is_text(value: Any) -> bool:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Tell whether the loss compares the prediction at each place with the label at the next one.
+    """Return True if the loss compares the prediction at each token with the label of the next token.
 
-    The name of the model's class does not tell: some language models use `transformers`' loss for them, others compute
-    one of their own, from labels that are not moved.
+    The name of the model's class does not tell: some language models use the shifted loss of `transformers`, others
+    compute their own, from labels that are not shifted.
     """
     own = [vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each)]
     forwards = [inspect.unwrap(each) for each in own]
@@ -398,7 +398,7 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
-    """Return the share of labels with the highest score; None for images, and where there are no scores of classes."""
+    """Return the share of labels that have the highest score; None for images, and without scores of classes."""
     is_scores = isinstance(logits, torch.Tensor) and logits.ndim == target.ndim + 1 and logits.shape[-1] > 1
     if not is_scores or target.ndim > 2:
         return None

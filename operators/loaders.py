@@ -1,4 +1,4 @@
-"""Loaders out of data, and the seeds: the set-up that the ready-made operators share."""
+"""Makes data loaders and seeds PyTorch. All ready-made operators set up with these functions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Collator = Callable[[list[Any]], Any]
 
 
 def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -> tuple[Any, Any]:
-    """Return a train and a validation loader, None for one that there is not.
+    """Return a train and a validation loader; None for missing data.
 
-    Datasets are put into a `DataLoader`, that of the train data shuffled; what is a loader or a stream already, or any
-    other iterable, stays what it is. The samples are not divided here: `register_data` does that.
+    A dataset is put into a `DataLoader`, which shuffles train data. Loaders, streams and other iterables are returned
+    unchanged. The samples are not divided among workers here; `register_data` does that.
 
     Args:
-        data: `(train, validation)`, or train data alone.
+        data: `(train, validation)`, or only the train data.
         batch_size: Samples in a batch of one worker.
-        collator: Makes a batch of samples; None for PyTorch's own way.
+        collator: Function that makes a batch of samples; None for PyTorch's.
 
     Raises:
-        TypeError: `data` is neither.
+        TypeError: `data` is something else.
 
     Examples:
         >>> train, validation = make_loaders((range(10), range(4)), batch_size=2)
@@ -76,10 +76,10 @@ def _is_indexed(value: Any) -> bool:
 
 @contextmanager
 def seeded(seed: int | None, rank: int) -> Iterator[None]:
-    """Seed PyTorch for the set-up of an operator, and for the training behind it; with None leave it alone.
+    """Seed PyTorch before the block and again after it. With `seed=None`, do nothing.
 
-    All ranks set up with the same seed, because they must agree on the order of the data. Behind it each has its own,
-    so that dropout and noise differ between ranks.
+    All ranks run the block, which sets up the operator, with the same seed, because they must agree on the order of the
+    data. Afterwards each rank has a seed of its own for training, so that dropout and noise differ between ranks.
     """
     if seed is not None:
         torch.manual_seed(seed)

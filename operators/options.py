@@ -1,7 +1,7 @@
-"""Reads the options of the ready-made operators from a config and refuses what makes no sense.
+"""Reads the options of the ready-made operators from a config, and refuses values that make no sense.
 
-A wrong value would rarely fail where it was written: a learning rate given as a string breaks inside an optimizer, a
-negative one trains backwards without a word. Each function here takes the config, a key and a default.
+Otherwise a wrong value would fail far from where you wrote it, or not at all: a learning rate that is a string breaks
+inside an optimizer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def number(config: Mapping[str, Any], key: str, default: float, *, positive: boo
 
     Args:
         config: The operator's config.
-        key: Where to look.
-        default: For a config without the key.
-        positive: Whether zero is refused too.
+        key: Key of the option.
+        default: Value if the config does not have the key.
+        positive: True to refuse zero too.
 
     Raises:
-        ValueError: The value is something else.
+        ValueError: The value is not such a number.
 
     Examples:
         >>> number({"lr": 0.1}, "lr", default=0.001, positive=True)
@@ -45,7 +45,7 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
     """Return an integer of at least 1.
 
     Raises:
-        ValueError: The value is something else.
+        ValueError: The value is not such an integer.
 
     Examples:
         >>> count({}, "noise_dim", default=64)
@@ -60,13 +60,13 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def batch_size(config: Mapping[str, Any]) -> int:
-    """Return the batch size of the loader that a worker makes.
+    """Return the batch size for the loaders that a worker makes.
 
-    It stands under `raysgd.utils.BATCH_SIZE`, given for all workers together and divided by the library, or under
-    `"batch_size"`, given for one worker. With `split_batches=True` both are given for all, and divided with the loader.
+    The key `raysgd.utils.BATCH_SIZE` counts all workers together; the library has already divided it. The key
+    `"batch_size"` counts one worker. With `split_batches=True`, both count all workers, and the loader is divided.
 
     Raises:
-        ValueError: The value is no count, or both keys are there.
+        ValueError: The value is not an integer of at least 1, or the config has both keys.
 
     Examples:
         >>> batch_size({"batch_size": 64}), batch_size({})
@@ -78,10 +78,10 @@ def batch_size(config: Mapping[str, Any]) -> int:
 
 
 def seed(config: Mapping[str, Any]) -> int | None:
-    """Return the seed of PyTorch's generators, None to leave them alone.
+    """Return the seed for PyTorch's generators; None to not seed them.
 
     Raises:
-        ValueError: The value is no integer that can be a seed.
+        ValueError: The value is not an integer that can be a seed.
 
     Examples:
         >>> seed({"seed": 3}), seed({})
@@ -96,5 +96,5 @@ def seed(config: Mapping[str, Any]) -> int | None:
 
 
 def _is_integer(value: Any) -> bool:
-    # True and False are integers to Python, but as an option they are always a mistake.
+    # To Python, True and False are integers, but as an option they are always a mistake.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

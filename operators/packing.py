@@ -1,8 +1,8 @@
-"""Packing: several short texts in one row of tokens, so that batches hold hardly any padding.
+"""Packing puts several short texts into one row of tokens, so that batches contain hardly any padding.
 
-A pack is a sample, so packs are made before anything is divided: N workers train on the packs of one, and a step counts
-by the labels in it. Position ids begin again with each text. From these, the models of `transformers` see where a text
-ends, and let none look into another one.
+Each pack is one sample. Texts are packed before the samples are divided, so any number of workers trains on the same
+packs. A step is weighted by its labels. Position ids start again at 0 with each text. From these, the models of
+`transformers` see where a text ends, and no text attends to another one.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 IGNORED = -100
-"""The label of what a loss leaves out, in all of `transformers`."""
+"""The label that the losses of `transformers` ignore."""
 
 
 def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str, list[int]]]:
-    """Join texts into packs with at most so many tokens; every text is in one of them, whole.
+    """Join texts into packs of at most `num_tokens` tokens. No text is cut.
 
-    Packs are made of the lengths alone, so they are alike on all workers. The longest texts go first, each into the
-    pack with the least room that has room for it.
+    The result depends only on the lengths of the texts, so all workers make the same packs. Longer texts are placed
+    first, each into the fullest pack that still has room for it.
 
     Args:
-        samples: Texts as tokenizers return them: `input_ids`, and `labels` if these are others.
-        num_tokens: The most tokens in a pack.
+        samples: Texts as tokenizers return them, with `input_ids`. `labels` is optional, by default the `input_ids`.
+        num_tokens: Maximum number of tokens in a pack.
 
     Returns:
-        Packs, for a loader with `collate_packs`. They have `input_ids`, `labels` and `position_ids`.
+        Packs with `input_ids`, `labels` and `position_ids`, for a loader with `collate_packs`.
 
     Raises:
-        ValueError: A text is longer, or has another number of labels.
+        ValueError: A text is empty or longer than a pack, or the number of its labels differs from that of its tokens.
 
     Examples:
         >>> texts = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3, 4]}]
@@ -44,7 +44,7 @@ def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str
         raise ValueError(f"`num_tokens={num_tokens!r}`: need an integer of at least 1.")
     texts = [_checked(number, sample, num_tokens) for number, sample in enumerate(samples)]
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of each pack, the least first
+    rooms: list[tuple[int, int]] = []  # the free room and the index of each pack, least room first
     for number in sorted(range(len(texts)), key=lambda each: (-len(texts[each][0]), each)):
         length = len(texts[number][0])
         place = bisect_left(rooms, (length, -1))
@@ -76,7 +76,7 @@ def _as_list(values: Any) -> list[int]:
 
 
 def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
-    """Return a pack. The first token of a text has no label: the text before does not predict it."""
+    """Return a pack of texts. The first token of each has no label, because the text before it must not predict it."""
     return {
         "input_ids": [token for tokens, _ in texts for token in tokens],
         "labels": [label for _, labels in texts for label in (IGNORED, *labels[1:])],
@@ -85,7 +85,7 @@ def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]
 
 
 def collate_packs(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Make a batch of packs: a row of each. What fills up shorter ones has no labels, and no text sees it.
+    """Make a batch with a row for each pack. Shorter rows are padded; the padding has no labels, and no text sees it.
 
     Examples:
         >>> batch = collate_packs(pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], num_tokens=3))

@@ -13,20 +13,20 @@ from raysgd.torch.data.batches import call, prediction
 
 
 class RegressionOperator(MeasuredOperator):
-    """Trains one model with the mean squared error; you give the model and the data.
+    """Trains a model with the mean squared error. You provide the model and the data.
 
-    Override `build_model` and `build_data`. A sample is `(input, target)`; the model returns a prediction in the
-    shape of the targets, or with one more dimension of size 1, which is removed.
+    Override `build_model` and `build_data`. A sample is `(input, target)`. The model returns predictions in the shape
+    of the targets. One more dimension of size 1 is allowed, and is removed.
 
-    `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (the share
-    of the variance that is explained), over the samples of all workers as if one process had seen them. It needs
-    the extra `metrics`.
+    `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (share of
+    the variance that is explained). The values are those that one process would compute from the samples of all
+    workers. The operator needs the extra `metrics`.
 
-    More rungs that may be overridden alone: `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`,
-    and the ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call
+    You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and every method of
+    `TrainingOperator`, each on its own. `setup` calls the `build_...` methods. If you override it, call
     `super().setup(config)`.
 
-    Keys of the config: those of `ClassificationOperator`.
+    The config keys are those of `ClassificationOperator`.
 
     Examples:
         >>> import torch
@@ -49,11 +49,11 @@ class RegressionOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss, the mean over the samples."""
+        """Create the loss, a mean over the samples."""
         return torch.nn.MSELoss()
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the metrics of the validation: name -> a metric of torchmetrics."""
+        """Create the validation metrics: a torchmetrics metric for each name."""
         torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
         return {
             "val_mae": torchmetrics.MeanAbsoluteError().set_dtype(torch.float64),
@@ -61,7 +61,7 @@ class RegressionOperator(MeasuredOperator):
         }
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predictions and targets; in float64, because metrics subtract sums of squares."""
+        """Return predictions and targets in float64, because the metrics subtract sums of squares."""
         return output.double(), target.double()
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""`SegmentationOperator`: trains a model that says of each pixel what is on it."""
+"""`SegmentationOperator`: trains a model that predicts a class for each pixel."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from raysgd.torch.objects.criteria import counts_labels
 
 
 class SegmentationOperator(MeasuredOperator):
-    """Trains one model with the cross-entropy of each pixel; you give the model and the data.
+    """Trains a model with the cross-entropy of each pixel. You provide the model and the data.
 
-    Override `build_model` and `build_data`. A sample is `(image, class index of each pixel)`; the model returns
-    scores of shape `(samples, classes, height, width)`, without a softmax.
+    Override `build_model` and `build_data`. A sample is `(image, class index of each pixel)`. The model returns scores
+    of shape `(samples, classes, height, width)`, without a softmax.
 
     `train` reports `train_loss`. `validate` reports `val_loss`, `val_iou` (intersection over union for each class) and
-    `val_miou`, their mean over the classes that occur. Pixels are counted over all batches and workers before anything
-    is divided, so the values do not depend on how the images are divided. It needs the extra `metrics`.
+    `val_miou` (the mean over the classes that occur). Pixels are counted over all batches and workers first, so the
+    values do not depend on which worker has which images. The operator needs the extra `metrics`.
 
-    More rungs that may be overridden alone: `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`,
-    and the ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call
+    You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and every method of
+    `TrainingOperator`, each on its own. `setup` calls the `build_...` methods. If you override it, call
     `super().setup(config)`.
 
-    Keys of the config: those of `ClassificationOperator`, and
+    The config keys are those of `ClassificationOperator`, and:
 
-    * `num_classes`: 2.
-    * `ignore_index`: the class of pixels that do not count. Loss and gradients are then means over the others, however
-      many of them each worker has.
+    * `num_classes`: Number of classes. Default: 2.
+    * `ignore_index`: Class of the pixels to ignore. Loss and gradients are then means over all other pixels, even if
+      some workers have more of these than others.
 
     Examples:
         >>> import torch
@@ -55,12 +55,12 @@ class SegmentationOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss, the mean over the pixels that count."""
+        """Create the loss, a mean over the pixels that are not ignored."""
         ignored = _ignored(config)
         return torch.nn.CrossEntropyLoss() if ignored is None else torch.nn.CrossEntropyLoss(ignore_index=ignored)
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the metrics of the validation: name -> a metric of torchmetrics."""
+        """Create the validation metrics: a torchmetrics metric for each name."""
         torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
         num_classes = options.count(config, "num_classes", default=2)
         of = {"task": "multiclass", "num_classes": num_classes, "ignore_index": _ignored(config)}
@@ -70,9 +70,10 @@ class SegmentationOperator(MeasuredOperator):
         }
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return scores, the loss, and how many pixels it is the mean over, where some do not count.
+        """Return the scores, the loss, and the number of pixels that the loss is a mean over.
 
-        The losses of PyTorch count them by themselves, also by the weights of classes.
+        The number is None if no pixels are ignored. It is also None for PyTorch's own losses: for these, the training
+        step finds the number itself, with the weights of the classes.
         """
         scores, ignored = prediction(call(self.model, features)), _ignored(self.config)
         is_counted = ignored is None or counts_labels(self.criterion)
@@ -85,7 +86,7 @@ class SegmentationOperator(MeasuredOperator):
 
 
 def _ignored(config: Mapping[str, Any]) -> int | None:
-    """The class of pixels that do not count."""
+    """Return the class of the pixels to ignore; None if all count."""
     value = config.get("ignore_index")
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value

@@ -1,4 +1,4 @@
-"""The base of the ready-made operators with one model: the parts, their order, and the options of the config."""
+"""The base classes of the ready-made operators that train one model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class SupervisedOperator(TrainingOperator):
-    """Trains one model with one loss; the base of the operators that you subclass, and not one of them.
+    """Trains one model with one loss. Subclass one of the operators that are based on it, not this class.
 
-    `setup` calls the `build_...` methods below. `build_model` and `build_data` have to be overridden.
+    `setup` calls the `build_...` methods below. `build_model` and `build_data` must be overridden.
 
     Attributes:
         model: The registered model.
         optimizer: Its optimizer.
-        criterion: The loss, if there is one apart from the model.
-        scheduler: The learning-rate scheduler, only where `build_scheduler` returns one.
+        criterion: The loss, if the model does not compute it.
+        scheduler: The learning-rate scheduler, if `build_scheduler` returns one.
         ddp_args: Options for `DistributedDataParallel`.
     """
 
@@ -53,13 +53,12 @@ class SupervisedOperator(TrainingOperator):
         """Create the data. Override this.
 
         Returns:
-            `(train, validation)`: datasets, which are put into loaders, or loaders, or streams; None for what there is
-            not.
+            `(train, validation)`. Each is a dataset, which is put into a loader, or a loader, a stream, or None.
         """
         raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
-        """Create the function that makes a batch of samples; None for PyTorch's. Loaders keep their own."""
+        """Create the function that makes a batch of samples; None for PyTorch's. Not used if you return loaders."""
         return None
 
     def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
@@ -75,15 +74,15 @@ class SupervisedOperator(TrainingOperator):
         return make(self._parameters(model), lr=lr, weight_decay=weight_decay)
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
-        """Create the loss, the mean over the samples; None if the model computes it."""
+        """Create the loss, a mean over the samples. Return None if the model computes it."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_criterion` to return the loss.")
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Create a learning-rate scheduler, for a trainer with `scheduler_step_freq`; None for none."""
+        """Create a learning-rate scheduler, or return None. The trainer needs a `scheduler_step_freq`."""
         return None
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call it.
+        """Build everything and register it. If you override this, call `super().setup(config)`.
 
         Raises:
             ValueError: An option in the config makes no sense.
@@ -96,14 +95,14 @@ class SupervisedOperator(TrainingOperator):
             self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
 
     def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
-        """Return what makes a batch in the loaders that are made here."""
+        """Return the `collate_fn` of the loaders that `setup` makes."""
         return self.build_collator(config)
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """Change a model that was built, before an optimizer is made for it."""
+        """Change the model before its optimizer is created."""
 
     def _parameters(self, model: torch.nn.Module) -> Any:
-        """Return the parameters that the optimizer is given."""
+        """Return the parameters for the optimizer."""
         return model.parameters()
 
     def _register_parts(self, config: dict[str, Any]) -> None:
@@ -128,29 +127,29 @@ class SupervisedOperator(TrainingOperator):
 
 
 class MeasuredOperator(SupervisedOperator):
-    """Evaluates with metrics of torchmetrics, which are merged by what they have counted, not by their values."""
+    """Evaluates with metrics of torchmetrics. Workers merge the states of metrics, not their values."""
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the metrics of the validation: name -> a metric of torchmetrics. Override it to have others."""
+        """Create the validation metrics: a torchmetrics metric for each name. Override this for other metrics."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_metrics` to return metrics.")
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the metrics are updated with, made of a batch's output and target."""
+        """Return the arguments of `metric.update`, from the output and the target of a batch."""
         return output, target
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call it."""
+        """Build everything and register it. If you override this, call `super().setup(config)`."""
         super().setup(config)
         self.metrics = {name: metric.to(self.device) for name, metric in self.build_metrics(config).items()}
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on all batches; what an interrupted validation has counted is forgotten first."""
+        """Evaluate on all batches. Resets the metrics first, in case an earlier validation was interrupted."""
         for metric in self.metrics.values():
             metric.reset()
         return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch: `val_loss`, and the metrics over all batches so far."""
+        """Evaluate one batch. Returns `val_loss` of this batch, and the metrics of all batches up to this one."""
         output, target, metrics = self.evaluate_batch(batch)
         measured = self.measured(output, target)
         for metric in self.metrics.values():

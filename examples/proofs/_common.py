@@ -1,6 +1,6 @@
-"""What the proofs share: their arguments, a Ray cluster, the digits of scikit-learn, and the result in words.
+"""What the proofs share: command-line arguments, a Ray cluster, the digits of scikit-learn, and printing the result.
 
-A proof trains once in one process and once on its workers, and shows both scores:
+A proof trains once in one process and once on workers, and shows both scores:
 
     args = parse_arguments(__doc__)
     with ray_running(args):
@@ -24,16 +24,16 @@ import numpy as np
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # for examples that import TensorFlow later: it says a lot otherwise
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # fewer logs in proofs that import TensorFlow later
 
 
 def parse_arguments(description: str | None, *, num_workers: int = 2, **more: str) -> argparse.Namespace:
-    """The arguments that every proof takes.
+    """Parse the command-line arguments that every proof takes.
 
     Args:
-        description: The docstring of the example.
-        num_workers: How many workers it has by default.
-        **more: Further arguments of this example, with their help.
+        description: Docstring of the proof.
+        num_workers: Default number of workers.
+        **more: Help texts of further arguments, by name.
     """
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
@@ -52,13 +52,13 @@ def parse_arguments(description: str | None, *, num_workers: int = 2, **more: st
 
 @contextmanager
 def ray_running(args: argparse.Namespace, num_cpus: int | None = None) -> Iterator[None]:
-    """Connects to a running cluster, or starts one on this machine for as long as the block lasts.
+    """Connect to a running cluster, or start one on this machine, for the block.
 
-    Does nothing for one worker, which needs no Ray, unless the example says how many CPUs it needs.
+    Does nothing for a single worker, which does not need Ray, unless `num_cpus` is given.
 
     Args:
-        args: What `parse_arguments` returned.
-        num_cpus: How many CPUs the example needs. Default: one for each worker.
+        args: Arguments from `parse_arguments`.
+        num_cpus: Number of CPUs that the proof needs. Default: one for each worker.
     """
     if args.num_workers == 1 and num_cpus is None:
         yield
@@ -82,10 +82,10 @@ def ray_running(args: argparse.Namespace, num_cpus: int | None = None) -> Iterat
 
 
 class _WithoutRaylet:
-    """The standard output without what Ray's own processes say: many lines for each node that dies.
+    """Standard output without the lines of Ray's own processes, which print many for each node that dies.
 
     Args:
-        output: Where all else goes.
+        output: Stream for all other output.
     """
 
     def __init__(self, output: Any) -> None:
@@ -100,7 +100,7 @@ class _WithoutRaylet:
 
 
 def one_process_then_workers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Arguments for two trainers: the first one trains in this process, the second one on the workers."""
+    """Yield the arguments of two trainers: the first trains in this process, the second on workers."""
     print("training in one process", flush=True)
     yield {"num_workers": 1, "use_local": True, "use_gpu": args.use_gpu}
     if args.num_workers > 1:
@@ -109,9 +109,9 @@ def one_process_then_workers(args: argparse.Namespace) -> Iterator[dict[str, Any
 
 
 def load_digits() -> tuple[Arrays, Arrays, Arrays]:
-    """The 1,797 real digits of scikit-learn as `(images, labels)`: to train on, to validate with, and to test with.
+    """Return the 1,797 real digits of scikit-learn as train, validation and test data: `(images, labels)` each.
 
-    Images have the shape (8, 8) and values from 0 to 1. The parts are 64 %, 16 % and 20 %, the same ones every time.
+    Images have the shape (8, 8) and values from 0 to 1. The parts are 64 %, 16 % and 20 %, and always the same.
     """
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
@@ -125,12 +125,12 @@ def load_digits() -> tuple[Arrays, Arrays, Arrays]:
 
 
 def print_result(args: argparse.Namespace, verdict: str = "", **results: Any) -> None:
-    """Prints what has come out, in words, or with `--json` as a line for programs.
+    """Print the results as text, or as one line of JSON with `--json`.
 
     Args:
-        args: What `parse_arguments` returned.
-        verdict: What the results mean, in a sentence.
-        **results: The numbers. What ends in `_of_one_process` is shown beside the number of the workers.
+        args: Arguments from `parse_arguments`.
+        verdict: Sentence that says what the results mean.
+        **results: The numbers. One that ends in `_of_one_process` is shown next to that of the workers.
     """
     seconds = round(time.monotonic() - args.began, 1)
     if args.json:

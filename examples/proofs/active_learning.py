@@ -1,8 +1,8 @@
 """Asks for labels where the model is least sure: the driver predicts on live workers, chooses, and trains again.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 80 % are a pool whose labels are unknown at
-first; each round adds some. 20 % only test. To compare with, the same workers learn from labels that are chosen at
-random. Between rounds no process starts or ends, and no checkpoint is written.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 80 % are a pool whose labels are unknown at first; each
+round adds some. The other 20 % only test. For comparison, the same workers also train with randomly chosen labels.
+Between rounds no process starts or ends, and no checkpoint is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
 
 NUM_LABELS_EACH_ROUND = 40
-FIRST = np.arange(NUM_LABELS_EACH_ROUND)  # of the pool, which is in random order
+FIRST = np.arange(NUM_LABELS_EACH_ROUND)  # indices in the pool, which is in random order
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +30,7 @@ def make_config(known: Array) -> dict[str, Any]:
 
 
 def load_data() -> tuple[Arrays, Arrays]:
-    """Returns the pool and the test data, the same ones every time."""
+    """Return the pool and the test data, which are always the same."""
     train, validation, test = load_digits()
     images, labels = (np.concatenate(parts) for parts in zip(train, validation, strict=True))
     return (images, labels), test
@@ -41,7 +41,7 @@ class DigitsOperator(ClassificationOperator):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def build_data(self, config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
-        """What is known of the pool, and the test data."""
+        """Return the labeled part of the pool, and the test data."""
         (images, labels), test = load_data()
         known = config["known"]
         train = TensorDataset(torch.tensor(images[known]), torch.tensor(labels[known]))
@@ -49,7 +49,7 @@ class DigitsOperator(ClassificationOperator):
 
 
 def least_certain(trainer: TorchTrainer, images: Array) -> Array:
-    """The indices of the images where the best and the second best digit are closest."""
+    """Return the indices of the images, first those where the scores of the two best digits are closest."""
     best = np.sort(trainer.predict(images), axis=1)
     return np.argsort(best[:, -1] - best[:, -2])
 
@@ -59,7 +59,7 @@ def in_any_order(trainer: TorchTrainer, images: Array) -> Array:
 
 
 def learn(trainer: TorchTrainer, num_rounds: int, choose: Callable[[TorchTrainer, Array], Array]) -> list[float]:
-    """Asks for labels, round after round; returns the accuracy on the test data after each round."""
+    """Train and ask for more labels, round after round. Return the accuracy on the test data in each round."""
     (pool, _), _ = load_data()
     known, accuracies = FIRST, []
     for _ in range(num_rounds):
@@ -72,7 +72,7 @@ def learn(trainer: TorchTrainer, num_rounds: int, choose: Callable[[TorchTrainer
 
 
 def compare(num_rounds: int, **options: Any) -> tuple[float, float]:
-    """The accuracies after the last round, of labels that were chosen and of random ones."""
+    """Return the accuracies after the last round, with chosen labels and with random ones."""
     with TorchTrainer(
         training_operator_cls=DigitsOperator, config=make_config(FIRST), split_batches=True, **options
     ) as trainer:

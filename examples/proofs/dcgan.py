@@ -1,9 +1,9 @@
 """Trains a DCGAN: a convolutional generator learns to draw digits, against a discriminator.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn; all but 360 are trained on. Score: a small
-classifier, trained here on the same digits, judges generated images; the score is the share to which it assigns a digit
-with a confidence above 0.9. The scores of the 360 real digits and of an untrained generator show what a score
-means. A generator that draws but one digit would score well, too, so the digits are counted.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each; all but 360 are for training. Score: share of generated
+images in which a small classifier sees a digit with a confidence above 0.9. It is trained here on the same digits. The
+scores of the 360 other digits and of an untrained generator show what a score means. A generator that only draws one
+digit would also score well, so the digits are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_GENERATED = 2000
 
 
 def load_images() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns images with pixels from -1 to 1, and the digits on them, in a fixed random order."""
+    """Return images with pixels from -1 to 1, and the digits on them, in a fixed random order."""
     pixels, digits = load_digits(return_X_y=True)
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(pixels / 8 - 1, dtype=torch.float32).reshape(-1, 1, 8, 8)
@@ -68,7 +68,7 @@ class DigitsGAN(GANOperator):
 
 
 def train_judge(images: torch.Tensor, digits: torch.Tensor) -> nn.Module:
-    """Returns a classifier of digits, trained in this process."""
+    """Train a classifier of digits in this process."""
     torch.manual_seed(0)
     judge = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 16, 10)
@@ -84,7 +84,7 @@ def train_judge(images: torch.Tensor, digits: torch.Tensor) -> nn.Module:
 
 @torch.no_grad()
 def confident(judge: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """Tells for each image whether the judge is sure to see some digit on it."""
+    """Return for each image whether the judge is sure that it sees some digit."""
     return judge(images).softmax(dim=1).amax(dim=1) > 0.9
 
 
@@ -95,7 +95,7 @@ def draw(generator: nn.Module) -> torch.Tensor:
 
 
 def train(num_epochs: int, judge: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Trains with these options of a trainer; returns the generator before and after."""
+    """Train with these trainer options. Return the generator before and after."""
     config = {"noise_dim": NOISE_DIM, "lr": 0.001, "batch_size": 64, "seed": 0, "judge": judge}
     with TorchTrainer(training_operator_cls=DigitsGAN, config=config, split_batches=True, **options) as trainer:
         _, untrained = trainer.get_model(to_cpu=True)
@@ -120,7 +120,7 @@ def main() -> None:
     with ray_running(args):
         found = [train(num_epochs, judge, **options) for options in one_process_then_workers(args)]
     (untrained, alone), (_, generator) = found[0], found[-1]
-    judge.cpu()  # a worker in this process has used it, too
+    judge.cpu()  # a trainer in this process may have moved it to a GPU
     generated = draw(generator)
     counts = judge(generated).argmax(dim=1).bincount(minlength=10).tolist()
     print(f"{NUM_GENERATED} generated images, of each digit from 0 to 9 as the judge sees it: {counts}")

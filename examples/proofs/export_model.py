@@ -1,10 +1,10 @@
-"""Trains a classifier of handwritten digits, exports the model in three ways, and compares what they compute.
+"""Trains a classifier of handwritten digits, exports the model in three ways, and compares their outputs.
 
-`torch.export` writes a program that runs without the code of the model; ONNX runs without PyTorch; safetensors holds
-the weights alone. All take batches of any size, and have to give what the trained model gives.
+`torch.export` writes a program that runs without the code of the model. ONNX runs without PyTorch. safetensors only
+holds the weights. All take batches of any size, and must return what the trained model returns.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. The score is the accuracy on the 20 % of them
-that were not trained on.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. The score is the accuracy on the 20 % that are only for
+testing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIG = {"lr": 0.002, "batch_size": 64, "seed": 0}
 
 
 class DigitsOperator(ClassificationOperator):
-    """What each worker trains, and on what."""
+    """The model and the data of each worker."""
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         return make_model()
@@ -48,12 +48,12 @@ def make_model() -> torch.nn.Module:
 
 
 def load_data() -> list[TensorDataset]:
-    """Returns train, validation and test data, the same ones every time."""
+    """Return train, validation and test data, which are always the same."""
     return [TensorDataset(torch.tensor(images)[:, None], torch.tensor(digits)) for images, digits in load_digits()]
 
 
 def train(num_epochs: int, weights: Path, **options: Any) -> torch.nn.Module:
-    """Trains with these options of a trainer; returns the model, ready to be used, and saves its weights."""
+    """Train with these trainer options, and save the weights. Return the model in evaluation mode."""
     with TorchTrainer(training_operator_cls=DigitsOperator, config=CONFIG, split_batches=True, **options) as trainer:
         for _ in range(num_epochs):
             result = trainer.train()
@@ -64,7 +64,7 @@ def train(num_epochs: int, weights: Path, **options: Any) -> torch.nn.Module:
 
 
 def exported(model: torch.nn.Module, images: torch.Tensor, path: Path) -> torch.Tensor:
-    """What the program computes that `torch.export` makes of a model, after it was saved and loaded."""
+    """Export a model with `torch.export`, save and load the program, and return its output."""
     program = torch.export.export(model, (images[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.export.save(program, path)
     output: torch.Tensor = torch.export.load(path).module()(images)
@@ -72,12 +72,12 @@ def exported(model: torch.nn.Module, images: torch.Tensor, path: Path) -> torch.
 
 
 def converted(model: torch.nn.Module, images: torch.Tensor, path: Path) -> torch.Tensor:
-    """What the ONNX file computes that is made of a model; onnx itself runs it here, a runtime does so faster."""
+    """Export a model to an ONNX file, and return the output. onnx itself runs it here; an ONNX runtime is faster."""
     import onnx
     from onnx.reference import ReferenceEvaluator
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter warns about its internals
+        warnings.simplefilter("ignore")  # the exporter warns about its own internals
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
             model,
@@ -96,7 +96,7 @@ def converted(model: torch.nn.Module, images: torch.Tensor, path: Path) -> torch
 
 
 def refilled(images: torch.Tensor, path: Path) -> torch.Tensor:
-    """What a new model computes with the weights that were saved."""
+    """Load the saved weights into a new model, and return its output."""
     from safetensors.torch import load_file
 
     model = make_model()

@@ -1,7 +1,7 @@
 """Trains a transformer that is divided over the workers (FSDP): each holds a part of the weights and of Adam's state.
 
-Data: made up: rows of 12 random numbers from 0 to 31; the model learns to put them in order. 2,048 rows are trained on,
-512 measure. The score is the share of places that have the right number. A model that guesses reaches 0.03.
+Data: made-up rows of 12 random numbers from 0 to 31. The model learns to sort them. 2,048 rows are for training, 512
+for testing. The score is the share of places with the right number. A model that guesses reaches 0.03.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_VALUES, LENGTH, WIDTH = 32, 12, 64
 
 
 class Sorter(nn.Module):
-    """An encoder without a mask: every place sees every number."""
+    """An encoder without a mask, so every place sees every number."""
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
@@ -30,11 +30,11 @@ class Sorter(nn.Module):
             nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(num_layers)
         )
-        self.layers = nn.Sequential(*layers)  # FSDP divides the elements of a `Sequential` one by one
+        self.layers = nn.Sequential(*layers)  # FSDP divides each element of a `Sequential` separately
         self.head = nn.Linear(WIDTH, NUM_VALUES)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.values(rows) + self.places)).transpose(1, 2)  # scores in the second place
+        return self.head(self.layers(self.values(rows) + self.places)).transpose(1, 2)  # scores in the second dimension
 
 
 def make_data(num_rows: int, seed: int) -> TensorDataset:
@@ -51,13 +51,13 @@ class SortingOperator(ClassificationOperator):
 
 
 def share_held(operator: SortingOperator) -> float:
-    """Which share of the numbers of the model this worker holds."""
+    """Return the share of the model's weights that this worker holds."""
     parts = [getattr(each, "_local_tensor", each).numel() for each in operator.model.parameters()]
     return sum(parts) / sum(each.numel() for each in operator.model.parameters())
 
 
 def train(num_epochs: int, **options: Any) -> tuple[float, list[float]]:
-    """Trains with these options of a trainer; returns the score, and which share of the weights each worker holds."""
+    """Train with these trainer options. Return the score, and the share of the weights that each worker holds."""
     if not options.get("use_local"):
         options.update(strategy="fsdp", strategy_options={"min_block_parameters": 10_000})
     config = {"lr": 0.002, BATCH_SIZE: 64, "seed": 0}

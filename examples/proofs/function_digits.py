@@ -1,7 +1,7 @@
 """Trains a classifier of handwritten digits with a function of your own, on two workers that may come and go.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % decide which
-checkpoint is best, and the remaining 20 % test that one.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % decide which checkpoint is
+best, and the remaining 20 % test that one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysgd.train.torch import gather_state, get_device, load_state, prepare_dat
 
 
 def load_data() -> list[TensorDataset]:
-    """Returns train, validation and test data, the same ones every time."""
+    """Return train, validation and test data, which are always the same."""
     return [TensorDataset(torch.tensor(images).flatten(1), torch.tensor(digits)) for images, digits in load_digits()]
 
 
@@ -37,7 +37,7 @@ def accuracy(model: torch.nn.Module, data: TensorDataset, device: torch.device |
 
 
 def learn_digits(config: dict[str, Any]) -> float:
-    """Runs in every worker; after a failure once more, from the last checkpoint. Returns the accuracy."""
+    """Train in every worker, and return the accuracy. After a failure it runs again, from the last checkpoint."""
     training, validation, _ = load_data()
     loader = prepare_data_loader(DataLoader(training, batch_size=64 // train.world_size(), shuffle=True))
     torch.manual_seed(0)
@@ -65,14 +65,14 @@ def learn_digits(config: dict[str, Any]) -> float:
 
 
 class Show(TrainingCallback):
-    """Prints what rank 0 reports, in the driver."""
+    """Prints the reports of rank 0 in the driver."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         print(f"epoch {results[0]['epoch']:2d}: validation accuracy {results[0]['accuracy']:.3f}", flush=True)
 
 
 def run(num_epochs: int, num_workers: int | tuple[int, int], use_gpu: bool) -> tuple[float, int]:
-    """Trains; returns the accuracy of the best checkpoint on the test data, and with how many workers it ended."""
+    """Train. Return the accuracy of the best checkpoint on the test data, and the number of workers at the end."""
     with tempfile.TemporaryDirectory(prefix="raysgd-") as folder:
         trainer = Trainer("torch", num_workers=num_workers, use_gpu=use_gpu, logdir=folder)
         trainer.start()

@@ -1,7 +1,7 @@
 """Trains a classifier of handwritten digits with Horovod instead of `DistributedDataParallel`.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % measure. Horovod
-has to be built first, with `python -m raysgd.horovod.install`. The operator is the same with and without it.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. First build
+Horovod with `python -m raysgd.horovod.install`. The operator is the same with and without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DigitsOperator(ClassificationOperator):
 
 
 def train(num_epochs: int, **options: Any) -> float:
-    """Trains with these options of a trainer; returns the last accuracy."""
+    """Train with these trainer options. Return the last accuracy."""
     config = {"lr": 0.003, BATCH_SIZE: 64, "seed": 0}
     with TorchTrainer(training_operator_cls=DigitsOperator, config=config, backend="horovod", **options) as trainer:
         for row in trainer.epochs(num_epochs):

@@ -1,7 +1,7 @@
 """Trains a `LightningModule` on two workers, and the same module with Lightning's own `Trainer` in one process.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % show during the
-training how it goes, and the remaining 20 % only test the result.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation, and the
+remaining 20 % only test the result.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 
-SIZE_OF_STEP = 64  # samples in each step, however many workers share them
+SIZE_OF_STEP = 64  # samples in each step, over all workers
 
 
 class Digits(LightningModule):
-    """Nothing in it is about workers, or about the library."""
+    """A Lightning module. It knows nothing of workers or of raysgd."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Digits(LightningModule):
 
 
 def load_data() -> list[TensorDataset]:
-    """Returns train, validation and test data, the same ones every time."""
+    """Return train, validation and test data, which are always the same."""
     return [TensorDataset(torch.tensor(images)[:, None], torch.tensor(digits)) for images, digits in load_digits()]
 
 
 def train(config: dict[str, Any], num_epochs: int, **options: Any) -> LightningModule:
-    """Trains with these options of a trainer, and returns the module."""
+    """Train with these trainer options, and return the module."""
     operator_cls = TrainingOperator.from_ptl(Digits)
     with TorchTrainer(training_operator_cls=operator_cls, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs):
@@ -73,7 +73,7 @@ def train(config: dict[str, Any], num_epochs: int, **options: Any) -> LightningM
 
 
 def train_with_lightning(config: dict[str, Any], num_epochs: int) -> LightningModule:
-    """Trains with Lightning's own trainer, in this process."""
+    """Train with Lightning's own trainer, in this process."""
     module, quiet = Digits(config), {"enable_progress_bar": False, "enable_model_summary": False}
     Trainer(max_epochs=num_epochs, accelerator="cpu", logger=False, enable_checkpointing=False, **quiet).fit(module)
     return module
@@ -88,7 +88,7 @@ def test_accuracy(module: LightningModule) -> float:
 def main() -> None:
     args = parse_arguments(__doc__)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")  # it would rather have loaders with more processes
+    warnings.filterwarnings("ignore", module="lightning")  # it suggests loaders with more processes
     num_epochs = 3 if args.smoke_test else 10
     config = {"lr": 0.002, "batch_size": SIZE_OF_STEP, "seed": 0}
     with ray_running(args):

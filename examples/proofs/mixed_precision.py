@@ -1,8 +1,8 @@
 """Trains a classifier of handwritten digits in fp32 and in mixed precision: bf16 on CPUs, fp16 with `--use-gpu`.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % measure. Weights
-stay in fp32; the forward pass computes in half of the bits. Each step adds up the gradients of two batches and clips
-the sum, which works the same in all formats.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. Weights stay
+in fp32, and the forward pass computes with half the bits. Each step accumulates the gradients of two batches and clips
+them, which works the same in all formats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DigitsOperator(ClassificationOperator):
 
 
 def train(num_epochs: int, precision: str, **options: Any) -> tuple[float, set[str]]:
-    """Trains with these options of a trainer; returns the last accuracy, and the types of all weights."""
+    """Train with these trainer options. Return the last accuracy, and the types of all weights."""
     with TorchTrainer(
         training_operator_cls=DigitsOperator,
         config={"lr": 0.003, "batch_size": 32, "seed": 0},

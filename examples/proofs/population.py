@@ -1,8 +1,8 @@
-"""Trains a population of models that live at the same time, in which bad ones copy good ones and change a little.
+"""Trains a population of models at the same time. The bad ones copy the good ones and change a little.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % decide who is good,
-and the remaining 20 % test the best one. To compare with, one process trains as long with one learning
-rate from the middle of those that the population may choose.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % decide which models are good,
+and the remaining 20 % test the best one. For comparison, one process trains as long with one learning rate, from the
+middle of those that the population may choose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIDDLE = {**SPACE, "lr": 0.03}
 
 
 def load_data() -> list[TensorDataset]:
-    """Returns train, validation and test data, the same ones every time."""
+    """Return train, validation and test data, which are always the same."""
     return [TensorDataset(torch.tensor(images).flatten(1), torch.tensor(digits)) for images, digits in load_digits()]
 
 
@@ -50,7 +50,7 @@ def train_alone(num_intervals: int, use_gpu: bool) -> float:
 
 
 def train_population(size: int, num_intervals: int, use_gpu: bool) -> tuple[float, list[float], int]:
-    """Returns the accuracy of the best, the learning rates at the end, and how many members were copied over."""
+    """Return the accuracy of the best member, the last learning rates, and how many members copied another one."""
 
     def make_trainer(config: dict[str, Any]) -> TorchTrainer:
         return TorchTrainer(training_operator_cls=DigitsOperator, config=config, num_workers=1, use_gpu=use_gpu)

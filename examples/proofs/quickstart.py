@@ -1,7 +1,7 @@
-"""Trains a classifier of handwritten digits on two workers, saves it, and tests what was saved.
+"""Trains a classifier of handwritten digits on two workers, saves it, and tests the saved model.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % show during the
-training how it goes, and the remaining 20 % only test the result.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation, and the
+remaining 20 % only test the result.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from raysgd.operators import ClassificationOperator
 
 
 def load_data() -> list[TensorDataset]:
-    """Returns train, validation and test data, the same ones every time."""
+    """Return train, validation and test data, which are always the same."""
     return [TensorDataset(torch.tensor(images)[:, None], torch.tensor(digits)) for images, digits in load_digits()]
 
 
 class DigitsOperator(ClassificationOperator):
-    """What each worker trains, and on what. Workers take different samples and keep equal models."""
+    """The model and the data of each worker. Workers train on different samples and keep equal models."""
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         return torch.nn.Sequential(
@@ -45,11 +45,11 @@ class DigitsOperator(ClassificationOperator):
         return train, validation
 
 
-CONFIG = {"lr": 0.002, "batch_size": 64, "seed": 0}  # 64 samples in each step, however many workers share them
+CONFIG = {"lr": 0.002, "batch_size": 64, "seed": 0}  # 64 samples in each step, over all workers
 
 
 def train(num_epochs: int, path: Path, **options: Any) -> None:
-    """Trains with these options of a trainer, and saves the model and all else that goes on from there."""
+    """Train with these trainer options, and save a checkpoint that training can continue from."""
     with TorchTrainer(
         training_operator_cls=DigitsOperator, config=CONFIG, use_tqdm=True, split_batches=True, **options
     ) as trainer:
@@ -61,7 +61,7 @@ def train(num_epochs: int, path: Path, **options: Any) -> None:
 
 
 def test_accuracy(path: Path) -> float:
-    """The accuracy of what was saved. Any number of workers can load it; here it is one, in this very process."""
+    """Return the accuracy of the saved model. Any number of workers can load it; here it is one, in this process."""
     *_, test = load_data()
     with TorchTrainer(training_operator_cls=DigitsOperator, config=CONFIG, use_gpu=False, use_local=True) as trainer:
         trainer.load(path)

@@ -1,7 +1,7 @@
-"""Trains on a dataset of Ray Data: its tasks read and transform the rows, the workers take them in batches.
+"""Trains on a dataset of Ray Data: its tasks read and transform the rows, and workers take them in batches.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % measure. They are
-written to Parquet files first and read from there, as larger data would be.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. They are first
+written to Parquet files and read from there, as larger data would be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIG = {"lr": 0.003, BATCH_SIZE: 64, "seed": 0}
 
 
 def write(data: Arrays, folder: Path) -> str:
-    """Writes images as lists of 64 pixels, from 0 to 16 as a camera might give them, to three files."""
+    """Write images to three files, as lists of 64 pixels. Values go from 0 to 16, as from a camera."""
     images, digits = data
     for index, part in enumerate(np.array_split(np.arange(len(digits)), 3)):
         columns = {"pixels": list(images[part].reshape(-1, 64) * 16), "digit": digits[part]}
@@ -36,7 +36,7 @@ def write(data: Arrays, folder: Path) -> str:
 
 
 def scale(batch: dict[str, Any]) -> dict[str, Any]:
-    """Runs in tasks of Ray Data, beside the training."""
+    """Scale pixels to values from 0 to 1, in tasks of Ray Data."""
     return {"pixels": (np.stack(batch["pixels"]) / 16).astype("float32"), "digit": batch["digit"]}
 
 
@@ -46,7 +46,7 @@ def read(folder: str, *, shuffles: bool) -> RayBatches:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.read_parquet(folder, override_num_blocks=2).map_batches(scale)
-    rows = (rows.random_shuffle(seed=0) if shuffles else rows).materialize()  # it fits into memory; leave it out if not
+    rows = (rows.random_shuffle(seed=0) if shuffles else rows).materialize()  # leave this out if memory is short
     return RayBatches(rows, feature_columns="pixels", label_column="digit", batches_per_block=4)
 
 
@@ -63,7 +63,7 @@ class DigitsOperator(ClassificationOperator):
 
 
 def train(num_epochs: int, folder: Path, **options: Any) -> float:
-    """Trains with these options of a trainer; returns the last accuracy."""
+    """Train with these trainer options. Return the last accuracy."""
     datasets = {name: read(str(folder / name), shuffles=name == "train") for name in ("train", "validation")}
     with TorchTrainer(training_operator_cls=DigitsOperator, config={**CONFIG, **datasets}, **options) as trainer:
         for row in trainer.epochs(num_epochs):

@@ -1,8 +1,8 @@
 """Predicts how far diabetes has progressed after a year, with `RegressionOperator`, in one process and on two workers.
 
-Data: the diabetes data that come with scikit-learn: 442 real patients with ten measurements each. 354 are trained on.
-The other 88 only test the result; nothing is chosen by them. Score: the share of the variance that is explained (R2),
-which is 0 for a model that always predicts the mean. With so few patients it depends much on which of them test it.
+Data: the diabetes data of scikit-learn: 442 real patients with ten measurements each. 354 are for training. The other
+88 only test the result. Score: the share of the variance that is explained (R2), which is 0 for a model that always
+predicts the mean. With so few patients, the score depends a lot on who is in the test data.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from raysgd.operators import RegressionOperator
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Returns what is trained on and what tests the result, the same ones every time."""
+    """Return train and test data, which are always the same."""
     measurements, progress = load_diabetes(return_X_y=True)
     parts = train_test_split(measurements, progress, test_size=0.2, random_state=0)
     train_x, test_x, train_y, test_y = (torch.tensor(part, dtype=torch.float32) for part in parts)
-    spread = train_x.std(dim=0)  # of the patients that are trained on, as the mean below
+    spread = train_x.std(dim=0)  # of the training patients only, like the mean below
     return TensorDataset(train_x / spread, train_y), TensorDataset(test_x / spread, test_y)
 
 
@@ -41,7 +41,7 @@ class Diabetes(RegressionOperator):
 
 
 def train(num_epochs: int, **options: Any) -> dict[str, Any]:
-    """Trains with these options of a trainer, and returns the metrics of the held-out patients."""
+    """Train with these trainer options. Return the metrics of the held-out patients."""
     config = {"lr": 0.01, "weight_decay": 0.001, "batch_size": 32, "seed": 0}
     with TorchTrainer(training_operator_cls=Diabetes, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs, validation_freq=5):

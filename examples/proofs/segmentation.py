@@ -1,8 +1,8 @@
 """Finds handwritten digits on photos, pixel by pixel, with `SegmentationOperator`, in one process and on two workers.
 
 Data: semi-synthetic. Real digits of scikit-learn (8x8 pixels, enlarged to 16x16) are drawn on random crops of its two
-real photos, so it is known which pixels a digit covers. Other digits, on other parts of the photos, test the result.
-Score: intersection over union of the pixels of digits. A model that finds a digit everywhere reaches about 0.1.
+real photos, so the pixels of each digit are known. Other digits, on other parts of the photos, test the result.
+Score: intersection over union of the pixels of digits. A model that sees a digit everywhere reaches about 0.1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raysgd import TorchTrainer
 from raysgd.operators import SegmentationOperator
 
 SIZE, SIZE_OF_DIGIT = 32, 16
-IS_INK = 0.4  # a pixel belongs to the digit from this opacity on
+IS_INK = 0.4  # minimum opacity of a pixel that belongs to the digit
 
 
 def make_data(num_images: int, *, is_test: bool) -> TensorDataset:
-    """Returns images, and for each pixel 1 on a digit and 0 elsewhere; the same ones every time."""
+    """Return images, and a label for each pixel: 1 on a digit, 0 elsewhere. They are always the same."""
     rng = torch.Generator().manual_seed(int(is_test))
     photos = torch.tensor(np.stack(load_sample_images().images), dtype=torch.float32).permute(0, 3, 1, 2) / 255
     left, right = photos.tensor_split([photos.shape[-1] * 2 // 3], dim=-1)
@@ -37,7 +37,7 @@ def make_data(num_images: int, *, is_test: bool) -> TensorDataset:
 
 
 def make_image(photos: torch.Tensor, digits: torch.Tensor, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one digit in a random color at a random place of a random crop."""
+    """Draw one digit in a random color at a random place of a random crop."""
 
     def below(limit: int) -> int:
         return int(torch.randint(limit, (1,), generator=rng))
@@ -57,7 +57,7 @@ def block(num_inputs: int, num_outputs: int, *, dilation: int = 1) -> nn.Sequent
 
 
 class Digits(SegmentationOperator):
-    """What each worker trains, and on what."""
+    """The model and the data of each worker."""
 
     def build_model(self, config: dict[str, Any]) -> nn.Module:
         dilations = (1, 2, 4, 2, 1)
@@ -69,7 +69,7 @@ class Digits(SegmentationOperator):
 
 
 def train(config: dict[str, Any], num_epochs: int, **options: Any) -> dict[str, Any]:
-    """Trains with these options of a trainer, and returns the metrics of the images that test."""
+    """Train with these trainer options. Return the metrics of the test images."""
     with TorchTrainer(training_operator_cls=Digits, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs):
             background, digits = row["val_iou"]

@@ -1,7 +1,7 @@
-"""Trains a Keras model of handwritten digits on two workers, class-based, and tests what was saved.
+"""Trains a Keras model of handwritten digits on two workers, with an operator class, and tests the saved model.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % show during the
-training how it goes, and the remaining 20 % only test the result.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation, and the
+remaining 20 % only test the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raysgd.tf import TrainingOperator
 
 
 class DigitsOperator(TrainingOperator):
-    """What each worker trains, and on what. Workers take different samples and keep equal models."""
+    """The model and the data of each worker. Workers train on different samples and keep equal models."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.model, self.optimizer, self.loss, _ = self.register(
@@ -55,8 +55,8 @@ class DigitsOperator(TrainingOperator):
 
 
 def train(num_epochs: int, **options: Any) -> float:
-    """Trains with these options of a trainer; returns the accuracy on the test data."""
-    config = {"lr": 0.002, "batch_size": 64}  # 64 samples in each step, however many workers share them
+    """Train with these trainer options. Return the accuracy on the test data."""
+    config = {"lr": 0.002, "batch_size": 64}  # 64 samples in each step, over all workers
     with (
         tempfile.TemporaryDirectory(prefix="raysgd-") as folder,
         TFTrainer(

@@ -1,8 +1,8 @@
 """Trains a classifier of handwritten digits and measures it with torchmetrics: the F1 score, and the area under curves.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % measure. Neither
-value is the mean over batches or workers: the library merges the states of the metric objects of all workers, and
-computes each value once. scikit-learn computes the F1 score a second time from the predictions, to compare with.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. Neither value
+is a mean over batches or workers: raysgd merges the states of the metric objects of all workers, and computes each
+value once. For comparison, scikit-learn computes the F1 score from the predictions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raysgd.operators import ClassificationOperator
 
 
 def load_data() -> list[TensorDataset]:
-    """Returns train and validation data, the same ones every time."""
+    """Return train and validation data, which are always the same."""
     return [
         TensorDataset(torch.tensor(images).flatten(1), torch.tensor(digits)) for images, digits in load_digits()[:2]
     ]
@@ -48,7 +48,7 @@ class MeasuredOperator(ClassificationOperator):
 
 
 def train(num_epochs: int, **options: Any) -> dict[str, float]:
-    """Trains with these options of a trainer; returns its metrics, and the F1 score as scikit-learn sees it."""
+    """Train with these trainer options. Return the metrics, and the F1 score that scikit-learn computes."""
     config = {"lr": 0.003, "batch_size": 64, "seed": 0}
     with TorchTrainer(training_operator_cls=MeasuredOperator, config=config, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs):

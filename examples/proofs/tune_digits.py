@@ -1,8 +1,8 @@
-"""Searches for a learning rate with Ray Tune, which ends bad trials early; interrupts the search and resumes it.
+"""Searches for a learning rate with Ray Tune, which ends bad trials early. Interrupts the search and resumes it.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % decide which trial
-is best, and the remaining 20 % test that one. What Tune needs to resume is in a store: `--store s3://bucket/folder`, or
-a folder of this machine. Each trial is a `TorchTrainer`. One process trains with the best config once more.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % decide which trial is best,
+and the remaining 20 % test that one. Each trial is a `TorchTrainer`. Tune resumes from files in a store:
+`--store s3://bucket/folder`, or a folder of this machine. One process trains again with the best config.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils.data import TensorDataset
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator
 
-os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # Tune prints nothing more than what is printed here
+os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # Tune itself prints nothing
 RATES = [0.001, 0.003, 0.0001, 0.00001]
-CONFIG = {"batch_size": 64, "seed": 0}  # 64 samples in each step, however many workers share them
+CONFIG = {"batch_size": 64, "seed": 0}  # 64 samples in each step, over all workers
 
 
 def load_data() -> list[TensorDataset]:
-    """Returns train, validation and test data, the same ones every time."""
+    """Return train, validation and test data, which are always the same."""
     return [TensorDataset(torch.tensor(images).flatten(1), torch.tensor(digits)) for images, digits in load_digits()]
 
 
@@ -46,9 +46,9 @@ OPTIONS = {"training_operator_cls": DigitsOperator, "split_batches": True}
 
 
 class Interruption(tune.Callback):
-    """Prints each result. Interrupts the search once, after some of them, as Ctrl-C does."""
+    """Prints each result. Interrupts the search once, after some results, as Ctrl-C does."""
 
-    left = 0  # of the class: Tune restores objects as they were before the interruption
+    left = 0  # on the class, because Tune restores instances as they were before the interruption
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
         epoch, accuracy = result["training_iteration"], result["val_accuracy"]
@@ -60,7 +60,7 @@ class Interruption(tune.Callback):
 
 
 def search(store: str, num_epochs: int, **options: Any) -> tune.ResultGrid:
-    """Tries all learning rates, the second half of the search after an interruption."""
+    """Try all learning rates. The search is interrupted and then resumed."""
     filesystem, path = FileSystem.from_uri(store)
     trainable = TorchTrainer.as_trainable(**OPTIONS, **options)
     first = tune.Tuner(

@@ -1,8 +1,8 @@
 """Trains on two nodes that Ray simulates on this machine, kills one in the middle of an epoch, and adds another one.
 
-Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 64 % are trained on, 16 % measure. Half of
-the workers die with their node. The others go on with the same global batch, and new ones step in on the node that is
-added. The cluster is made here, because a node of it dies: `--address` is not used.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. Half of the
+workers die with their node. The others continue with the same global batch, and new ones join on the added node. The
+program makes its own cluster, because a node of it dies, so `--address` is not used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from raysgd.callbacks import Callback, Run
 from raysgd.operators import ClassificationOperator
 from raysgd.testing import remove_node
 
-CONFIG = {"lr": 0.001, "batch_size": 16, "seed": 0}  # 16 samples in each step, however many workers share them
+CONFIG = {"lr": 0.001, "batch_size": 16, "seed": 0}  # 16 samples in each step, over all workers
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 6}
-HEAD = {"num_cpus": 0, "include_dashboard": False, "_system_config": SOON}  # Ray misses a node after 3 s, by default 15
+HEAD = {"num_cpus": 0, "include_dashboard": False, "_system_config": SOON}  # Ray notices a lost node in 3 s, not 15
 
 
 class DigitsOperator(ClassificationOperator):
@@ -53,7 +53,7 @@ class LoseNode(Callback):
 
 
 def train(num_epochs: int, callbacks: list[Callback], **options: Any) -> dict[str, Any]:
-    """Trains with these options of a trainer; returns what has become of the model, the data and the workers."""
+    """Train with these trainer options. Return the model, its accuracy, the used data and the failures."""
     used = []
     with TorchTrainer(training_operator_cls=DigitsOperator, config=CONFIG, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs, callbacks=callbacks):

@@ -1,1 +1,1 @@
-"""The command `raysgd`: checks of a machine, the status of a run, migration."""
+"""The command `raysgd`: checks a machine, shows the status of runs, and rewrites old programs."""

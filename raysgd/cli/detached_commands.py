@@ -1,4 +1,4 @@
-"""The commands for trainers that outlive their program: `raysgd list`, `raysgd attach`, `raysgd stop`."""
+"""The commands for detached trainers, which outlive their program: `raysgd list`, `raysgd attach`, `raysgd stop`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = Callable[..., None]
 
 
 def _in_cluster(command: Command) -> Command:
-    """Let a command have `--address`, connect to that cluster first, and show errors without their traceback."""
+    """Add `--address` to a command, connect to that cluster first, and show errors without their traceback."""
 
     @click.option(
         "--address", default="auto", help="The Ray cluster. Default: RAY_ADDRESS, else the one of this machine."
@@ -46,7 +46,7 @@ def list_trainers() -> None:
 @click.argument("name")
 @_in_cluster
 def attach(name: str) -> None:
-    """Show what detached trainer NAME prints, until its call ends. Ctrl-C leaves the trainer running."""
+    """Show the output of detached trainer NAME until its call ends. Ctrl-C leaves the trainer running."""
     from raysgd.detached import cluster
 
     trainer = cluster.attach(name)
@@ -64,7 +64,7 @@ def attach(name: str) -> None:
 @click.option("--force", is_flag=True, help="Kill a trainer that is not answering, without waiting or saving.")
 @_in_cluster
 def stop(name: str, force: bool) -> None:
-    """End detached trainer NAME and its call, and free its resources. One that is idle is saved in its folder."""
+    """End detached trainer NAME and its call, and free its resources. An idle trainer is saved in its folder first."""
     from raysgd.detached import cluster
 
     words = cluster.stop(name, force=force)

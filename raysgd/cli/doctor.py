@@ -1,6 +1,7 @@
-"""Looks at what trainers need on this machine and its cluster, and says in words what is wrong and what to do.
+"""Checks that this machine and its cluster have what trainers need, and says what is wrong and what to do.
 
-Each check returns a `CheckResult`. Nothing is changed; the self test starts two workers, trains two steps, ends them.
+Each check returns a `CheckResult`. Checks change nothing. The self test starts two workers, trains two steps, and ends
+the workers.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from raysgd.engine.placement import init_ray
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    "ray": "2.44",  # an older one drops a thread's state after each call: PyTorch then ends a worker that joins a group
-    "torch": "2.10",  # `torch.load(weights_only=True)` of older ones can be made to run code (CVE-2026-24747)
+    "ray": "2.44",  # older ones drop a thread's state after each call, so PyTorch ends a worker that joins a group
+    "torch": "2.10",  # in older ones, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747)
     "tensorflow": "2.19",
     "keras": "3.5",
     "lightning": "2.5.2",
     "transformers": "4.51",
 }
-"""The packages that are looked for, with their oldest supported versions: those of `pyproject.toml`."""
+"""Packages to check, with their oldest supported versions from `pyproject.toml`."""
 NEEDED = ("ray",)
 FRAMEWORKS = ("torch", "tensorflow")
 PYTHONS = ((3, 10), (3, 13))
-"""The oldest and the newest Python with which the tests run."""
+"""Oldest and newest version of Python that the tests run with."""
 NEWEST_PYTHON = (3, 14)
-"""The newest one for which Ray and PyTorch have releases."""
+"""Newest version of Python that Ray and PyTorch have releases for."""
 _SMALLEST_SHARED_MEMORY = 256 * 2**20
 _NUM_TEST_WORKERS = 2
 _CONNECT_S = 5.0
@@ -50,9 +51,9 @@ class CheckResult:
     """The result of a check.
 
     Attributes:
-        level: "ok"; "note": it works, but not all of it; "problem": training would fail.
-        text: What is so.
-        advice: What to do about it.
+        level: "ok", "note" if something may not work, or "problem" if training would fail.
+        text: What the check found.
+        advice: What the user can do about it.
     """
 
     level: Level
@@ -61,12 +62,12 @@ class CheckResult:
 
 
 def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[CheckResult]:
-    """All checks, one after the other.
+    """Run all checks, one after the other, and yield their results.
 
     Args:
-        address: A running Ray cluster; None for that of the environment variable RAY_ADDRESS, else one that is started
-            on this machine for as long as this takes.
-        self_test: Whether to train on two workers.
+        address: Address of a running Ray cluster; None for the environment variable RAY_ADDRESS. Without either, a
+            cluster is started on this machine, and ended after the checks.
+        self_test: True to train on two workers.
     """
     versions = installed_versions()
     yield check_python(sys.version_info[:2])
@@ -92,7 +93,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that matter and are installed."""
+    """Return the versions of the packages in `OLDEST` that are installed."""
     found = {}
     for package in OLDEST:
         try:
@@ -103,7 +104,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_python(version: tuple[int, int]) -> CheckResult:
-    """Return whether this Python is supported.
+    """Check that this version of Python is supported.
 
     >>> check_python((3, 11)).level, check_python((3, 7)).level
     ('ok', 'problem')
@@ -120,10 +121,10 @@ def check_python(version: tuple[int, int]) -> CheckResult:
 
 
 def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Check that the packages that are needed are there, and recent enough.
+    """Check that the required packages are installed and recent enough.
 
     Args:
-        versions: The versions of those that are installed.
+        versions: Versions of the installed packages.
     """
     for package, version in versions.items():
         if _numbers(version) < _numbers(OLDEST[package]):
@@ -140,7 +141,7 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers at the beginning of a version.
+    """Return the numbers at the beginning of a version.
 
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
     ((2, 13, 0), True)
@@ -155,12 +156,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_gpus() -> CheckResult:
-    """Return whether PyTorch imports, and sees the GPUs of this machine."""
+    """Check that PyTorch can be imported and sees the GPUs of this machine."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError:
         return CheckResult("note", "GPUs: not looked for, because PyTorch is not installed")
-    except Exception as error:  # whatever a damaged installation raises
+    except Exception as error:  # a damaged installation may raise anything
         return CheckResult("problem", f"importing PyTorch fails: {_words(error)}", "Install PyTorch again: pytorch.org")
     return _finding_on_gpus(torch, has_driver=shutil.which("nvidia-smi") is not None)
 
@@ -179,7 +180,7 @@ def _finding_on_gpus(torch: Any, has_driver: bool) -> CheckResult:
 
 
 def check_ports() -> CheckResult:
-    """Return whether processes can connect to each other over the address that workers use."""
+    """Check that processes can connect to each other at the address that workers use."""
     try:
         address = _own_address()
         with socket.create_server((address, 0)) as server:
@@ -194,7 +195,7 @@ def check_ports() -> CheckResult:
 
 
 def _own_address() -> str:
-    """The address of this machine, as Ray sees it."""
+    """Return the address that Ray uses for this machine."""
     try:
         import ray
     except ImportError:
@@ -203,8 +204,8 @@ def _own_address() -> str:
 
 
 def check_private_names() -> Iterator[CheckResult]:
-    """Check that packages newer than those of the tests have what raysgd uses of them beside documented names."""
-    for name in ("torch", "ray"):  # of what is compiled there is nothing to read
+    """Check that packages newer than the tested ones still have the private names that raysgd uses."""
+    for name in ("torch", "ray"):  # import them, because compiled names are not in the source
         with suppress(Exception):
             importlib.import_module(name)
     newer = [row for row in TABLE if _is_newer(row.package)]
@@ -221,13 +222,13 @@ def check_private_names() -> Iterator[CheckResult]:
 def _is_newer(package: str) -> bool:
     try:
         version = metadata.version(package)
-    except metadata.PackageNotFoundError:  # one that is part of Python, or that has another name on the index
+    except metadata.PackageNotFoundError:  # part of Python, or distributed under another name
         return True
     return package not in TESTED or _numbers(version) > _numbers(TESTED[package])
 
 
 def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
-    """Return whether there is shared memory for Ray's objects and the processes of data loaders."""
+    """Check that there is enough shared memory for Ray's objects and the processes of data loaders."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
@@ -247,10 +248,10 @@ class _NotConnectedError(Exception):
 
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
-    """A connection to the cluster for the block; one that is there already is used, and stays.
+    """Connect to the cluster for the block. An existing connection is used and stays open.
 
     Raises:
-        _NotConnectedError: It could not be made.
+        _NotConnectedError: The connection failed.
     """
     import ray
 
@@ -261,7 +262,7 @@ def connected(address: str | None) -> Iterator[CheckResult]:
     address = address or os.environ.get("RAY_ADDRESS")
     try:
         _connect(address)
-    except Exception as error:  # Ray raises what its parts raise
+    except Exception as error:  # Ray may raise anything
         raise _NotConnectedError(_words(error)) from error
     what = f"connected to {address}" if address else "started one on this machine for this check"
     try:
@@ -291,7 +292,7 @@ def _advice_on_connection(address: str | None) -> str:
 
 
 def check_cluster() -> Iterator[CheckResult]:
-    """Check what the nodes have, and what of it is free."""
+    """Check which resources the nodes have, and which are free."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -299,7 +300,7 @@ def check_cluster() -> Iterator[CheckResult]:
 
 
 def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
-    """Return whether two workers have room in a cluster with these resources."""
+    """Check that a cluster with these resources has room for two workers."""
     text = (
         f"resources: {num_nodes} node(s), {free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs and "
         f"{free.get('GPU', 0):g} of {total.get('GPU', 0):g} GPUs are free"
@@ -317,11 +318,11 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 
 
 def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
-    """Train, unless the packages cannot.
+    """Run the self test, unless packages are missing or too old.
 
     Args:
-        versions: The versions of those that are installed.
-        packages: What was found about them.
+        versions: Versions of the installed packages.
+        packages: Results of `check_packages`.
     """
     if any(finding.level == "problem" for finding in packages):
         return CheckResult("note", "self test: not run, because packages are too old or missing")
@@ -331,10 +332,10 @@ def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResu
 
 
 def run_self_test() -> CheckResult:
-    """Train two steps on two workers, and compare what comes out with one process."""
+    """Train two steps on two workers, and compare the weights with those of one process."""
     try:
         seconds, is_equal = _train_on_two_workers()
-    except Exception as error:  # whatever does not work here: finding that out is the test
+    except Exception as error:  # any error is a result of the test
         text = f"self test: training on two workers fails: {_words(error)}"
         return CheckResult(
             "problem", text, "The logs of the workers are in /tmp/ray/session_latest/logs, on their machines."
@@ -347,7 +348,7 @@ def run_self_test() -> CheckResult:
 
 
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:
-    """Return how long each part took, and whether the weights are those of one process."""
+    """Return the seconds that each part took, and True if the weights are those of one process."""
     from raysgd.cli.self_test import trained_weights
 
     together, seconds = trained_weights(num_workers=_NUM_TEST_WORKERS)
@@ -356,6 +357,6 @@ def _train_on_two_workers() -> tuple[dict[str, float], bool]:
 
 
 def _words(error: BaseException) -> str:
-    """The first line of an error, with its class."""
+    """Return the first line of an error, with its class."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,6 +1,6 @@
-"""The command `raysgd`: checks of the environment, the status of a run, detached trainers, old programs rewritten.
+"""The command `raysgd`: checks the environment, follows runs and detached trainers, and rewrites old programs.
 
-There is no command that trains: programs are the interface.
+No command trains. To train, write a program.
 """
 
 from __future__ import annotations

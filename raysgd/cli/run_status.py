@@ -1,7 +1,7 @@
-"""The status of a run, read from the files in its folder, without running or trusting anything in them.
+"""Reads the status of a run from the files in its folder, without running or trusting anything in them.
 
-Three kinds of folders are known: that of `fit()` in the style of Ray AIR (or the folder above it, of the experiment),
-the `logdir` of a `raysgd.train.Trainer`, and the folder of `TorchTrainer.fit` and `TFTrainer.fit`.
+It knows three kinds of folders: the folder of a run of Ray AIR's `fit()` (or the folder of the experiment above it),
+the `logdir` of a `raysgd.train.Trainer`, and the folder of `TorchTrainer.fit` or `TFTrainer.fit`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_METRICS = 4
 _MOST_FOLDERS = 3
 _SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
-"""Values of a report that this library filled in, or Ray; they are no metrics of the user."""
+"""Values of a report that raysgd or Ray added. They are not metrics of the user."""
 
 EXPECTED = (
     "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "
@@ -42,7 +42,7 @@ EXPECTED = (
 
 
 def without_folder() -> str:
-    """What to say without a folder: the newest in the folder where runs are by default."""
+    """Return the message for a user who passed no folder. It lists the newest runs in the default folder."""
     results = RESULTS_FOLDER.expanduser()
     folders = [each for each in results.iterdir() if each.is_dir()] if results.is_dir() else []
     newest = sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True)[:_MOST_FOLDERS]
@@ -52,15 +52,16 @@ def without_folder() -> str:
 
 
 def read_status(path: str, now: float | None = None) -> str:
-    """Return the status of the run in a folder, in words.
+    """Return the status of the run in a folder, as text.
 
     Args:
-        path: A path or a URI.
-        now: The time, in seconds since 1970; by default that of the clock.
+        path: Path or URI of the folder.
+        now: Current time in seconds since 1970; None for that of the clock.
 
     Raises:
-        StorageError: It cannot be read.
-        ValueError, ModuleNotFoundError: The path cannot be one, its store needs a package, or no run has written it.
+        StorageError: The folder cannot be read.
+        ValueError: The path is invalid or does not exist, or is not the folder of a run.
+        ModuleNotFoundError: The store of the URI needs a package.
     """
     folder = open_folder(path, argument="RUN_FOLDER")
     if not folder.exists():
@@ -88,9 +89,9 @@ def _found(folder: Folder, now: float) -> str | None:
 
 
 def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str]] = (), error: str = "") -> str:
-    """Return a status in rows: what wrote the folder, how the run is, what there is to say, the end of its error.
+    """Return a status in rows: the kind of the folder, the state of the run, facts, and the end of the run's error.
 
-    The state begins with a word: "finished", "stopped", "interrupted", "failed", "running", or "silent" if nothing was
+    The state begins with "finished", "stopped", "interrupted", "failed", "running", or with "silent" if nothing was
     written for a while.
     """
     rows = [("run", str(folder)), ("kind", kind), ("state", state), *facts]
@@ -102,7 +103,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 
 
 def _experiment(folder: Folder, names: set[str], now: float) -> str:
-    """The folder above that of the trial: `run.json` says which one is the last."""
+    """Return the status of an experiment: that of its last trial, which `run.json` names."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
@@ -129,7 +130,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 
 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
-    """One run of a `Trainer`: it notes no end, so only the time of its last report says something."""
+    """Return the status of a run of a `Trainer`. Its folder does not tell if it ended, only when it last reported."""
     content: Any = None
     with suppress(ValueError, RecursionError):
         content = json.loads(_text(folder, "results.json"))
@@ -143,7 +144,7 @@ def _function_run(folder: Folder, num_runs: int, now: float) -> str:
 
 
 def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
-    """The folder of `trainer.fit`: what callbacks wrote there, and what stands beside the newest checkpoint."""
+    """Return the status of `trainer.fit`, from the files of callbacks and the sidecar of the newest checkpoint."""
     found, index = dict[str, str](), None
     for place in (folder, folder / "checkpoints"):
         beside = [name.removesuffix(ENDING) for name in place.names() if name.endswith(ENDING)]
@@ -176,13 +177,13 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
 
 
 def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
-    """Return what stands beside the checkpoint with the most epochs; None where none of it can be read."""
+    """Return the sidecar of the checkpoint with the most epochs; None if no sidecar can be read."""
     places = dict[str, tuple[int, int]]()
     for checkpoint in checkpoints:
         with suppress(ValueError):
             places[checkpoint] = place_of(checkpoint)
     for checkpoint in sorted(places, key=places.__getitem__, reverse=True):
-        with suppress(ValueError):  # a part of its history may be damaged
+        with suppress(ValueError):  # its history may be damaged
             return Sidecars().read(checkpoint)
     return None
 
@@ -191,7 +192,7 @@ def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
 
 
 def _text(folder: Folder, name: str) -> str:
-    """Return what is in a file; nothing where there is none."""
+    """Return the text of a file; an empty text if there is no such file."""
     try:
         return folder.read(name).decode(errors="replace")
     except FileNotFoundError:
@@ -199,12 +200,12 @@ def _text(folder: Folder, name: str) -> str:
 
 
 def _number(value: Any) -> float:
-    """A number of a file; 0 for anything else, and for numbers that no count or time can be."""
+    """Return a number that was read from a file; 0 for other types, and for numbers too large for a count or a time."""
     return value if isinstance(value, int | float) and abs(value) < 1e15 else 0
 
 
 def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The numbers of the last report that say most, in one row."""
+    """Return a row with the most telling metrics of the last report."""
     names = [
         name
         for name, value in report.items()
@@ -235,7 +236,7 @@ def _written_at(report: Mapping[str, Any]) -> float:
 
 
 def _running(sign: str, at: float, now: float) -> str:
-    """Return the state of a run that has noted no end: no one can tell a long epoch from a driver that is gone."""
+    """Return the state of a run that did not write that it ended. It may be in a long epoch, or its driver is gone."""
     if at <= 0:
         return f"running, or its driver is gone: there is no {sign}"
     word = "running" if now - at < _SILENT_S else "silent, a long epoch or its driver is gone"
@@ -243,7 +244,7 @@ def _running(sign: str, at: float, now: float) -> str:
 
 
 def _ago(at: float, now: float) -> str:
-    """Return how long ago something was, in the largest unit.
+    """Return how long ago something was, in the largest unit that fits.
 
     >>> _ago(0, 7500)
     '2 h old'
@@ -256,7 +257,7 @@ def _ago(at: float, now: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""A text that cannot move the cursor or change the colors of a terminal, and that is not endless.
+    r"""Return a text that is cut if long, and that cannot move the cursor or change the colors of a terminal.
 
     >>> print(printable("loss\x1b[31m"))
     loss\x1b[31m

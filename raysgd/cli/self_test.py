@@ -1,4 +1,4 @@
-"""The training of `raysgd doctor`: two steps of a linear model, with a result that does not depend on the workers."""
+"""The self test of `raysgd doctor`: two steps of a linear model, with the same result for any number of workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained_weights(**options: Any) -> tuple[list[float], dict[str, float]]:
         options: Options of the trainer.
 
     Returns:
-        Weight and bias; and the seconds that each part took, by its name.
+        The weight and the bias, and the seconds that each part took, by the part's name.
     """
     began = time.monotonic()
     with TorchTrainer(

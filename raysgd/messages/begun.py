@@ -1,4 +1,4 @@
-"""Pure: an epoch that a run has left at a step: how far it was, and what the ranks had measured by then."""
+"""Pure: how far an epoch was when a run left it at a step, and the metrics of the ranks up to that step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _BY_RANK = ("by_rank", "lost")
 
 @dataclass(frozen=True)
 class BegunEpoch:
-    """Where an epoch was left.
+    """An epoch that a run left before its end.
 
     Attributes:
-        num_steps: How many batches of it each worker has trained on.
-        epoch_idx: Which pass over the data it is, from 0.
-        by_rank: What each rank had measured.
-        lost: What ranks had measured that were gone by then.
-        seconds: How long it had been trained.
-        global_step: How many batches each worker has trained on in all.
-        is_exhausted: Whether no batch of it is left, only what follows the last one.
+        num_steps: Number of batches of the epoch that each worker has trained on.
+        epoch_idx: Index of the epoch, from 0.
+        by_rank: Metrics of each rank.
+        lost: Metrics of ranks that were lost before the run left the epoch.
+        seconds: Seconds that the epoch had been trained.
+        global_step: Number of batches that each worker has trained on in all epochs.
+        is_exhausted: True if all batches are done, but not yet what follows the last one.
     """
 
     num_steps: int
@@ -38,18 +38,23 @@ class BegunEpoch:
 
     @staticmethod
     def of(states: Sequence[Any], **more: Any) -> BegunEpoch:
-        """Return where ranks are that say so themselves, each with a `RunState`."""
+        """Return the epoch that the ranks left.
+
+        Args:
+            states: The `RunState` of each rank.
+            **more: Further attributes.
+        """
         first = states[0]
         by_rank = tuple(_without_objects(each.metrics) for each in states)
         lost = tuple(first.lost.values())
         return BegunEpoch(first.num_steps, first.epoch_idx, by_rank, lost, is_exhausted=first.is_exhausted, **more)
 
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
-        """Return the same with the metrics that one rank is to count, of a group of whatever size."""
+        """Return the epoch with only the metrics that one rank counts. The new group may have any size."""
         return replace(self, by_rank=self.by_rank[rank::num_ranks])
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as JSON has it, to the last bit."""
+        """Return the epoch in types that JSON has. Floats keep every bit."""
         return {
             "num_steps": self.num_steps,
             "epoch_idx": self.epoch_idx,
@@ -61,10 +66,10 @@ class BegunEpoch:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> BegunEpoch:
-        """Return what `as_data` wrote.
+        """Return the epoch that `as_data` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The data are damaged.
         """
         try:
             return BegunEpoch(
@@ -80,21 +85,21 @@ class BegunEpoch:
 
 
 def summaries_as_data(summaries: Iterable[MetricSummary]) -> list[dict[str, Any]]:
-    """Return sums as JSON has them, to the last bit."""
+    """Return metrics in types that JSON has. Floats keep every bit."""
     return [_as_data(each) for each in summaries]
 
 
 def summaries_from_data(data: Iterable[Mapping[str, Any]]) -> tuple[MetricSummary, ...]:
-    """Return what `summaries_as_data` made of them.
+    """Return the metrics that `summaries_as_data` wrote.
 
     Raises:
-        KeyError, TypeError, ValueError: It is something else.
+        KeyError, TypeError, ValueError: The data are damaged.
     """
     return tuple(map(_from_data, data))
 
 
 def _without_objects(metrics: MetricSummary | None) -> MetricSummary:
-    """Return the sums, without metric objects, of which a small file has none."""
+    """Return metrics without metric objects, which the sidecar of a checkpoint does not hold."""
     if metrics is None:
         return MetricSummary()
     for name in metrics.objects:
@@ -119,7 +124,7 @@ def _packed_all(values: Iterable[Any]) -> list[Any]:
 
 
 def _packed(value: float) -> int | str:
-    """Return a number that keeps its bits, also where it is infinite or none."""
+    """Return a number in a form that keeps its bits. JSON has no infinity and no NaN, so floats become hex text."""
     return value.hex() if isinstance(value, float) else int(value)
 
 

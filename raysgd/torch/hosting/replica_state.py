@@ -1,4 +1,4 @@
-"""The state of a replica with PyTorch: what it is made of, whether another one fits, and how that is taken over."""
+"""Reads and loads the state of a replica with PyTorch, and checks first that a state fits."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def _at(state: Any, path: Path_) -> Any:
     return state
 
 
-CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
-REMADE = "remade"  # key of what `setup` makes again and no state holds; see `raysgd.torch.objects.remade`
-# Keys in `RESUME` of what only snapshots carry.
-TRAINED = "trained"  # what `rewrap` has changed since `setup`
-GRADIENTS = "gradients"  # those that no optimizer has stepped with yet
+CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library lack it
+REMADE = "remade"  # key of the digests of left-out frozen parameters; see `raysgd.torch.objects.remade`
+# Keys in `RESUME` that only snapshots contain.
+TRAINED = "trained"  # what is trainable, if `rewrap` changed that since `setup`
+GRADIENTS = "gradients"  # gradients that no optimizer has stepped with yet
 
 
 class TorchState(ReplicaState):
     """Reads and replaces the state of models, optimizers, schedulers and the precision.
 
     Args:
-        operator: Has registered them.
-        parallel: How the replicas are kept equal.
-        feed: Has the data.
+        operator: Operator that registered them.
+        parallel: Strategy that keeps the replicas equal.
+        feed: The data of the replica.
         waiting: Returns the parameters with gradients that no optimizer has stepped with yet.
     """
 
@@ -84,7 +84,7 @@ class TorchState(ReplicaState):
         return parts
 
     def _without_remade(self, parts: dict[str, Any], remade: Any) -> dict[str, Any]:
-        """Return the parts without what `setup` makes again, and with what stands in its place."""
+        """Return the parts with a record of digests instead of the parameters that `setup` makes again."""
         models = parts["models"]
         reduced = {**parts, "models": [remade.without(index, model) for index, model in enumerate(models)]}
         if CRITERION in parts:
@@ -92,7 +92,7 @@ class TorchState(ReplicaState):
         return {**reduced, REMADE: remade.record()}
 
     def remade_tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return what states leave out of each module."""
+        """Return the parameters that states leave out of each module, by name."""
         remade = self._internals.remade
         return [] if remade is None else remade.tensors()
 
@@ -107,7 +107,7 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Take over waiting gradients; what is trained was taken over before the state was checked."""
+        """Load gradients that no optimizer has stepped with. The check of the state has already applied `TRAINED`."""
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():
@@ -144,7 +144,7 @@ class TorchState(ReplicaState):
         rng.restore(own)
 
     def read_parts(self) -> dict[str, Any]:
-        """The state of what is trained, and of optimizers. Where these are sharded, all ranks ask at the same time."""
+        """Return the states of models, criterion and optimizers. If sharded, all ranks must call this together."""
         read, criterion, registered = self._state_of, self.criterion, self.registered
         return {
             "models": [with_plain_names(read(model)) for model in registered.original_models],
@@ -153,7 +153,7 @@ class TorchState(ReplicaState):
         }
 
     def read_divided(self) -> dict[str, Any]:
-        """The state with what this rank has of divided tensors."""
+        """Return the state with only this rank's part of each divided tensor."""
         whole, self._state_of = self._state_of, self._parallel.part_of_state
         try:
             return self.read()
@@ -162,29 +162,29 @@ class TorchState(ReplicaState):
 
     @property
     def criterion(self) -> Any:
-        """The criterion, if it is trained."""
+        """The criterion if it has trainable parameters, otherwise None."""
         return self._internals.registered.original_criterion
 
     @property
     def registered(self) -> RegisteredObjects:
-        """The arguments of `register`."""
+        """The objects that were passed to `register`."""
         return self._internals.registered
 
     def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
-        """Return tensors to fill with what this rank has of a state.
+        """Return empty tensors to fill with this rank's part of a state.
 
         Args:
-            outline: The state, with tensors that have a shape and no memory.
-            paths: Where the tensors belong.
+            outline: The state, with tensors that have a shape but take no memory.
+            paths: Paths of the tensors in the state.
 
         Raises:
-            ValueError, KeyError: It does not fit.
+            ValueError, KeyError: The state does not fit.
         """
         self.check(outline)
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Return a tensor to fill, divided as that is which it will be loaded into, or be beside."""
+        """Return an empty tensor that is divided like its target: the weight it is for, or the optimizer state's."""
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None
@@ -193,7 +193,7 @@ class TorchState(ReplicaState):
             own = _named(self.registered.original_models[number], rest[1])
         elif part == CRITERION:
             own = _named(self.criterion, rest[0])
-        elif rest[1] == "state":  # entries are by the index of their parameter
+        elif rest[1] == "state":  # the keys are indices of parameters
             index = rest[2]
             groups = outline["optimizers"][number]["param_groups"], self.registered.optimizers[number].param_groups
             indices, parameters = ([each for group in one for each in group["params"]] for one in groups)
@@ -204,7 +204,7 @@ class TorchState(ReplicaState):
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
         resume = state.get(RESUME) or {}
-        if TRAINED in resume:  # of a snapshot: it fits once the optimizers have its groups
+        if TRAINED in resume:  # a snapshot only fits after the optimizers got its groups
             self._internals.follow_trained(resume[TRAINED])
         remade = self._remade_for(state)
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -220,10 +220,10 @@ class TorchState(ReplicaState):
             check_precision(precision.state_dict(), precision_state)
 
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
-        """Return what `setup` makes again here; None where it says nothing of that.
+        """Return the parameters that `setup` makes again here; None without `remakes_frozen`.
 
         Raises:
-            ValueError: The state leaves out what is not made again here.
+            ValueError: The state leaves out parameters, but the operator does not set `remakes_frozen`.
         """
         remade = self._internals.remade
         if remade is None and REMADE in state:
@@ -242,7 +242,7 @@ class TorchState(ReplicaState):
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
-        # What others are going to hold on to is copied first: no copy fails when something has been replaced.
+        # Copy first what schedulers and the precision keep, so that no copy can fail after something was replaced.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -278,7 +278,7 @@ def _named(model: torch.nn.Module, name: Any) -> Any:
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state without what no file carries."""
+    """Return a state without the entries that only snapshots contain."""
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)

@@ -1,8 +1,8 @@
-"""Frozen parameters that `setup` makes again: no state holds them, and a digest stands in the place of each.
+"""Leaves frozen parameters that `setup` makes again out of states, and puts a digest of each into the state instead.
 
-Nothing here is loaded unless an operator says `remakes_frozen = True`. What is left out is what was frozen when `setup`
-was done. Whatever is trained later, also for a while, is in the state from then on. Whatever changes without being
-trained is refused by its name. Why: ADR 150.
+This module is only imported if an operator sets `remakes_frozen = True`. It leaves out the parameters that are frozen
+at the end of `setup`. If one is trained later, even for a while, states contain it from then on. If one changes without
+being trained, saving a state raises an error that names it. See ADR 150.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from raysgd.torch.objects.loading import plain
 from raysgd.worker.state.state_checks import require
 
 Digests = Mapping[str, str]
-"""The dtype, the shape and the digest of each parameter of a module."""
+"""Digest of each parameter of a module, with its dtype and shape."""
 
 _ROW_WORDS = 512
-_NUM_SAMPLES = 64  # numbers of a parameter that are looked at each time
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
-_PIECE_BITS, _NUM_PIECES = 8, 8  # sums of squares of such pieces of a digest are exact
+_NUM_SAMPLES = 64  # at most so many values of a parameter are compared in each check
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the number of bytes
+_PIECE_BITS, _NUM_PIECES = 8, 8  # a digest in pieces that are small enough for exact sums of squares
 
 
 class _Parameter:
-    """A parameter that `setup` made, and what it was then.
+    """A frozen parameter that `setup` made. Its values at that time are its original values.
 
     Attributes:
-        parameter: Itself.
-        digest: What is written in its place.
-        original: Its first numbers, if it was trained since; None where they are not known.
+        parameter: The parameter.
+        digest: Digest of the original values, which states contain instead of the parameter.
+        original: Copy of the original values, made before the parameter is trained or loaded; None without a copy.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -42,12 +42,12 @@ class _Parameter:
         self.note()
 
     def note(self) -> None:
-        """Note that it has its first numbers now."""
+        """Remember that the parameter now has its original values."""
         self._mark, self._few = self._mark_now(), _few_of(self.parameter)
 
     @property
     def sampled(self) -> torch.Tensor:
-        """A few of its numbers, as they are now."""
+        """A few of its current values."""
         return self._few if self.parameter.is_contiguous() else _few_of(self.parameter)
 
     def _mark_now(self) -> tuple[int, int]:
@@ -55,11 +55,11 @@ class _Parameter:
 
     @property
     def may_have_changed(self) -> bool:
-        """True if something was written into it, whatever it was, or it was moved."""
+        """True if the parameter was written to or moved, even if its values are still the same."""
         return self._mark_now() != self._mark
 
     def has_changed(self) -> bool:
-        """Tell whether its numbers have changed: looks at all of them."""
+        """Compare all values with the original ones. Return True if they differ."""
         if digest_of(self.parameter) != self.digest:
             return True
         self.note()
@@ -67,27 +67,27 @@ class _Parameter:
 
     @torch.no_grad()
     def keep_original(self) -> None:
-        """Keep the first numbers of one that is going to have others."""
+        """Copy the original values, before the parameter gets others."""
         if self.original is None and digest_of(self.parameter) == self.digest:
             self.original = self.parameter.detach().cpu().clone()
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give it its first numbers."""
+        """Restore the original values, if they were copied."""
         if self.original is not None:
             self.parameter.copy_(self.original)
             self.note()
 
 
 class RemadeParameters:
-    """The parameters that a state of one operator leaves out.
+    """The frozen parameters that the states of one operator leave out.
 
     Args:
-        parts: The modules whose states are saved: the models, then a criterion that is trained.
-        operator_cls: The class whose `setup` makes them.
+        parts: Modules whose states are saved: the models, then the criterion if it is trained.
+        operator_cls: Class whose `setup` makes the parameters.
 
     Attributes:
-        ids: The identities of the parameters that are left out now.
+        ids: The `id` of each parameter that is left out now.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module], operator_cls: type) -> None:
@@ -123,18 +123,18 @@ class RemadeParameters:
         is_criterion = index >= len(self._module_names)
         return f"`{name}` of {'the criterion' if is_criterion else f'model {index}'} (`{self._module_names[index]}`)"
 
-    # ------------------------------------------------------------------------------------------------ out of a state
+    # -------------------------------------------------------------------------------------------------------- saving
 
     def without(self, index: int, state: Any) -> Any:
-        """Return the state of a module without what is left out of it."""
+        """Return the state of a module without the parameters to leave out."""
         left_out = self._left_out[index]
         return _reduced(state, left_out) if left_out else state
 
     def record(self) -> dict[str, Any]:
-        """Return what stands in their place.
+        """Return the record that states contain instead of the parameters: a digest of each.
 
         Raises:
-            ValueError: One has changed since `setup`.
+            ValueError: A parameter has changed since `setup`.
         """
         self.check_unchanged()
         pairs = zip(self._made, self._left_out, strict=True)
@@ -142,18 +142,18 @@ class RemadeParameters:
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return the parameters themselves by name, for a state that leaves nothing out."""
+        """Return the left-out parameters of each module by name, for a state that leaves nothing out."""
         pairs = zip(self._made, self._left_out, strict=True)
         return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
 
     def check_unchanged(self) -> None:
-        """Refuse to leave out what has changed.
+        """Raise an error if a left-out parameter has changed.
 
-        A write shows in the tensor's version, except one through `.data`. So a few numbers of each are compared as
-        well. All of a parameter is looked at only where something was written.
+        A write changes the version of a tensor, unless it goes through `.data`. So a few values of each parameter are
+        compared as well. All values are compared only after a sign of a write.
 
         Raises:
-            ValueError: One has other numbers than `setup` gave it.
+            ValueError: A parameter no longer has the values that `setup` gave it.
         """
         suspects = [each for each in self._watched if each.may_have_changed]
         if not suspects:
@@ -174,7 +174,7 @@ class RemadeParameters:
                     )
 
     def follow_trained(self) -> None:
-        """Keep in the state from now on what is trained by now."""
+        """Stop leaving out the parameters that are trainable by now."""
         for made, names in zip(self._made, self._left_out, strict=True):
             for name in [name for name in names if made[name].parameter.requires_grad]:
                 made[name].keep_original()
@@ -184,7 +184,11 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Return what returns the names that need not be compared in a module, with those that are left out here."""
+        """Return a function like `left_out_of` that also names the parameters left out here.
+
+        Args:
+            left_out_of: Returns the names of a model's parameters that ranks need not compare; None for all.
+        """
 
         def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
             names = left_out_of(model)
@@ -193,24 +197,24 @@ class RemadeParameters:
 
         return more_left_out_of
 
-    # ------------------------------------------------------------------------------------------------- into a module
+    # ------------------------------------------------------------------------------------------------------- loading
 
     def fitting(self, index: int, saved: Any, record: Any) -> tuple[Any, Collection[str]]:
-        """Compare what a state leaves out of a module with what `setup` has made here.
+        """Check that `setup` made the parameters that a saved state leaves out, with the same values.
 
         Args:
-            index: Which module.
-            saved: Its saved state, with plain names.
-            record: That in this state; None where it leaves nothing out.
+            index: Index of the module.
+            saved: Saved state of the module, with plain names.
+            record: Record in the saved state; None if the state leaves nothing out.
 
         Returns:
-            What is to be loaded, and the names that need not be there.
+            The state to load, and the names that may be missing in it.
 
         Raises:
-            ValueError: Something was made otherwise there, or is missing.
+            ValueError: A parameter differs, or `setup` did not freeze it here, or its original values are gone.
         """
         if not isinstance(saved, Mapping):
-            return saved, ()  # it is refused as that
+            return saved, ()  # the caller refuses it
         made, found = self._made[index], _digests_in(record, index)
         theirs = found or {}
         missing = {name for name in theirs if name not in saved}
@@ -250,25 +254,25 @@ class RemadeParameters:
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Keep the first numbers of what a state brings with it."""
+        """Copy the original values of the parameters that a state is about to replace."""
         for name in self._left_out[index] - {*left_out}:
             self._made[index][name].keep_original()
 
     def end_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Leave out what that state left out, from now on."""
+        """Leave out what the loaded state left out, from now on, and restore the original values there."""
         made = self._made[index]
         for name in {*left_out} - self._left_out[index]:
             made[name].put_back()
         self._left_out[index] = {name for name in left_out if not made[name].parameter.requires_grad}
         self._update()
 
-    # ---------------------------------------------------------------------------------------------- between the ranks
+    # ------------------------------------------------------------------------------------------------ comparing ranks
 
     def check_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Refuse what the ranks have made differently. All ranks do this at the same time.
+        """Check that all ranks made the same frozen parameters. All ranks must call this at the same time.
 
         Raises:
-            ValueError: On all ranks, with the parameter's name.
+            ValueError: Ranks differ. Raised on all ranks, with the name of the parameter.
         """
         named = [(index, name) for index, made in enumerate(self._made) for name in made]
         digests = [f"{name} {self._made[index][name].digest}" for index, name in named]
@@ -293,14 +297,14 @@ class RemadeParameters:
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Refuse a state that leaves parameters out, for an operator that does not make them again.
+    """Refuse a state that leaves parameters out, because the operator does not make them again.
 
     Args:
-        record: What stands in their place.
-        operator_cls: The class of the operator.
+        record: Record in the state, with the digests of these parameters.
+        operator_cls: Class of the operator.
 
     Raises:
-        ValueError: It leaves some out.
+        ValueError: The state leaves parameters out.
     """
     for index in range(len(parts_of(record))):
         for name in _digests_in(record, index) or ():
@@ -313,22 +317,22 @@ def refuse_left_out(record: Any, operator_cls: type) -> None:
 
 
 def completed(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state of a module that leaves nothing out.
+    """Return the state of a module with the left-out parameters put back.
 
     Args:
-        state: One that does.
-        tensors: What it leaves out.
+        state: State without them.
+        tensors: Left-out parameters by name.
     """
     return _like(state, {**state, **tensors})
 
 
 def _reduced(state: Any, names: Collection[str]) -> Any:
-    """Return a state without some names."""
+    """Return a state without these names."""
     return _like(state, {name: value for name, value in state.items() if plain(name) not in names})
 
 
 def _like(state: Any, content: Mapping[str, Any]) -> Any:
-    """Return a state with other content. PyTorch keeps versions of modules in attributes of the dict."""
+    """Return a state with other content but the same attributes, in which PyTorch keeps the versions of modules."""
     made: Any = OrderedDict(content)
     vars(made).update(getattr(state, "__dict__", {}))
     return made
@@ -339,10 +343,10 @@ def _maker_in(record: Any) -> str:
 
 
 def parts_of(record: Any) -> Sequence[Any]:
-    """Return what a record says of each module: the digests; None of one that leaves nothing out.
+    """Return the digests in a record, by module; None for a module that is complete in the state.
 
     Raises:
-        ValueError: It is no record.
+        ValueError: `record` is not a record.
     """
     parts = record.get("parts") if isinstance(record, Mapping) else None
     require(isinstance(parts, list | tuple), "its `remade` does not say what is left out")
@@ -351,7 +355,7 @@ def parts_of(record: Any) -> Sequence[Any]:
 
 
 def _digests_in(record: Any, index: int) -> Digests | None:
-    """Return what is left out of a module; None of one that is whole because it was saved so."""
+    """Return the digests of the parameters that a state leaves out of a module; None if the module is complete."""
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None
     require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
@@ -360,12 +364,12 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Return a state that has taken one part of another one, with what that leaves out of it.
+    """Return a state that has taken one part from a saved state, with a record that fits.
 
     Args:
-        state: The state, with `models`.
-        saved: The other one.
-        key: Under which the states say what they leave out.
+        state: State that has taken the part. It has `models`.
+        saved: State that the part is from.
+        key: Key of the record in both states.
         part: "models" or "criterion".
     """
     records = [each.get(key) for each in (state, saved)]
@@ -377,7 +381,7 @@ def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, pa
     return {**state, key: {"by": by, "parts": parts}}
 
 
-# ---------------------------------------------------------------------------------------------------------- numbers
+# ---------------------------------------------------------------------------------------------------------- digests
 
 
 def _has_numbers(parameter: torch.Tensor) -> bool:
@@ -388,10 +392,10 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return the dtype, the shape and a digest of a tensor: equal on all devices and in all processes.
+    """Return the dtype, the shape and a digest of a tensor. Equal tensors have equal digests on all devices.
 
-    The digest is made of sums of 512 words of eight bytes each, which the device itself computes. It finds other
-    weights, not forged ones.
+    The tensor's device adds up rows of 512 words of eight bytes, and only the sums are hashed. The digest detects
+    other weights, but not forged ones.
 
     Examples:
         >>> digest_of(torch.ones(2, 3))
@@ -414,7 +418,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _few_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a few numbers of a parameter, as bits: a view of its memory if that is in one piece."""
+    """Return the bits of a few values of a parameter. If it is contiguous, this is a view of its memory."""
     values = parameter.detach()
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     few = flat[:: max(1, -(-flat.numel() // _NUM_SAMPLES))]
@@ -422,7 +426,7 @@ def _few_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(samples: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a copy of samples, as one tensor for each device."""
+    """Return a copy of the samples, as one tensor for each device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in samples:
         by_device.setdefault(each.device, []).append(each)
@@ -436,7 +440,7 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 
 
 def _pieces(text: str) -> list[int]:
-    """Return pieces of a digest of a text, each with its square."""
+    """Return the pieces of a text's digest, each followed by its square."""
     import xxhash
 
     digest = xxhash.xxh3_64_intdigest(text.encode())
@@ -445,5 +449,5 @@ def _pieces(text: str) -> list[int]:
 
 
 def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
-    """Return whether all ranks added the same: only then the mean of squares is the square of the mean."""
+    """Return True if all ranks added the same values: only then is the mean of squares the square of the mean."""
     return all(num_ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))
