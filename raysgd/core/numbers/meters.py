@@ -1,0 +1,574 @@
+"""Averages over the batches of one pass, kept as sums and weights, so that they can be merged across workers exactly.
+
+Guarantees: a mean is a float64 sum, divided once by its weight. A value that is not a number raises. A tensor on a
+device is not read in the batch that produced it, because the host would wait for the device. A summary is a plain dict
+of means for its readers, and also has the sums and weights.
+
+Nothing here imports a framework. The caller passes functions that read tensors and capture metric objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+BATCH_WEIGHT = "batch_weight"
+_WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
+# Number of tensors per metric that may wait to be read: reading waits for the device, and keeping takes its memory.
+MAX_PENDING = 256
+BATCH_COUNT = "batch_count"
+NUM_SAMPLES = "num_samples"
+
+
+_TAKEN = frozenset({"epoch", "seconds", "num_workers", BATCH_COUNT})
+
+
+def refuse_taken(name: Any) -> None:
+    """Refuse a metric with a name that the library reports itself.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if name in _TAKEN:
+        raise ValueError(f"a metric is called `{name}`, which the library reports: call it `my_{name}`, for example.")
+
+
+def weight_of(name: Any) -> str:
+    """Return the name under which a batch reports the weight of one metric."""
+    return f"{_WEIGHT_OF}{name}"
+
+
+def is_weight(name: Any) -> bool:
+    """Return True if this is the name of a weight, not of a metric."""
+    return name == BATCH_WEIGHT or str(name).startswith(_WEIGHT_OF)
+
+
+def as_weight(name: str, value: Any) -> float:
+    """Return the weight of a batch as a number.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, infinite or NaN, or has more than one number.
+    """
+    allowed = f"`{name}={value!r}`: need a number from 0 on, by which the batch counts in averages, such as its tokens."
+    if isinstance(value, bool | str) or not hasattr(type(value), "__float__"):
+        raise TypeError(allowed)
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(allowed) from error
+    if not 0 <= weight < math.inf:
+        raise ValueError(allowed)
+    return weight
+
+
+logger = logging.getLogger(__name__)
+
+
+CapturedMetric = Any
+"""A copy of a metric object's state, with `value` and `merged_with`. The object itself continues to count."""
+
+CaptureObject = Callable[[Any], CapturedMetric]
+
+RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
+"""Remembers the states of metric objects. Returns a function that restores them."""
+
+
+class ObjectMeter:
+    """The last metric object under one name, and the states captured from it."""
+
+    __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
+
+    def __init__(self, name: str, capture: CaptureObject) -> None:
+        self._name, self.weight_name = name, weight_of(name)
+        self._capture = capture
+        self._live: Any = None
+        self._captured: CapturedMetric | None = None
+
+    @property
+    def live(self) -> Any:
+        """The object if a batch had it since the last capture, otherwise None."""
+        return self._live
+
+    def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
+        """Return the arguments for `add`; see `NumberMeter.read`."""
+        if not is_metric_object(type(value)):
+            raise TypeError(
+                f"metric `{self._name}` was a metric object in an earlier batch and is a "
+                f"`{type(value).__name__}` now: report the object in every batch, or use two names."
+            )
+        return value, weight
+
+    def add(self, value: Any, weight: int | float) -> None:
+        """Keep a metric object, which counts by itself."""
+        self._live = value
+
+    def add_captured(self, state: CapturedMetric) -> None:
+        """Merge a state that was captured elsewhere."""
+        self._captured = state if self._captured is None else self._captured.merged_with([state])
+
+    def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
+        """Return the captured state. Capture the object first if a batch had it since the last capture.
+
+        Args:
+            already: States that the same summary has captured, by the object's ID. Capturing resets the object, so an
+                object under two names must be captured only once.
+        """
+        if self._live is not None:
+            state = already.get(id(self._live)) or already.setdefault(id(self._live), self._capture(self._live))
+            self._captured = state if self._captured is None else self._captured.merged_with([state])
+            self._live = None
+        assert self._captured is not None
+        return self._captured
+
+
+def is_metric_object(kind: type) -> bool:
+    """Return True for a class of metric objects: they add themselves up."""
+    return hasattr(kind, "merge_state") and hasattr(kind, "compute")
+
+
+def value_here(state: CapturedMetric, name: str) -> Any:
+    """Compute a metric on this process's share. If the share is too small, warn and return NaN."""
+    try:
+        return state.value()
+    except Exception as error:  # only the merged metric matters, and computing that one raises
+        logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
+        return math.nan
+
+
+_PLAIN_NUMBERS = frozenset({float, int, bool})
+_UNREAD = object()
+
+ToFloats = Callable[[list[Any]], list[float]]
+
+
+class NumberMeter:
+    """Sum, weight and last value of one metric, with tensors that wait to be read."""
+
+    __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "pending", "total", "weight_name")
+
+    def __init__(self, name: str, to_floats: ToFloats) -> None:
+        self._name, self.weight_name = name, weight_of(name)
+        self._to_floats = to_floats
+        self.last: Any = _UNREAD
+        self._weights: list[int | float | None] = []  # None: the weight is a tensor, after the value in `pending`
+        self.pending: list[Any] = []
+        self.total = 0.0
+        self.count: int | float = 0
+
+    def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
+        """Return the arguments for `add`: a value and its weight as numbers, or copies of tensors on a device.
+
+        Raises:
+            TypeError: The value is of a kind that cannot be averaged.
+            ValueError: The value is not exactly one number, or the weight is invalid.
+        """
+        kind = type(value)
+        if kind in _PLAIN_NUMBERS:
+            number = value
+        elif hasattr(kind, "detach"):
+            if value.numel() != 1:
+                raise ValueError(_not_one_element(self._name, tuple(value.shape)))
+            if not getattr(value, "is_cpu", False):
+                # A copy: user code may change the tensor in place, and a replayed CUDA graph writes each batch's loss
+                # to the same memory.
+                waits = type(weight) is not int and is_tensor(type(weight))
+                return value.detach().clone(), weight.detach().clone() if waits else self._checked(weight)
+            number = value.item()
+        else:
+            number = _as_float(self._name, value)
+        return number, weight if type(weight) is int else self._checked(weight)
+
+    def add(self, value: Any, weight: Any) -> None:
+        """Count what `read` returned."""
+        if type(value) not in _PLAIN_NUMBERS:
+            waits = is_tensor(type(weight))
+            self.pending += [value, weight] if waits else [value]
+            self._weights.append(None if waits else weight)
+            self.last = _UNREAD
+            if len(self.pending) >= MAX_PENDING:
+                self.fold(self._to_floats(self.pending))
+            return
+        self.last = value
+        if weight:  # the value of a padding batch may be NaN, and 0 * NaN is NaN
+            self.total += value * weight
+            self.count += weight
+
+    def add_total(self, total: float, count: float, last: Any) -> None:
+        """Add sums from elsewhere. Their last value is used only if there is none here."""
+        self.total += total
+        self.count += count
+        if self.last is _UNREAD and not self.pending:
+            self.last = last
+
+    def copy(self) -> NumberMeter:
+        """Return a copy. No tensor may be waiting to be read."""
+        other = NumberMeter(self._name, self._to_floats)
+        other.total, other.count, other.last = self.total, self.count, self.last
+        return other
+
+    def fold(self, floats: list[float]) -> None:
+        """Count the values of the pending tensors."""
+        numbers = iter(floats)
+        for weight in self._weights:
+            number = next(numbers)
+            weight = self._checked(next(numbers)) if weight is None else weight
+            if weight:
+                self.total += number * weight
+                self.count += weight
+        if self.last is _UNREAD:
+            self.last = number
+        self.pending.clear()
+        self._weights.clear()
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else float("nan")
+
+    def _checked(self, weight: Any) -> int | float:
+        return weight if type(weight) is int else as_weight(self.weight_name, weight)
+
+
+def is_tensor(kind: type) -> bool:
+    """Return True for a class of tensors."""
+    return hasattr(kind, "detach")
+
+
+def float_each(tensors: list[Any]) -> list[float]:
+    """Return the values of tensors with one element each."""
+    return [float(tensor) for tensor in tensors]
+
+
+def _as_float(name: str, value: Any) -> float:
+    if not hasattr(type(value), "__float__"):
+        raise TypeError(
+            f"metric `{name}` is a `{type(value).__name__}`: allowed are numbers, tensors with one element, "
+            "and metric objects of torchmetrics where the operator supports them. Reduce it to one number, "
+            "or omit it."
+        )
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(_not_one_element(name, getattr(value, "shape", ()))) from error
+
+
+def _not_one_element(name: str, shape: Any) -> str:
+    return (
+        f"metric `{name}` has shape `{tuple(shape)}`: a metric is one number for each batch, so exactly one "
+        "element is allowed. Reduce it first, for example with `.mean()`, or report its parts one by one."
+    )
+
+
+_ABSENT = object()
+
+
+class MetricSummary(dict[str, Any]):
+    """The result of one pass: a plain dict that also knows the sums and weights of its means.
+
+    User code may edit the dict. An edited or removed value loses its sum and weight, so that merging uses the user's
+    value. Copies (`copy.copy`) and pickles keep everything; `dict.copy` and `dict(...)` return a plain dict.
+
+    >>> summary = MetricSummary({"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)})
+    >>> summary["accuracy"] = 0.75
+    >>> summary.totals
+    {'loss': (2.0, 4.0)}
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        totals: Mapping[str, tuple[float, float]] | None = None,
+        objects: Mapping[str, CapturedMetric] | None = None,
+    ) -> None:
+        super().__init__(values)
+        self._totals = dict(totals or {})
+        self._objects = dict(objects or {})
+        self._reported = {name: self.get(name, _ABSENT) for name in (*self._totals, *self._objects)}
+
+    @property
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """Sum and weight of each mean that was not edited."""
+        return {name: total for name, total in self._totals.items() if self._stands(name)}
+
+    def total_of(self, name: str) -> tuple[float, float] | None:
+        """Return the sum and weight of one mean; None if it was edited, or never was a mean."""
+        return self._totals[name] if name in self._totals and self._stands(name) else None
+
+    @property
+    def objects(self) -> dict[str, CapturedMetric]:
+        """Captured state of each metric object whose value was not edited."""
+        return {name: state for name, state in self._objects.items() if self._stands(name)} if self._objects else {}
+
+    def _stands(self, name: str) -> bool:
+        # Compare texts, because NaN does not equal itself, also in a list.
+        return name in self and repr(self[name]) == repr(self._reported[name])
+
+
+class AverageMeter:
+    """A running weighted mean of numbers.
+
+    Examples:
+        >>> meter = AverageMeter()
+        >>> meter.update(5)
+        >>> meter.update(10, n=4)
+        >>> meter.val, meter.avg, meter.sum, meter.count
+        (10, 9.0, 45, 5)
+
+    Attributes:
+        val: Last value.
+        avg: Weighted mean; 0 before the first value with a weight.
+        sum: Sum of values times weights.
+        count: Sum of the weights.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Set all four attributes to 0."""
+        self.val: Any = 0
+        self.avg: Any = 0
+        self.sum: Any = 0
+        self.count: Any = 0
+
+    def update(self, val: Any, n: Any = 1) -> None:
+        """Count a value with weight `n`. A weight of 0 changes `val` only."""
+        self.val = val
+        self.sum += val * n
+        self.count += n
+        if self.count:
+            self.avg = self.sum / self.count
+
+
+_Entry = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
+"""A metric of a batch: its name, the meter that read it, the value, and its weight."""
+
+
+class AverageMeterCollection:
+    """Weighted means of named metrics over the batches of one pass.
+
+    Examples:
+        >>> meters = AverageMeterCollection()
+        >>> meters.update({"loss": 0.5}, n=32)
+        >>> meters.update({"loss": 0.2}, n=64)
+        >>> meters.summary()
+        {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
+
+    Values may be numbers (also NumPy scalars), tensors with one element, and, with `capture_object`, metric objects
+    (anything with `merge_state` and `compute`). Tensors on a device are copied there, and later read all at once. A
+    metric object counts by itself. The last one under a name is captured when the summary is made.
+
+    In a training call, metrics of a batch wait (`hold`) until its step counts (`count_held`), or are dropped if the
+    step is interrupted (`drop_held`).
+
+    Args:
+        to_floats: Reads a list of tensors. Called once for each summary. Default: `float` of each.
+        capture_object: Returns the state of a metric object, and resets the object. Default: metric objects are
+            refused.
+        remember_objects: Lets metric objects forget batches that do not count. Default: they keep them.
+
+    Attributes:
+        n: Number of samples counted, the sum of `n` of all batches.
+        held: Metrics that wait, by batch, with the number of samples.
+        num_batches: Number of batches counted.
+        has_objects: True if there are metric objects.
+    """
+
+    def __init__(
+        self,
+        to_floats: ToFloats | None = None,
+        capture_object: CaptureObject | None = None,
+        remember_objects: RememberObjects | None = None,
+    ) -> None:
+        self._to_floats = to_floats or float_each
+        self._capture_object = capture_object
+        self._remember_objects = remember_objects
+        self._forget_rest: Callable[[], None] | None = None
+        self._meters: dict[str, NumberMeter | ObjectMeter] = {}
+        self.num_batches = 0
+        self.has_objects = False
+        self.held: list[tuple[list[_Entry], int | float]] = []
+        self.n: int | float = 0
+
+    def update(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
+        """Count the metrics of one batch.
+
+        Args:
+            metrics: Values by name. Names may differ from batch to batch, and each metric is averaged over the batches
+                that had it. The entry `batch_weight` is the weight of the metrics, in place of `n`, and
+                `batch_weight_of_<metric>` is the weight of one metric.
+            n: Weight of the batch, usually its number of samples. A value with weight 0 is the last value, but not in
+                the mean.
+            is_strict: False to leave out values that have no mean. True to raise.
+
+        Raises:
+            TypeError: A value is of a kind that cannot be averaged.
+            ValueError: A tensor or array does not have exactly one element, or a weight is invalid.
+        """
+        waiting, self.held = self.held, []
+        self.hold(metrics, n, is_strict=is_strict)
+        self.count_held()
+        self.held = waiting
+
+    def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
+        """Let the metrics of a batch wait until its step counts: then call `count_held`, otherwise `drop_held`.
+
+        Arguments and exceptions are those of `update`: values are checked now. Metric objects have already counted the
+        batch themselves.
+        """
+        num_samples = n if type(n) is int else float(n)
+        if not 0 <= num_samples < math.inf:
+            raise ValueError(f"`{NUM_SAMPLES}={n!r}`: need the number of samples of a batch, 0 or more.")
+        weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
+        meters, entries = self._meters, list[_Entry]()
+        for name, value in metrics.items():
+            meter = meters.get(name)
+            if meter is None and is_weight(name):
+                continue
+            try:
+                meter = meter or self._new_meter(name, value)
+                entries.append((name, meter, *meter.read(value, metrics.get(meter.weight_name, weight))))
+            except (TypeError, ValueError):
+                if is_strict:
+                    raise
+        self.held.append((entries, num_samples))
+
+    def count_held(self) -> None:
+        """Count the metrics that wait."""
+        held, self.held = self.held, []
+        meters = self._meters
+        for entries, num_samples in held:
+            for name, meter, value, weight in entries:
+                (meters.get(name) or meters.setdefault(name, meter)).add(value, weight)
+            self.num_batches += 1
+            self.n += num_samples
+
+    def note_boundary(self) -> None:
+        """Remember the states of metric objects: what they have counted so far stays, if a later batch is dropped."""
+        meters = self._meters.values()
+        metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
+        remember = self._remember_objects if metrics else None
+        self._forget_rest = None if remember is None else remember(metrics)
+
+    def drop_held(self) -> None:
+        """Drop the metrics that wait, and what metric objects have counted since the last boundary."""
+        self.held.clear()
+        if self._forget_rest is not None:
+            self._forget_rest()
+            self._forget_rest = None
+
+    def summary(self) -> MetricSummary:
+        """Return the number of batches and samples, and for each metric its mean and its last value.
+
+        NaN is not skipped: one batch with NaN makes the mean NaN. A metric without any weight has the mean NaN, too. A
+        metric object has a single entry, its value on this process's share.
+
+        After further updates, call it again: the new summary covers all batches.
+        """
+        self._read_pending()
+        values: dict[str, Any] = {BATCH_COUNT: self.num_batches, NUM_SAMPLES: self.n}
+        totals: dict[str, tuple[float, float]] = {}
+        objects: dict[str, CapturedMetric] = {}
+        captured: dict[int, CapturedMetric] = {}
+        for name, meter in self._meters.items():
+            if isinstance(meter, ObjectMeter):
+                objects[name] = meter.captured(captured)
+                values[name] = value_here(objects[name], name)
+            else:
+                totals[name] = meter.total, float(meter.count)
+                values[name] = meter.mean
+                if f"last_{name}" not in self._meters:  # unless the user reports a metric of this name
+                    values[f"last_{name}"] = meter.last
+        return MetricSummary(values, totals, objects)
+
+    def tally(self) -> tuple[tuple[Any, ...], list[float]]:
+        """Return the sums as they will be when the metrics that wait are counted, without metric objects.
+
+        Returns:
+            The names of the metrics, and a row of numbers: the number of samples, then sum, weight and last value of
+            each metric.
+        """
+        self._read_pending()
+        after = AverageMeterCollection(self._to_floats)
+        after.n, meters = self.n, dict[Any, NumberMeter]()
+        meters.update((name, each.copy()) for name, each in self._meters.items() if isinstance(each, NumberMeter))
+        for entries, num_samples in self.held:
+            after.n += num_samples
+            for name, meter, value, weight in entries:
+                if isinstance(meter, NumberMeter):
+                    meters.setdefault(name, meter.copy()).add(value, weight)
+        after._meters.update(meters)
+        after._read_pending()
+        sums = ((each.total, float(each.count), float(each.last)) for each in meters.values())
+        return tuple(meters), [float(after.n), *itertools.chain(*sums)]
+
+    def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
+        """Return the summary of a collection whose `tally` returned these names and this row."""
+        num_samples, *left = row
+        values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
+        totals: dict[str, tuple[float, float]] = {}
+        for name in names:
+            total, count, last, *left = left
+            values[name], values[f"last_{name}"] = total / count if count else float("nan"), last
+            totals[name] = total, count
+        return MetricSummary(values, totals)
+
+    def go_on_from(self, summary: MetricSummary) -> None:
+        """Add everything that another collection had counted in its `summary`. Its process may have ended."""
+        self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
+        self.n += summary.get(NUM_SAMPLES, 0)
+        for name, (total, count) in summary.totals.items():
+            meter = self._meters.setdefault(name, NumberMeter(name, self._to_floats))
+            assert isinstance(meter, NumberMeter)
+            meter.add_total(total, count, summary.get(f"last_{name}", float("nan")))
+        for name, state in summary.objects.items():
+            if self._capture_object is None:
+                raise TypeError(f"metric `{name}` is a metric object, which this collection cannot continue.")
+            self.has_objects = True
+            holder = self._meters.setdefault(name, ObjectMeter(name, self._capture_object))
+            assert isinstance(holder, ObjectMeter)
+            holder.add_captured(state)
+
+    def correct(self, summary: MetricSummary) -> None:
+        """Replace the sums by those in `summary`. Metric objects are kept.
+
+        A survivor of a failure does this if another rank has completed one step more. The step counts, but this rank
+        has dropped its metrics. It had sent its sums with that step to all ranks, so `summary` is its own row from the
+        other rank's record.
+        """
+        self._meters = {name: each for name, each in self._meters.items() if isinstance(each, ObjectMeter)}
+        self.n = 0
+        self.go_on_from(summary)
+
+    def skip_to(self, num_batches: int) -> None:
+        """Set the number of batches, including those that other collections counted."""
+        self.num_batches = num_batches
+
+    @property
+    def names(self) -> Collection[Any]:
+        """Names of all metrics so far."""
+        return self._meters.keys()
+
+    @property
+    def object_names(self) -> list[Any]:
+        """Names of the metric objects."""
+        return [name for name, meter in self._meters.items() if isinstance(meter, ObjectMeter)]
+
+    def _new_meter(self, name: str, value: Any) -> NumberMeter | ObjectMeter:
+        refuse_taken(name)
+        if self._capture_object is not None and is_metric_object(type(value)):
+            self.has_objects = True
+            return ObjectMeter(name, self._capture_object)
+        return NumberMeter(name, self._to_floats)
+
+    def _read_pending(self) -> None:
+        """Read the tensors of all metrics in one call, which waits for the device once."""
+        meters = [meter for meter in self._meters.values() if isinstance(meter, NumberMeter) and meter.pending]
+        if not meters:
+            return
+        floats = iter(self._to_floats([tensor for meter in meters for tensor in meter.pending]))
+        for meter in meters:
+            meter.fold([next(floats) for _ in meter.pending])
