@@ -13,15 +13,8 @@ import cloudpickle
 import pytest
 
 from raysgd import exceptions
-from raysgd.exceptions import (
-    OnFailure,
-    TrainingFailedError,
-    WorkerError,
-    WorkerFault,
-    describe_faults,
-    training_failed_error,
-    worker_error,
-)
+from raysgd.core.worker_errors import describe_faults, training_failed_error, worker_error
+from raysgd.exceptions import OnFailure, TrainingFailedError, WorkerError, WorkerFault
 from tests.helpers.fakes import fault
 
 

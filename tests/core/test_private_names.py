@@ -48,7 +48,7 @@ from raysgd.train.fit import fit_session
 from tests.helpers.fakes import meeting
 from tests.helpers.run_if import RunIf
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 DOCUMENTED = {"_fields", "_replace", "_asdict", "_exit", "_current_frames", "_repr_html_"}
 """Names that the documentation of Python and IPython has."""
