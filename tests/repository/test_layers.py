@@ -482,7 +482,7 @@ DRIVER = (
     "raysgd.trainer.driver",
     "raysgd.core.engine.lifecycle",
     "raysgd.core.engine.monitor",
-    "raysgd.core.engine.recovery",
+    "raysgd.core.engine.repair",
     "raysgd.core.engine.controller",
     "raysgd.core.engine.group",
     "raysgd.core.engine.snapshots",

@@ -27,7 +27,7 @@ from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import Ranks
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
 from raysgd.trainer.worker.data import feed
@@ -53,7 +53,7 @@ class TorchFeed(feed.Feed):
     def __init__(
         self,
         data_of: Callable[[str], ShardedLoader | UndividedLoader | StreamData | None],
-        parallel: NoParallel,
+        parallel: Strategy,
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,

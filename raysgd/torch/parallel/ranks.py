@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from raysgd.streams.global_reader import Numbers, StartSum
-from raysgd.torch.parallel.strategy import NoParallel, Summation
+from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
 class Ranks:
@@ -21,7 +21,7 @@ class Ranks:
 
     def __init__(
         self,
-        parallel: NoParallel,
+        parallel: Strategy,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from raysgd.air._running import helper_session
+from raysgd.air._running_function import helper_session
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.stream import Stream

@@ -29,7 +29,7 @@ from raysgd.core.numbers.meters import NUM_SAMPLES, MetricSummary
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number, merge
 from raysgd.exceptions import OnFailure
 from raysgd.trainer.configuration.settings import ReplicaSettings
-from raysgd.trainer.driver.sharing import DataSharing, Requests
+from raysgd.trainer.driver.shared_data import DataSharing, Requests
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest

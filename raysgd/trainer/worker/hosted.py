@@ -1,7 +1,7 @@
 """A hosted operator: the operator with its data, its loop, its state, and its place in a group.
 
-A replica hosts one operator at a time, and a new operator gets a new `Hosted`. Whatever belongs to the process, such as
-the record of its time, stays with the replica.
+A replica hosts one operator at a time, and a new operator gets a new `HostedOperator`. Whatever belongs to the process,
+such as the record of its time, stays with the replica.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.replica_state import ReplicaState
 
 
-class Hosted(ABC):
+class HostedOperator(ABC):
     """An operator with its data, loop and state. A subclass makes `operator`, `loop` and `state` in `build`.
 
     Args:
