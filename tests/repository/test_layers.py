@@ -56,7 +56,7 @@ INSIDE = {
     "air": (
         "_contents constants reports",
         "checkpoint config trial",
-        "_running result",
+        "_running_function result",
         "session",
         "integrations",
         "callbacks",
@@ -82,7 +82,7 @@ INSIDE = {
         "status",
         "lifecycle",
         "monitor",
-        "recovery",
+        "repair",
         "controller",
         "background_calls",
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.core.engine import controller, recovery, snapshots
+from raysgd.core.engine import controller, repair, snapshots
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.gathering import Listener
 from raysgd.core.engine.group import WorkerGroup
@@ -512,24 +512,24 @@ MUTATIONS = (
         "a rejoin that led nowhere is tried again", RetryBudget, "obstacle_to_continuing", nothing, (), (_POISONED,)
     ),
     Mutation(
-        "the least advanced survivor is the source", recovery, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", repair, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        recovery,
+        repair,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", recovery, "choose_source", _last_source, (120,)),
-    Mutation("survivors keep their own states", recovery, "takers", always(()), (38,)),
+    Mutation("the last survivor is the source", repair, "choose_source", _last_source, (120,)),
+    Mutation("survivors keep their own states", repair, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what lost workers had told is forgotten", RankRows, "settle", _forgets_what_was_told),
     Mutation("what survivors had told counts as lost", RankRows, "settle", _counts_those_who_are_there),
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
-    Mutation("a lost connection counts as an error of user code", recovery, "classify", _classify_as_user, (5,)),
+    Mutation("a lost connection counts as an error of user code", repair, "classify", _classify_as_user, (5,)),
     Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
     Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
     Mutation("ranks that failed apart are kept", GroupRepair, "_has_failed_alike", always(True), (), (_PARTED,)),

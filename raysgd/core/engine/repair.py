@@ -158,9 +158,9 @@ class GroupRepair:
         self._monitor.go_on()
         diagnosis = classify(report)
         told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
-        if parted := call.parted(told):
+        if divergence := call.divergence(told):
             self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
-            raise UnevenStepsError(parted) from diagnosis.faults[0].error
+            raise UnevenStepsError(divergence) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
         decision = self._failures.decide(diagnosis, budget, call.can_continue)

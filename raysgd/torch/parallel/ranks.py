@@ -11,7 +11,7 @@ from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
-class Ranks:
+class RankSums:
     """One group of ranks. A new group gets a new object.
 
     Attributes:

@@ -304,7 +304,7 @@ class EpochCalls:
             on_wait=self.listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
             resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
             check=check_all,
-            parted=difference,
+            divergence=difference,
             is_short=True,
             is_repeatable=dataset is None,
             leaves=leaves if is_held else None,

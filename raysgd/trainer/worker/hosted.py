@@ -19,7 +19,7 @@ from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.data.epoch_run import EpochRun
-from raysgd.trainer.worker.data.feed import Feed
+from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.replica_state import ReplicaState
@@ -49,7 +49,7 @@ class HostedOperator(ABC):
     loop: Loop
     state: ReplicaState
 
-    def __init__(self, settings: Any, world: World, feed: Feed, ledger: Ledger) -> None:
+    def __init__(self, settings: Any, world: World, feed: DataFeed, ledger: Ledger) -> None:
         self.settings, self.world, self.feed = settings, world, feed
         self.operator = None
         self.loop = Loop(feed)
