@@ -58,7 +58,7 @@ class ShardedLoader:
 
 @dataclass(frozen=True)
 class UndividedLoader:
-    """A loader that is used unchanged. Every rank iterates over all of its batches.
+    """A loader that is used unchanged. Every rank iterates over all batches of the loader.
 
     Attributes:
         loader: The user's object.

@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Check that workers can form a group: a local worker needs the cluster, and several workers need collectives."""
+    """Check that workers can form a group.
+
+    With `use_local`, the driver must be in the cluster. Several workers need `torch.distributed`.
+    """
     if use_local:
         _check_use_local(num_workers)
     if num_workers > 1 and not torch.distributed.is_available():

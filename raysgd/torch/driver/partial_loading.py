@@ -48,7 +48,7 @@ class LoadReport:
 
     @property
     def is_complete(self) -> bool:
-        """True if every weight was loaded."""
+        """True if the names and shapes in the file match those of the models."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:

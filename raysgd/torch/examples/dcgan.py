@@ -1,8 +1,7 @@
 """Trains a DCGAN with a custom training step: two models and two optimizers.
 
 Data: MNIST in its original format, from `data_dir`. Nothing is downloaded. In test mode, a few images of noise.
-    Existing
-programs and tests import the names here. `examples/dcgan.py` is an example to read.
+Existing programs and tests import the names here. `examples/dcgan.py` is an example to read.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ class StepLoop(Loop):
     def is_whole(self) -> bool:
         """True if the state is that of a completed step, or can be restored to it."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            return False  # such steps let ranks diverge; the repeated call compares the ranks and raises
+            # Steps without an all-reduce let ranks diverge. The repeated call compares the ranks and raises.
+            return False
         if self.undo is None or self._log.waiting is None:
             return not self._log.stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)

@@ -248,7 +248,8 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
 def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
     """Return a loss with zero gradients that uses no more parameters than necessary."""
     used = [each for each in module.parameters() if each.requires_grad]
-    if getattr(wrapper, "find_unused_parameters", False):  # a zero gradient would count as one
+    # With `find_unused_parameters`, a zero gradient would count as a gradient, even if other ranks have none.
+    if getattr(wrapper, "find_unused_parameters", False):
         used = used[:1]
     return torch.stack([(each * 0).sum() for each in used]).sum()
 

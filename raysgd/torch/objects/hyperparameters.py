@@ -26,7 +26,7 @@ _OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # of PyTorch's schedulers that d
 def note_first_rates(schedulers: Iterable[Any]) -> None:
     """Store the initial rates of schedules, so that later cuts can be recognized.
 
-    `ReduceLROnPlateau` does not do so.
+    `ReduceLROnPlateau` itself does not store them.
     """
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):

@@ -235,7 +235,7 @@ class OptimizerChoice:
         return [self._default()]
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
-        """Return the other optimizers whose gradients default methods clear as well, because those have no loss."""
+        """Return the other optimizers whose gradients default methods also clear: these methods have only one loss."""
         registered = () if given is not None else self.registered
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 

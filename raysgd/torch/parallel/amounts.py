@@ -56,8 +56,7 @@ class Counted:
 
     Args:
         amount: Amount of this rank's batch; 0 for padding.
-        reference: Divisor of the amounts, the same on all ranks, so that gradients keep every bit if all amounts are
-            equal.
+        reference: Divisor of the amounts, the same on all ranks. With equal amounts, it leaves gradients bit-identical.
         num_ranks: Number of ranks.
         wait: Returns the sum of all ranks' amounts. Called if the amounts were not sent with the gradients.
 

@@ -90,7 +90,8 @@ class DDP(Strategy):
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         super().rewrap(models, is_agreed)
-        ours = [each for each in self._wrapped if any(each.model is model for model in models)]  # not wrapped by users
+        # Leave out models that users wrapped themselves.
+        ours = [each for each in self._wrapped if any(each.model is model for model in models)]
         for each in ours:
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
             if is_agreed and [*map(id, covered)] == [*map(id, each.covered)]:
@@ -111,7 +112,8 @@ class DDP(Strategy):
 
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
-        kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}  # hooks and mode, which users change
+        # Attributes of the wrapper as a module, such as hooks and mode, which users may have changed.
+        kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}
         with _training_only(each.covered, wrapped.module):
             wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
         vars(wrapped).update(kept)

@@ -162,7 +162,7 @@ class Exchanges:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Record an exception that communication raises inside the context, and raise it again."""
+        """Context that records an exception raised by communication, and raises it again."""
         try:
             yield
         except Exception as error:  # backends raise different classes

@@ -1,7 +1,7 @@
 """Models, gradients and optimizer states sharded over the ranks, with PyTorch's `fully_shard` (FSDP2).
 
 Each rank holds a shard of every parameter. A group of parameters is gathered for its forward and backward pass, and
-resharded afterwards, also in evaluation. A group is a block of the model with enough parameters to be worth a
+resharded afterwards, even in evaluation. A group is a block of the model with enough parameters to be worth a
 collective; the remaining parameters form one more group. Checkpoints, snapshots and `get_model` contain full, plain
 tensors, so they can be used with any other strategy.
 
@@ -39,7 +39,7 @@ _HAS_LEFT = -1  # sent instead of a model's number by a rank that calls no model
 Exchange = Callable[[int], list[int]]
 """Sends a number to the other ranks and returns the numbers of all ranks."""
 Share = Callable[[Any, int], Any]
-"""Sends the arguments of a call from the rank with this number and returns them on all ranks."""
+"""Sends a call's arguments from the given rank to all ranks, and returns them on all ranks."""
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -331,7 +331,7 @@ class _WeightedReduceScatter:
 
 
 def _check_dtypes(unit: torch.nn.Module) -> None:
-    """Reject a unit, gathered as a whole, whose trained parameters have several dtypes. Frozen ones may have any dtype.
+    """Check that the trained parameters of a unit, which are gathered together, have the same dtype.
 
     Raises:
         ValueError: The trained parameters have several dtypes.

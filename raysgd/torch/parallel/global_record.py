@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # how far ranks in step may be apart: a GPU lags behind the record
+_NUM_MARKS = 32  # ranks that agree may be this many marks apart: a GPU lags behind the record
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes

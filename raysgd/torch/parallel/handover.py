@@ -27,7 +27,7 @@ STAGED_BYTES = 2**24
 """Size of each of the two device buffers."""
 
 _KEY_LENGTH = 16
-_ARRIVAL_S = 60.0  # for the pickle, which is sent before the tensors
+_ARRIVAL_S = 60.0  # timeout for the pickle, which is sent before the tensors
 
 
 def send(state: Any, takers: Sequence[int], device: torch.device) -> None:

@@ -64,7 +64,7 @@ class Leg:
         has_clipped: True if gradients were clipped.
         waiting: The step's batches that had a backward pass. None before the first such batch, and without
             accumulation.
-        omitted: Samples that ranks leave out of the step; None if user code has not left out any.
+        omitted: Samples that ranks leave out of the step; None until `note_omitted` is called in the step.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Leg:
 
     @property
     def option(self) -> str:
-        """The trainer's option that combines several batches into one step, as the user wrote it."""
+        """The trainer's option that combines several batches into one step, for error messages."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
@@ -315,7 +315,7 @@ class Leg:
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:
-        """Run a backward pass inside the context.
+        """Context for running a backward pass.
 
         Args:
             counted: Amount by which the batch counts; None if the loss is already multiplied by its weight.

@@ -74,7 +74,7 @@ class LogicalShards:
         self._num_kept += 1
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Allocate a row per shard of this rank: its gradients, then a flag for each parameter that has a gradient."""
+        """Allocate a row per shard of this rank: its gradients, then a flag per parameter for "has a gradient"."""
         num_numbers = sum(each.numel() for each in parameters)
         shape = (max(1, self._counts()[self._rank]), num_numbers + len(parameters))
         if self._rows.shape != shape:

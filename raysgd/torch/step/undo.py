@@ -235,7 +235,8 @@ class Undo:
                 batch.look_into(vars(each), seen, tensors)
             batch.flags = [(each, each.requires_grad) for each in watched.parameters]
             batch.drawn = rng.capture()
-        elif self._watches:  # learning rates, schedules: small, and user code may change them early
+        elif self._watches:
+            # Learning rates and schedules are small, and user code may change them before an all-reduce.
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
@@ -287,7 +288,8 @@ class Undo:
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
             return  # without an all-reduce, it shows nothing, so the next batch counts as the first
-        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):  # unknown when they changed
+        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
+            # Parameters changed without an optimizer step, at an unknown moment.
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
@@ -341,10 +343,7 @@ class _Copies:
         self._tensors, self._places = tensors, [each.data for each in tensors]
 
     def differ(self, first: Sequence[torch.Tensor]) -> bool:
-        """Return True if any of the tensors in `first` has changed since it was copied.
-
-        They were copied before others.
-        """
+        """Return True if any tensor in `first`, the tensors that were copied first, has changed since then."""
         pairs = zip(first, self._copies, strict=False)
         return not all(torch.equal(each, copy) for each, copy in pairs)
 
