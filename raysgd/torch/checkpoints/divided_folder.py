@@ -336,4 +336,4 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
     if found is not None or verdict.item():
         told = found or folder.corrupted("a file is missing, cannot be read, or was changed, another worker says")
-        raise told.with_traceback(None)  # all ranks raise from this line, because workers that fail alike are kept
+        raise told.with_traceback(None)  # same traceback on all ranks: workers that all fail alike are kept

@@ -63,7 +63,7 @@ class DDP(Strategy):
             take_from_first((*covered, *model.buffers()))
             init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
-        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # these are assigned, too
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd also assigns these
         require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
