@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from raysgd.core.engine import ranks as rank_rules
@@ -114,7 +114,7 @@ class GroupChange:
     budget: RetryBudget | None = None
     leaving: frozenset[int] = frozenset()
     orphans: tuple[Any, ...] = ()
-    wait_s: float = STANDBY_WAIT_S
+    wait_s: float = field(default_factory=lambda: STANDBY_WAIT_S)
     goes_on: bool = True
     only_copies: bool = False
 
