@@ -173,7 +173,7 @@ def resizing(
         keeps_global_batch: True if a step does not depend on the number of workers, so that survivors can continue
             without replacements.
         max_workers: Number of workers that the trainer wants.
-        num_short: Largest number of workers that ran out of memory. 0 if none did.
+        num_short: Largest group size with which memory ran out. 0 if it never did.
     """
     if wait == AUTO and keeps_global_batch:
         enough = min(max_workers, num_short + 1)
