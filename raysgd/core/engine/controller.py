@@ -72,7 +72,7 @@ class Turns:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._lock = lifecycle.clock.make_lock()
-        self._ends = lifecycle.clock.make_lock()  # an interrupt must not hit the call after the one it is meant for
+        self._ends = lifecycle.clock.make_lock()  # keeps an interrupt of a call from hitting the next call
         self._num_inside = 0
         self._owner: int | None = None
         self._line: list[PlaceInLine] = []
@@ -82,7 +82,7 @@ class Turns:
 
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
-        """Reject turns of this thread inside the block. The error text is `why`."""
+        """Inside the block, reject turns that this thread tries to take. `why` is the error message."""
         before = self._closed_to
         self._closed_to, self._why_closed = threading.get_ident(), why
         try:
@@ -109,14 +109,14 @@ class Turns:
 
     @contextmanager
     def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
-        """Run the block while no other thread runs a call. Blocks may be nested in one thread.
+        """Run the block while no other thread runs a call. A thread may nest such blocks.
 
         If `stop` is called during the block, the group is stopped at the end of the block, and an exception of the
         block is replaced by `TrainerShutdownError`.
 
         Args:
-            place: This thread's position in the queue, released after the block. Without it, the thread waits for all
-                positions that are reserved now.
+            place: This thread's position in the queue, released after the block. Without it, the thread waits for
+                all positions reserved so far.
 
         Raises:
             TrainerShutdownError: `stop` was called before or during the block.
@@ -411,7 +411,9 @@ class ElasticController(Lifecycle):
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy state that only the workers have. If survivors could not continue the call, wait for it.
+        """Before a call, copy state that only the workers have.
+
+        Wait for the copy if survivors of a failure could not continue the call.
 
         Raises:
             WorkersLostError: The copy was lost in transit several times.

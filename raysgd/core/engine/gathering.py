@@ -48,8 +48,8 @@ class Listener:
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
         """Shorten the wait to the grace period, because the local rank failed. Called from another thread.
 
-        After this method returns, `on_wait` is not running and is never called again, so its objects can be closed. This
-        holds even after one Ctrl-C during this method. A second Ctrl-C ends the wait.
+        After this method returns, `on_wait` is not running and is never called again, so objects that it uses can be
+        closed. This holds even after one Ctrl-C during this method. A second Ctrl-C ends the wait.
 
         Args:
             kinds: The local rank's kinds of failure.
@@ -160,7 +160,7 @@ def roll_call(
         waited_s = own_time.look()
         polled = [platform.outcome(ranks.pop(reference), reference) for reference in ready]
         outcomes |= {found.rank: found for found in polled}
-        answered_after_s += [waited_s for found in polled if found.ok]  # a dead rank's answer does not show how fast live ranks answer
+        answered_after_s += [waited_s for found in polled if found.ok]  # dead ranks do not count as fast
     return outcomes
 
 

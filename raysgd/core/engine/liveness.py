@@ -1,7 +1,7 @@
 """Liveness checks: open polls of workers, and how long to wait for workers that do not answer.
 
-A live worker answers a poll even while it works, mostly at once. But a machine may stall for seconds, and the answers of
-thousands of workers take seconds to arrive. So no fixed timeout identifies dead workers.
+A live worker answers a poll even while it works, mostly at once. But a machine may stall for seconds, and the answers
+of thousands of workers take seconds to arrive. So no fixed timeout identifies dead workers.
 
 ADR 9 explains why silence is measured relative to the workers that answer.
 """

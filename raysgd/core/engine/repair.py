@@ -50,8 +50,8 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsErr
 
 logger = logging.getLogger(__name__)
 
-STANDBY_WAIT_S = 30.0  # how long survivors wait for new workers, which can also join later
-_AWAITED_S = 10.0  # for a snapshot that will be written to a file
+STANDBY_WAIT_S = 30.0  # longest wait of survivors for new workers, which can also join later
+_AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example for a file
 _REBUILD_RESERVATION_S = 10.0  # free resources are granted at once, unless another program took them
 
 

@@ -162,7 +162,7 @@ def capture_here(replica: RegroupingReplica) -> Capture:
 
 
 def hold(replica: Any) -> None:
-    """Make a replica that keeps running between calls stop, so that workers can join."""
+    """Interrupt the call of a replica that keeps running between calls, so that workers can join."""
     replica.hold()
 
 
