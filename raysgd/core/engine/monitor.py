@@ -62,7 +62,7 @@ class Monitor:
         self.is_on = is_of_restore
 
     def watch(self, call: Call | None = None) -> None:
-        """Start watching a call, or without `call`, the group while it changes or waits."""
+        """Start watching a call. Without `call`, watch the group while it changes or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._divergence = None if call is None else call.divergence

@@ -352,7 +352,10 @@ class RetryBudget:
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
-        """Return True if continuing is free. Code that fails at each step completes one step between failures."""
+        """Return True if continuing is free.
+
+        One step since the last time is not enough: code that fails at every step also completes one between failures.
+        """
         least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung
 

@@ -608,7 +608,7 @@ class GroupRepair:
 
         with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
-            if not change.goes_on:  # if it does go on, a later restart can use the starting workers
+            if not change.goes_on:  # otherwise starting workers remain available for a restart
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
@@ -648,7 +648,7 @@ class GroupRepair:
         group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
 
     def _fill_up(self, change: GroupChange, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Add standby workers. Wait for starting workers until the group has `num_awaited` or `min_workers` members.
+        """Add standby workers. Wait for starting workers up to `max(num_awaited, min_workers)` members.
 
         Returns:
             The members that are still alive after the wait.

@@ -421,7 +421,7 @@ class Snapshots:
         return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
 
     def note_call(self, call: Call, seconds: float) -> None:
-        """Record a completed call that changed the state, so that a restart either covers or repeats it."""
+        """Record that a call that changed the state has completed."""
         if self._spec.captures_after_calls:
             self.completed(call, seconds, is_repeatable=call.is_repeatable)
             self.pace.note_call(call.function, seconds)
