@@ -149,7 +149,7 @@ def roll_call(
         heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
 
     Returns:
-        The outcomes by rank. Silent ranks have not answered.
+        The outcomes by rank, including unanswered outcomes of silent ranks.
     """
     outcomes = {rank: Outcome(rank, answered=False) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
@@ -160,7 +160,7 @@ def roll_call(
         waited_s = own_time.look()
         polled = [platform.outcome(ranks.pop(reference), reference) for reference in ready]
         outcomes |= {found.rank: found for found in polled}
-        answered_after_s += [waited_s for found in polled if found.ok]  # dead ranks do not count as fast
+        answered_after_s += [waited_s for found in polled if found.ok]  # only live ranks show how fast answers come
     return outcomes
 
 

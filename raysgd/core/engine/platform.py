@@ -43,7 +43,7 @@ class Platform:
     living_nodes = staticmethod(placement.living_nodes)
     """Returns the IDs of the nodes that Ray reports as alive."""
     now = staticmethod(time.monotonic)
-    """Returns seconds on a clock that only moves forward."""
+    """Returns seconds of a monotonic clock."""
     sleep = staticmethod(time.sleep)
     """Sleeps for a number of seconds."""
     make_event = threading.Event

@@ -23,7 +23,7 @@ from raysgd.core.engine.shared.types import (
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import WorkerFault
 
-_TOLERANCE = 1e-6  # Ray counts resources in units of 1/10000; rounding errors of sums are smaller
+_TOLERANCE = 1e-6  # sums have rounding errors; Ray's unit of resources is 1/10000
 _REASON_LENGTH = 160
 _LONGEST_DELAY_S = 60.0
 # Short descriptions, by the class of the error with which Ray reports a lost worker.

@@ -142,7 +142,7 @@ class SnapshotPace:
         self._has_warned = False
 
     def note_call(self, function: Any, seconds: float) -> None:
-        """Record how long a call took."""
+        """Record how long a call of `function` took."""
         self._usual_s[function] = seconds
 
     def note_copy(self, seconds: float) -> None:

@@ -196,7 +196,7 @@ def _guarded(method: MethodT) -> MethodT:
         self._busy_thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
-        except BaseException as error:  # user code runs here, and whatever it raises is the answer
+        except BaseException as error:  # user code may raise anything, which becomes the call's failure
             if not self._is_from_call(error):
                 raise
             failure = self._failure(error)
@@ -254,7 +254,7 @@ class WorkerProcess:
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leave the current group, if any, and listen for the ranks of the next group. Return the port."""
-        if self._replica is not None or self._world.size:  # it is in a group: also a standby worker or a failed join
+        if self._replica is not None or self._world.size:  # a standby worker, or one whose join failed
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 
@@ -447,7 +447,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
             reply: Any = _answer(process, function(process.replica, *args), capture, landed)
         else:
             reply = process._reply
-    except BaseException as error:  # user code runs here, and whatever it raises is the answer
+    except BaseException as error:  # user code may raise anything, which becomes the call's failure
         if not process._is_from_call(error):
             raise
         reply = process._failure(error)

@@ -301,7 +301,7 @@ class Heartbeat:
         own_s: Seconds that this rank has worked, rather than waited for other ranks, in the current or last training
             call. None if not measured.
         data: Counts of the samples. None if the library does not shard the data.
-        notes: Lines that the process logged since its last answer.
+        notes: Lines that the process logged since its last heartbeat or answer.
         time: What the rank's time was spent on. None if not measured.
         joint_work: Record of the work in the current or last training call that all ranks must do in the same way. None
             if not recorded.
