@@ -37,7 +37,7 @@ def check_logdir(logdir: Any) -> None:
 
 
 def make_logdir(log_dir: str | Path | None) -> Path | Folder:
-    """Create a trainer's folder and return it. Without `log_dir`, the folder's name is made from the current time.
+    """Create a trainer's folder and return it. Without `log_dir`, the folder is named after the current time.
 
     Raises:
         StorageError: The store could not be reached.

@@ -52,7 +52,7 @@ _NOT_RAYS_TUNER = (
 
 TrainerType = TypeVar("TrainerType", bound="BaseTrainer")
 GenDataset = Callable[[], Any] | Any
-"""A dataset, or a function that returns one."""
+"""A dataset, or a function that returns a dataset."""
 
 
 @hide_library_frames

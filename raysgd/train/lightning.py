@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` in a function that `fit` runs: strategies for the run's workers, a report after each epoch."""
+"""Lightning's `Trainer` in a function that `fit` runs: strategies for the run's workers, reports after each epoch."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class RemoteMethod:
     name: str
 
     def __call__(self) -> None:
-        """Stop the worker's process immediately, whatever it is doing, as `ray.kill` does: `handle.kill()`.
+        """Stop the worker's process immediately, even during a call, as `ray.kill` does: `handle.kill()`.
 
         Raises:
             TypeError: The method is not `kill`.
@@ -128,8 +128,8 @@ class WorkerGroup:
         actor_cls_args: Positional arguments for the class.
         actor_cls_kwargs: Keyword arguments for the class.
         placement_group: Source of the resources. Your own placement group, with enough resources for all workers;
-            "default" for the placement group of this process if it has one, else a new one; None for a new one in
-            any case.
+            "default" for the placement group of this process if it has one, else a new placement group; None to
+            always create a new placement group.
 
     Raises:
         ValueError: The number of workers is not positive, a resource is negative, or arguments were passed without a
@@ -170,7 +170,7 @@ class WorkerGroup:
 
     @classmethod
     def over(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
-        """Return an object for a group that an executor started and will stop."""
+        """Return a `WorkerGroup` over an engine group that an executor started and will stop."""
         face = cls.__new__(cls)
         face.num_workers = len(group)
         face.num_cpus_per_worker = resources.num_cpus

@@ -169,7 +169,7 @@ class GlobalSteps:
     # ---------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Wait for a group, connect the models to it, and return this rank's place in the group.
+        """Wait for a group, connect the models to it, and return this rank's `GroupPlace`.
 
         A worker that steps in receives the other workers' state here, unless no steps follow.
         """

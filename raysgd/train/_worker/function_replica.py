@@ -60,7 +60,7 @@ class FunctionReplica:
         return getattr(self.worker_object, name)(*args, **kwargs)
 
     def warm_up(self) -> None:
-        """Run the function up to the point where it needs its place in the group.
+        """Run the function up to the point where it needs its rank in the group.
 
         Raises:
             RuntimeError: The function ended before that point.

@@ -53,7 +53,7 @@ class Session:
         pending: Holds large checkpoints until the driver fetches them.
 
     Attributes:
-        membership: The function's place in a group that may change while it runs; None if the group may not change.
+        membership: The function's membership in a group that may change while it runs; None if it may not change.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Session:
 
     @property
     def world(self) -> World:
-        """This worker's place in the group. A function that steps in waits here until it has a place."""
+        """This worker's rank and the number of workers. A function that steps in waits here until it has a rank."""
         if self.membership is not None:
             self.membership.await_place()
         return self._world
@@ -147,7 +147,7 @@ class Session:
         return self.membership is not None and self.membership.has_failed
 
     def regroup(self, world: World, is_behind: bool) -> None:
-        """Take a place in another group that this process has joined; see `Membership.join`."""
+        """Switch to another group, which this process has already joined; see `Membership.join`."""
         assert self.membership is not None, "the function cannot continue in another group"
         self._world = world
         self.membership.join(world, is_behind)

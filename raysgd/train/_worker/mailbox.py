@@ -183,7 +183,7 @@ class Mailbox:
 
     @property
     def has_more(self) -> bool:
-        """True if `next_message` would return immediately."""
+        """True if `next_message` would return a message immediately."""
         with self._changed:
             return bool(self._messages) or self._ended is not None
 

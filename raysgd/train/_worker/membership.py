@@ -1,4 +1,4 @@
-"""A running function's place in its group, which may change while the function runs.
+"""A running function's membership in its group, which may change while the function runs.
 
 Two threads meet here. One thread runs the function, which takes steps together with the other ranks. The driver calls
 the other thread, which leaves a broken group and joins the next group. Neither thread waits longer for the other than
@@ -21,13 +21,13 @@ _BREAKS_IN_S = 60.0  # how long a collective may take to fail after its connecti
 # How long to wait for the function to block in this module. It blocks here eventually, unless it is busy between two
 # passes. Meanwhile, a collective in user code, which this module does not see, fails.
 _REST_S = 0.2
-_FIRST_BATCH_S = 120.0  # how long a function may take from first requesting its place to its first batch
+_FIRST_BATCH_S = 120.0  # how long a function may take from first requesting its rank to its first batch
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPlace:
-    """The function's place in one of its groups.
+    """The function's rank in one of its groups, with the number of that group.
 
     Attributes:
         number: Number of earlier groups since the function started, equal on all ranks.
@@ -54,18 +54,18 @@ class Membership:
     all ranks have reported. If the group breaks during this, a rank may have stepped only if all ranks have the
     gradients. So either all survivors take the step, or none does.
 
-    A function that steps in later runs alone until it requests its place. It receives its place together with a group.
+    A function that steps in later runs alone until it requests its rank. It receives its rank together with a group.
     At its first batch it meets the other ranks and loads their state.
 
     Args:
-        world: The function's first place.
+        world: The function's first rank and group size.
         tell: Notifies the driver, once per group, that the group is broken.
         is_held: Returns True if the function is blocked by something other than the other ranks, or has ended.
         is_new: True if the function will step into a running group.
         note: Called with a group's number once its ranks have met. From then on, all of them report.
 
     Attributes:
-        place: The current place.
+        place: The current group, and the function's rank in it.
         num_done: Number of steps that counted.
         has_failed: True if the current batch has failed and will be repeated.
         flaw: Reason why the function can never continue in another group; None if it can.
@@ -101,14 +101,14 @@ class Membership:
     # ------------------------------------------------------------------------------------------------- the function
 
     def enter(self) -> GroupPlace:
-        """Wait for a group that is not known to be broken, and return the place in it."""
+        """Wait for a group that is not known to be broken, and return the function's `GroupPlace`."""
         with self._changed:
             self._has_entered = True
             self._wait_until(lambda: self._is_open and not self._is_broken)
             return self.place
 
     def await_place(self) -> None:
-        """Block a function that will step in until it has a place."""
+        """Block a function that will step in until it has a rank."""
         with self._changed:
             if not self._is_placed:
                 self._wait_until(lambda: self._is_placed)
@@ -120,13 +120,13 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """Start a batch that was divided for a place.
+        """Start a batch whose samples were divided for a group.
 
         After each change of the group, one batch fails on every survivor, even on a survivor that was between two
         batches. This keeps the count equal on all ranks.
 
         Args:
-            place: The place.
+            place: The group, and the rank in it.
             has_trained: True if steps were taken on earlier batches of this loader.
         """
         with self._changed:
@@ -191,7 +191,7 @@ class Membership:
         """Synchronize the ranks of a new group. Return False if the group is broken.
 
         Args:
-            place: The place in the group.
+            place: The group, and the rank in it.
             exchange: Returns None once all ranks have met, or the exception with which the group broke.
         """
         with self._changed:
@@ -216,7 +216,7 @@ class Membership:
         """Continue from the other ranks' progress. Called during `meet`.
 
         Args:
-            number: Number of the other ranks' place.
+            number: Number of the other ranks' current group.
             num_done: Number of the other ranks' steps that counted.
         """
         with self._changed:
@@ -250,7 +250,7 @@ class Membership:
         return self._has_entered
 
     def await_rest(self) -> None:
-        """Wait until a function that will step in requests its place, or ends."""
+        """Wait until a function that will step in requests its rank, or ends."""
         self._look_until(lambda: self._is_waiting)
 
     def _look_until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -285,7 +285,7 @@ class Membership:
         """Join another group with this process. Once all ranks have joined, `go_on` opens the group to the function.
 
         Args:
-            world: The place in the group.
+            world: The rank in that group and the group's size.
             is_behind: True if another rank took one more step than this rank. That step then counts here too.
 
         Raises:

@@ -80,7 +80,7 @@ def check_dataset(dataset: Any) -> None:
 
     Raises:
         TypeError: The data cannot be sharded, or is a stream that cannot be pickled.
-        ValueError: The data is a stream without batches.
+        ValueError: The data is a stream that is not batched.
     """
     for each in dataset.values() if isinstance(dataset, Mapping) else (dataset,):
         if isinstance(each, Stream):
@@ -126,7 +126,7 @@ class StreamPart:
         is_known: True if an epoch's rows are counted before they are read.
 
     Raises:
-        ValueError: The stream has no batches, or there are more workers than lanes.
+        ValueError: The stream is not batched, or it has fewer lanes than workers.
     """
 
     def __init__(self, stream: Stream, world_size: int) -> None:

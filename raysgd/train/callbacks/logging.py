@@ -88,7 +88,7 @@ class _SinkCallback(TrainingCallback):
 
     @property
     def logdir(self) -> Path:
-        """The folder."""
+        """The callback's folder."""
         return self._logdir.logdir_path
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:

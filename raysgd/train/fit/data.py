@@ -292,7 +292,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffle a dataset if the user requested it. By default, `randomize_block_order` would make every stream wait."""
+    """Shuffle a dataset only if the user set it: the default `randomize_block_order=True` would make streams wait."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

@@ -157,7 +157,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Store a folder where the driver finds it, together with those of other ranks, and send the metrics."""
+        """Store a folder where the driver finds it, together with the folders of other ranks, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:

@@ -145,7 +145,7 @@ class DataSharing:
 
 
 def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
-    """Return one value for all ranks. It is stored only once for all ranks outside the driver."""
+    """Return a common value for each rank. It is stored only once for all ranks outside the driver."""
     share, num_others = shares[0], len(shares) - 1
     first = place(0, share)
     is_local = first is share  # the other ranks then need a stored copy

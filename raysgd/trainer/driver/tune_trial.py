@@ -128,7 +128,7 @@ def make_trainable(
         return {**(reported.metrics or last or {}), **flags, names.DONE: True}
 
     class TrialTrainable(tune.Trainable):  # type: ignore[name-defined]
-        """One trial."""
+        """Adapts a `TuneTrial` to the interface that Ray Tune calls."""
 
         _last: dict[str, Any] | None = None
 

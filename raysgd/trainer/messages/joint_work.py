@@ -12,10 +12,10 @@ from raysgd.core.text.log_lines import named
 
 @dataclass(frozen=True)
 class JointWork:
-    """One rank's work in a call: the actions, such as backward passes, that all ranks must perform in the same order.
+    """One rank's work in a call: the actions, such as all-reduces, that all ranks must take in the same order.
 
     Attributes:
-        counts: Number of times that each action was performed.
+        counts: Number of times that each action was taken.
         marks: Running hashes of the sequence of actions. The last hash covers all actions so far, and each earlier
             hash covers one action less.
         is_over: True if the call has ended.

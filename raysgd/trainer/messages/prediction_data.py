@@ -63,9 +63,9 @@ def source_of_batches(
     """Return a source of the batches of an iterable.
 
     Args:
-        batches: The batches, in the order of their rows.
+        batches: The batches, in row order.
         num_batches: Number of batches; None if unknown.
-        form: Conversion of arrays and dicts of columns; None for batches that are ready.
+        form: How to convert arrays and dicts of columns; None if the batches need no conversion.
     """
     return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
 

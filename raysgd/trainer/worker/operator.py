@@ -114,7 +114,7 @@ class Internals:
         return use_gpu
 
     def take_place(self, world: World) -> None:
-        """Continue in a new group."""
+        """Set the operator's rank and group size for a new group."""
         self.context = replace(self.context, world=world)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
@@ -312,7 +312,7 @@ def class_of_creators(
 
 
 def take_place(operator: BaseOperator, world: World) -> None:
-    """Let an operator continue in a new group."""
+    """Set an operator's rank and group size for a new group."""
     operator._raysgd.take_place(world)
     operator.world_size = world.size
 

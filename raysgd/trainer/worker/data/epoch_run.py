@@ -154,7 +154,7 @@ class EpochRun:
         place: Position in data passed to this call, as of the last `detach`.
         gate: The ranks' agreement to stop between two steps.
         ledger_before: Record of the samples used before the call; None if this rank joined later.
-        call: Number of the call. It distinguishes this call's requests from those of other calls.
+        call: Number of the call. It distinguishes this call's requests from requests of other calls.
     """
 
     epoch_idx: int

@@ -60,7 +60,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
-    """Check that a state has every part, with the right number of objects. The driver knows only these numbers.
+    """Check that a state has every part, with the right number of objects. The driver knows only these counts.
 
     Args:
         state: The state.
