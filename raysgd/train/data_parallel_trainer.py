@@ -48,7 +48,7 @@ class DataParallelTrainer(BaseTrainer):
             many workers as the resources allow, continues with the remaining workers after a failure, and grows again
             after a checkpoint.
         dataset_config: Which worker gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By default, "train"
-            is sharded, and every worker gets all of each other dataset.
+            is sharded, and every worker gets the other datasets in full.
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset; see `raysgd.train.get_dataset_shard`.
         metadata: A JSON-serializable dict that is added to each checkpoint.

@@ -48,7 +48,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def without_arguments(
     function: Callable[..., Any], config: Any, name: str = "train_func", config_name: str = "config"
 ) -> Callable[[], Any]:
-    """Return the function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
+    """Return the function as a callable without arguments. If it takes one parameter, `config` is bound to it.
 
     Args:
         function: The function.

@@ -150,7 +150,7 @@ class GlobalSteps:
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reject an optimizer that trains a prepared model but is not prepared, alone or inside a prepared optimizer.
+        """Reject an optimizer that trains a prepared model but is neither prepared nor part of a prepared optimizer.
 
         Raises:
             ValueError: The optimizer is not prepared.
@@ -287,7 +287,7 @@ class GlobalSteps:
         return mark
 
     def _begin_undo(self) -> None:
-        """Copy the state that the batch may change before its last step. With that step, the batch counts."""
+        """Copy the state that the batch may change, to restore it if the batch fails before its last step."""
         num_parts = len(self._models), len(self._optimizers)
         if self._num_parts != num_parts:
             copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
@@ -302,7 +302,7 @@ class GlobalSteps:
 
         Raises:
             DistNetworkError: The batch failed after one of its steps had counted.
-            ValueError: The batch repeats another worker's sample, but no step followed in which its weight is zero.
+            ValueError: The batch repeats another worker's sample, so it needs a step with weight zero. None followed.
         """
         if mark is not self._open:  # a batch of another loader followed the step
             return "done"
@@ -478,7 +478,7 @@ class GlobalSteps:
         """Return the error that reports to the driver that the group is broken.
 
         Raises:
-            Exception: The group is not broken. Raises `error` itself.
+            Exception: `error` itself, if the group is not broken.
         """
         if is_connection_error(error) or not self._membership.is_usable:
             return _lost(str(error))

@@ -75,8 +75,8 @@ class Session:
         self._began = self._last_report = time.monotonic()
         self._pending_checkpoints = pending or PendingCheckpoints()
         # The function's thread encodes everything that leaves the worker. Encoding takes one copy and keeps tensors and
-        # arrays separate, so that no later step handles gigabytes in Python. Each encoder keeps its buffer. Reports are
-        # small, so they get their own encoder.
+        # arrays separate, so that no later step handles gigabytes in Python. Each encoder reuses its buffer. Reports
+        # are small, so they get their own encoder.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
         self.mailbox = Mailbox(self._run, spec.num_ahead)
         self.membership = self._membership_of(world) if spec.steps_in or world.is_distributed else None
@@ -168,7 +168,7 @@ class Session:
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
-        """Send metrics alone. Encoded metrics block the function until they are sent, because they share a buffer."""
+        """Send metrics alone. Encoded metrics block the function until they are sent, since their buffer is reused."""
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
         )

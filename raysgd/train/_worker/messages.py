@@ -74,7 +74,7 @@ class Question:
 
 @dataclass(frozen=True)
 class RanksMet:
-    """From here on, all ranks of a group report, including workers that stepped in.
+    """Announces that from here on all ranks of a group report, including workers that stepped in.
 
     Attributes:
         number: Number of earlier groups since the function started.
@@ -85,7 +85,7 @@ class RanksMet:
 
 @dataclass(frozen=True)
 class FunctionEnded:
-    """The value that the function returned."""
+    """Announces that the function has returned `value`."""
 
     value: Any = None
 

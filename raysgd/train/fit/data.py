@@ -1,4 +1,4 @@
-"""Each worker's data in a `fit`: its shards of sharded datasets, and all of every other dataset.
+"""Each worker's data in a `fit`: its shard of each sharded dataset, and the other datasets in full.
 
 Before anything runs, `merged_config` merges the configs of the trainer and its user. `prepared` then calls functions
 that return datasets and applies the preprocessor, once. `DatasetShards` shards the datasets whenever workers start.
@@ -19,7 +19,7 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),
     WILDCARD_KEY: DatasetConfig(split=False),
 }
-"""The default: "train" is sharded, and every worker gets all of each other dataset."""
+"""The default: "train" is sharded, and every worker gets the other datasets in full."""
 
 
 class DataConfig:

@@ -72,7 +72,7 @@ class FitSession(Session):
         self._upload: Future[None] | None = None
 
     def _run(self) -> Any:
-        """Run the function. Only on rank 0 does its return value leave the worker, and only if it is plain data."""
+        """Run the function. Discard its return value unless it is plain data and this rank is or may become rank 0."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray(), _seen_by_ray(self):
             returned = super()._run()
             self._await_upload()
@@ -93,7 +93,7 @@ class FitSession(Session):
         """Return the last reported checkpoint, or the checkpoint that the function started from."""
         self._await_upload()
         if self._is_newest_stored:
-            self.mailbox.await_request()  # the driver requests again once it has committed the checkpoint
+            self.mailbox.await_request()  # the next request means that the driver has committed the checkpoint
         return self._newest
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
@@ -127,7 +127,7 @@ class FitSession(Session):
             self._send_with(checkpoint, data, options)
 
     def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
-        """Store a checkpoint folder, in the background if requested. Send the content of any other checkpoint."""
+        """Store a checkpoint folder, in the background if requested. Otherwise, send the checkpoint's content."""
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:

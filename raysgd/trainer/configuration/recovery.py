@@ -20,8 +20,8 @@ class Recovery:
             `docs/fault-tolerance.md`. If that is not possible, or if False, all workers restart from the last snapshot.
         wait_for_workers: True: survivors wait up to 30 s for new workers, which start immediately in any case.
             "auto": do not wait if the global batch does not depend on the number of workers (`BATCH_SIZE`,
-            `split_batches=True`) and survivors have memory for their larger parts of it. New workers then
-            join during the epoch.
+            `split_batches=True`) and survivors have memory for their larger parts of it. New workers then join
+            during the epoch.
         resize_interval_s: How often a trainer with too few workers checks for free resources during an epoch. None:
             only before each call.
         heartbeat_s: A worker process that does not respond for this long, because it is stopped or frozen, counts as

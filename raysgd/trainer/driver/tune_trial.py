@@ -269,7 +269,7 @@ def _comparable(value: Any) -> Any:
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two dicts recursively. Where both have a value that is not a dict, the second dict takes precedence."""
+    """Merge two dicts recursively. Unless both values under a key are dicts, the second value takes precedence."""
     result = dict(first)
     for name, value in second.items():
         before = result.get(name)

@@ -86,7 +86,7 @@ class Internals:
         place: Position of the current batch in its step. With PyTorch, the `Leg` of the running call.
     """
 
-    _operator: Any  # named in errors about metrics
+    _operator: Any  # the operator that this record belongs to
 
     def __init__(self, config: dict[str, Any], context: Any) -> None:
         self.config = config
@@ -225,8 +225,7 @@ class BaseOperator:
         Args:
             batch: A batch of the data. The default method passes it to the model as in training, without its target.
             batch_info: A dict with `batch_idx`, `has_target` (True if the last element of a tuple batch is a target),
-            and
-                the entries of `info`.
+                and the entries of `info`.
 
         Returns:
             One result per row, in row order, as a tensor, an array or a list. To return several results, use a tuple or

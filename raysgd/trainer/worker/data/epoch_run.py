@@ -35,7 +35,7 @@ RunT = TypeVar("RunT", bound=NumberedRun)
 
 
 def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return the record if it belongs to this call. Return None if it belongs to an earlier call."""
+    """Return the record if it belongs to this call. Return None if the rank has not started this call."""
     return kept if kept is not None and kept.call == call else None
 
 
@@ -196,8 +196,7 @@ class EpochRun:
     def detach(self) -> None:
         """Leave the stream, because the new group continues at a different position. Only completed steps count.
 
-        This also cancels an agreement to stop: a worker that joins the new group would not know of it and would
-        continue.
+        This also cancels an agreement to stop, because a worker that joins the new group does not know of it.
         """
         self.gate = Gate()
         self.meters.drop_held()

@@ -39,7 +39,7 @@ class Loop:
 
     @property
     def can_return(self) -> bool:
-        """True if the state after the last completed step can be restored when user code raises. Equal on all ranks."""
+        """True if the state after the last completed step can be restored if user code raises. Same on all ranks."""
         return self.is_whole
 
     @property
