@@ -212,7 +212,12 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Excepti
     ("two models", lambda s: {**s, "models": s["models"] * 2}, ValueError, "2 models.*registered 1"),
     ("no optimizer", lambda s: {**s, "optimizers": []}, ValueError, "0 optimizers.*registered 1"),
     ("two schedulers", lambda s: {**s, "schedulers": s["schedulers"] * 2}, ValueError, "2 schedulers.*registered 1"),
-    ("no state of a scheduler", lambda s: {**s, "schedulers": [3]}, ValueError, "a `int`, which is not a state"),
+    (
+        "no state of a scheduler",
+        lambda s: {**s, "schedulers": [3]},
+        ValueError,
+        "a `int`, which is not the state of a scheduler",
+    ),
     (
         "other optimizer",
         lambda s: {**s, "optimizers": [as_of_sgd(s["optimizers"][0])]},

@@ -158,7 +158,7 @@ class TorchFeed(feed.DataFeed):
         if stream is not self._of_call[1] or stream is None:
             return None
         if not has_divided_source(stream):
-            return "the data of this call are not divided by the library"
+            return "the data of this call are not sharded by the library"
         source = stream.source
         if isinstance(source, DividedLoaderSource) and not source.is_repeatable:
             name = source.order.name
@@ -168,7 +168,7 @@ class TorchFeed(feed.DataFeed):
     def obstacle(self, name: str) -> str | None:
         data = self._data_of(name)
         if isinstance(data, UndividedLoader):
-            return f"the {name} loader is not divided by the library ({data.reason})"
+            return f"the {name} loader is not sharded by the library ({data.reason})"
         return None
 
     def ledger(self) -> DataLedger | None:

@@ -176,7 +176,7 @@ class TestUpdatingTheConfig:
     @pytest.mark.parametrize("rate", ["x", None, True, math.nan, -1.0])
     def test_what_is_no_learning_rate_is_refused(self, make_local: Make, rate: Any) -> None:
         trainer = scheduled(make_local)
-        with pytest.raises(ValueError, match=rf"`lr={rate!r}`: need a finite number from 0 on"):
+        with pytest.raises(ValueError, match=rf"`lr={rate!r}`: need a finite number, 0 or more"):
             trainer.update_config(lr=rate)
         assert rates(trainer) == [(0.004, 0.9), (0.005, 0.9)]
         assert (dict(trainer.config), trainer.get_local_operator().config["lr"]) == (CONFIG, 0.004)
