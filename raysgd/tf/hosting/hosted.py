@@ -46,7 +46,7 @@ _OF_KERAS_2 = (
 )
 """Keras 3's messages for `Adam(lr=...)`, `model.save("folder")`, and the like."""
 _LEGACY_KERAS = (
-    "Keras 3 does not take this. If the program is for Keras 2, change the line (`raysgd migrate` finds it), or set "
+    "Keras 3 does not accept this. If the program is for Keras 2, change the line (`raysgd migrate` finds it), or set "
     "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, and install `tf_keras`."
 )
 

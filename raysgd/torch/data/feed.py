@@ -162,7 +162,7 @@ class TorchFeed(feed.DataFeed):
         source = stream.source
         if isinstance(source, DividedLoaderSource) and not source.is_repeatable:
             name = source.order.name
-            return f"the order of the data of this call comes from {name}, which draws another one each time"
+            return f"the order of the data of this call comes from {name}, which draws a new order each time"
         return None
 
     def obstacle(self, name: str) -> str | None:

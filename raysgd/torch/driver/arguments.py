@@ -227,8 +227,8 @@ def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
 
 _OTHER_FSDP = {
     "state_dict_type": "A whole state is put together only where you ask for it: `save(path, whole=True)`.",
-    "sharding_strategy": 'Models are divided: pass `reshard_after_forward`, or `strategy="ddp"` for whole models.',
-    "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` divides the model.",
+    "sharding_strategy": 'Models are sharded: pass `reshard_after_forward`, or `strategy="ddp"` for whole models.',
+    "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` shards the model.",
     "use_orig_params": "Leave it out: parameters keep their names and shapes.",
     "param_init_fn": "Initialize the model in `setup`, where it is whole.",
     "auto_wrap_policy": "Pass `min_block_parameters`.",
@@ -270,7 +270,7 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 def check_global_batches(settings: TorchSettings) -> None:
     """Reject global batches if data would not be sharded by samples, or gradients not weighted by sample counts."""
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
-    way_out = 'it divides data that `strategy="ddp"` on gloo or NCCL trains on. Use that, or omit it'
+    way_out = 'it needs `strategy="ddp"` on gloo or NCCL. Use that, or omit it'
     settings.batch_options.refuse_with(
         [
             (settings.use_horovod, '`backend="horovod"`', way_out),
@@ -278,12 +278,12 @@ def check_global_batches(settings: TorchSettings) -> None:
             (
                 not settings.add_dist_sampler,
                 "`add_dist_sampler=False`",
-                "the library has to divide the data. Omit one of the two",
+                "the library has to shard the data. Omit one of the two",
             ),
             (
                 is_deterministic and settings.step_options.accumulate_grad_batches > 1,
                 f"`accumulate_grad_batches={settings.step_options.accumulate_grad_batches}`",
-                "make the global batch as many times larger, and pass `micro_batch_size`",
+                "multiply the global batch size by this number, and pass `micro_batch_size`",
             ),
             (
                 is_deterministic and choose_precision(settings.use_fp16, settings.precision) == "apex",

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 PER_BATCH = ("step", "batch")  # intervals of schedulers; "batch" is raysgd's name for "step"
 PER_EPOCH = ("epoch",)
 NEVER_CALLED = {
-    "on_train_end": "nothing tells that a training has ended: call what it does in your program",
-    "on_fit_end": "nothing tells that a training has ended: call what it does in your program",
-    "teardown": "nothing tells that a training has ended: call what it does in your program",
-    "on_validation_model_train": "each part of the model is put back into its mode before the next training",
+    "on_train_end": "the library does not know when training has ended. Call the code of this hook in your program",
+    "on_fit_end": "the library does not know when training has ended. Call the code of this hook in your program",
+    "teardown": "the library does not know when training has ended. Call the code of this hook in your program",
+    "on_validation_model_train": "the mode of each part of the model is restored before the next training",
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
-    "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to divide a model",
+    "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to shard a model",
 }
 """Training hooks that are never called, with advice. A module that overrides one of them gets a warning.
 

@@ -98,7 +98,7 @@ def register(
 def obstacle(options: dict[str, Any]) -> str | None:
     """Return why a model's communication hook cannot be moved to a new wrapper; None if it can."""
     if _has_state(options.get(COMM_HOOK)):
-        return "a communication hook in `ddp_args` has a state, which is another one on each worker"
+        return "a communication hook in `ddp_args` has a state that differs between workers"
     return None
 
 

@@ -28,7 +28,7 @@ _SINGLE = "Expected more than 1 value per channel when training"
 _MOST_NAMES = 5
 _WORDS = re.compile(r"[a-z]+")
 _FLOAT64 = (
-    "Double is float64, which NumPy makes, and models are Float, float32. Make the data float32: "
+    "Double is float64, the default of NumPy, but models use Float, which is float32. Convert the data: "
     '`array.astype("float32")`, or `tensor.float()`.'
 )
 
@@ -60,9 +60,9 @@ def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -
 
 def _of_a_wrapper(kind: str, name: str) -> str:
     return (
-        f"`{name}` belongs to your `{kind}`, and `register` returned its wrapper, `DistributedDataParallel`: it has "
-        f"parameters, and there are several workers. Keep the object itself before `register`, `self.own = {kind}("
-        f"...)`, and write `self.own.{name}`."
+        f"`{name}` belongs to your `{kind}`, but `register` returned its wrapper, `DistributedDataParallel`, because "
+        f"`{kind}` has parameters and there are several workers. Keep the object itself before `register`, `self.own = "
+        f"{kind}(...)`, and write `self.own.{name}`."
     )
 
 
