@@ -53,9 +53,7 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
     """
     value = config.get(key, default)
     if not _is_integer(value) or value < 1:
-        raise ValueError(
-            f"`config[{key!r}]={value!r}`: need an integer of at least 1. The default is {default}."
-        )
+        raise ValueError(f"`config[{key!r}]={value!r}`: need an integer of at least 1. The default is {default}.")
     return int(value)
 
 
