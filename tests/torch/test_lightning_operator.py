@@ -804,7 +804,7 @@ def test_a_scheduler_whose_metric_is_elsewhere_waits(train_local: Train, caplog:
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert module.seen == ["step"] * NUM_BATCHES
-    assert "no metric `val_loss` here" in caplog.text
+    assert "no metric `val_loss` was reported" in caplog.text
     trainer.update_scheduler(3.0)
     assert module.lr_schedulers().best == 3.0
 

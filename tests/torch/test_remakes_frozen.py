@@ -120,8 +120,8 @@ def test_whole_files_of_before_are_loaded_where_the_base_is_the_same(make_local:
     ("config", "finding"),
     [
         ({"base": 1}, "has other values in the state than in this trainer"),
-        ({"width": 32}, "is float32 64x3 in the state, and float32 32x3 here"),
-        ({"dtype": torch.bfloat16}, "is float32 64x3 in the state, and bfloat16 64x3 here"),
+        ({"width": 32}, "is float32 64x3 in the state and float32 32x3 in this trainer"),
+        ({"dtype": torch.bfloat16}, "is float32 64x3 in the state and bfloat16 64x3 in this trainer"),
     ],
 )
 @pytest.mark.parametrize("saver", [Adapted, Plain])

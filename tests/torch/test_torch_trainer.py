@@ -618,7 +618,7 @@ def test_a_plateau_may_go_by_any_metric_of_training_or_validation(make_local: Ma
 
 def test_a_plateau_without_a_metric_to_go_by_is_an_error(make_local: MakeTrainer) -> None:
     for call in (lambda each: each.train(), lambda each: each.fit(1, validation_freq=0)):
-        with pytest.raises(ValueError, match=r"in `fit` with validation data, it then follows `val_loss`"):
+        with pytest.raises(ValueError, match=r"In `fit` with validation data, it then follows `val_loss`"):
             call(on_plateau(make_local))
     other = on_plateau(make_local, type("Named", (Scores,), {"scheduler_metric": "val_loss"}))
     with pytest.raises(ValueError, match=r"follows `val_loss`, but neither .* Available: .*`train_loss`.*`val_score`"):

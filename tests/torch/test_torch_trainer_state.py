@@ -222,7 +222,7 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Excepti
         "other optimizer",
         lambda s: {**s, "optimizers": [as_of_sgd(s["optimizers"][0])]},
         ValueError,
-        "without betas, eps",
+        "lacks betas, eps",
     ),
     ("other model", lambda s: {**s, "models": [{"weight": torch.ones(2)}]}, ValueError, "nothing was loaded"),
     ("a tensor too few", lambda s: with_model(s, {"2.bias": None}), ValueError, r"Missing: \['2.bias'\]"),

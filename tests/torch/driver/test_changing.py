@@ -145,9 +145,9 @@ class TestUpdatingTheConfig:
         trainer = scheduled(make_local, WithLowest)
         trainer.train()
         before = trainer.state_dict(), rates(trainer)
-        with pytest.raises(ValueError, match=r"`CosineAnnealingLR`, .*\(`eta_min`\).*a `LambdaLR`"):
+        with pytest.raises(ValueError, match=r"`CosineAnnealingLR` .*\(`eta_min`\).*a `LambdaLR`"):
             trainer.update_config(lr=0.04)
-        with pytest.raises(ValueError, match=r"`CosineAnnealingLR`, .*\(`eta_min`\)"):
+        with pytest.raises(ValueError, match=r"`CosineAnnealingLR` .*\(`eta_min`\)"):
             trainer.reload(Faster)
         assert equal((trainer.state_dict(), rates(trainer)), before)
         assert (trainer.config["lr"], trainer.training_operator_cls) == (0.004, WithLowest)

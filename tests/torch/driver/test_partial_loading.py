@@ -109,7 +109,7 @@ class TestParts:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"parts": ("model",)}, ValueError, r"`parts` has 'model'\. Did you mean `models`\? There are `models`"),
+            ({"parts": ("model",)}, ValueError, r"`parts` has 'model'\. Did you mean `models`\? Available: `models`"),
             ({"parts": "models"}, TypeError, "need a tuple of names"),
             ({"parts": ()}, ValueError, "name at least one part"),
             ({"parts": ("schedulers",)}, KeyError, "The file has no 'schedulers'"),

@@ -117,11 +117,11 @@ def test_cuts_of_a_plateau_stay() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.4), r"`CyclicLR`, .* \(`max_lrs`\)"),
+        (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.4), r"`CyclicLR` .* \(`max_lrs`\)"),
         (lambda optimizer: SWALR(optimizer, 0.05), "`SWALR` may have rates of its own that do not follow"),
         (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=0.01), r"\(`eta_min`\).*a `LambdaLR`"),
         (lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=0.01), r"\(`min_lrs`\)"),
-        (Halved, "`Halved`, .*override `config_changed"),
+        (Halved, "`Halved` .*override `config_changed"),
         (
             lambda optimizer: lr_scheduler.SequentialLR(optimizer, [warm_up(optimizer), Halved(optimizer)], [3]),
             "`Halved`",

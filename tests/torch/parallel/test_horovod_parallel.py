@@ -211,7 +211,7 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused(parallel: HorovodParal
         def __init__(self, params: Any, lr: float) -> None:
             super().__init__(params, lr=lr)
 
-    with pytest.raises(InvalidRegistrationError, match=r"makes `Demanding` again .*'lr'.*default values"):
+    with pytest.raises(InvalidRegistrationError, match=r"creates `Demanding` again .*'lr'.*default values"):
         parallel.wrap_optimizer(Demanding(model.parameters(), 0.1))
 
 
