@@ -1,4 +1,4 @@
-"""A program that fits a function, and is started again until it is done: `python -m tests.train.left_program FOLDER`."""
+"""A program that fits a function, and is started again until it is done."""
 
 from __future__ import annotations
 
