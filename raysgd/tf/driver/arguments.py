@@ -13,7 +13,7 @@ from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.trainer.messages.batching import check_global_size, split_batch_size
+from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 

@@ -24,8 +24,8 @@ from raysgd.torch.objects.precision import choose_precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
 from raysgd.trainer.configuration.settings import GroupSettings
-from raysgd.trainer.messages.batching import check_global_size, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from raysgd.core.arrays.ray_batches import RayBatches
 from raysgd.core.arrays.ray_data import are_cpus_free
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import identity, packed_bytes
-from raysgd.trainer.messages.batching import config_for_worker
+from raysgd.trainer.configuration.batching import config_for_worker
 
 Requests = list[tuple[Any, ...]]
 """For each rank a request, followed by its share of the data if it gets one. Ray delivers the share."""

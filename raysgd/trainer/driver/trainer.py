@@ -29,6 +29,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.containers import Container
 from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.core.engine.background_calls import BackgroundCalls
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.keeper import Keeper
@@ -48,6 +49,7 @@ from raysgd.core.text.log_lines import Once
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import NoDataError, OnFailure, RaySGDError, UnpicklableError
 from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners, Validation, asked
@@ -57,11 +59,9 @@ from raysgd.trainer.driver.keeping import FileSaves, KeptTrainer
 from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
 from raysgd.trainer.driver.sharing import DataSharing, place_share
 from raysgd.trainer.messages import replica_calls
-from raysgd.trainer.messages.batching import global_batch_in_words
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.trainer.messages.prediction_data import BatchRequest, PredictionSource
-from raysgd.utils import BATCH_SIZE
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
