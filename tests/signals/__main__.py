@@ -382,7 +382,7 @@ def main() -> int:
 
 _RAY = """
 import ray, sys
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
@@ -391,7 +391,14 @@ sys.stdin.read()
 @contextmanager
 def standing_cluster() -> Iterator[psutil.Process]:
     """Start a Ray that programs find by `RAY_ADDRESS`, and end it behind the block."""
-    options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # programs are not told its token
+    options: Any = {
+        "env": environment,
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "text": True,
+    }
     with subprocess.Popen([sys.executable, "-c", _RAY], start_new_session=True, **options) as cluster:
         os.environ["RAY_ADDRESS"] = cluster.stdout.readline().strip()
         try:

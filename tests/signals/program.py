@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--every-n-steps", type=int, default=None)
     asked = parser.parse_args()
     folder = asked.folder
-    own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}
+    own = {} if "RAY_ADDRESS" in os.environ else {"address": "local", "num_cpus": 4, "include_dashboard": False}
     ray.init(log_to_driver=False, **own)  # type: ignore[arg-type]
     with TorchTrainer(
         training_operator_cls=OPERATORS[asked.kind],
