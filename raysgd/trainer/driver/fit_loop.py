@@ -25,7 +25,15 @@ from raysgd.core.engine.worker import is_sendable
 from raysgd.core.files import check_path, make_folder
 from raysgd.core.history.history import CallRecord, History, RecordBeside
 from raysgd.core.text.log_lines import Once
-from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, UnpicklableError, WorkersLostError
+from raysgd.exceptions import (
+    CallbackError,
+    InvalidCountError,
+    NoDataError,
+    OnFailure,
+    RaySGDError,
+    UnpicklableError,
+    WorkersLostError,
+)
 from raysgd.storage import files
 from raysgd.trainer.driver.calls import EpochCalls, EpochLeft, Listener, StepListener, asked
 from raysgd.trainer.driver.leaving import Leaving
@@ -389,8 +397,9 @@ class Fit:
         """Train an epoch. Return None also if all workers were lost behind it, and a signal ends the program."""
         try:
             return self._epoch()
-        except WorkersLostError:
-            if self._leaving.signal is None:
+        except (WorkersLostError, CallbackError) as error:
+            lost = error.__cause__ if isinstance(error, CallbackError) else error  # the callback may have saved
+            if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
             self._is_lost, self._begun = True, None
             return None
