@@ -121,7 +121,7 @@ class GANOperator(TrainingOperator):
         return {}
 
     def real_samples(self, batch: Any) -> torch.Tensor:
-        """Return the real samples of a batch, on the device."""
+        """Extract the real samples from a batch and move them to the device."""
         samples: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
         return samples.to(self.device, non_blocking=True)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The label that the losses of `transformers` ignore."""
+"""The label that `transformers` losses ignore."""
 
 SHIFT_LABELS = "shift_labels"
 """Batch key of labels that the collator has already shifted by one token."""
@@ -130,7 +130,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return partial(_collated, self.build_collator(config) or default_collate)
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Create the schedule that `config["scheduler"]` names. Without the key, return None."""
+        """Create the learning-rate schedule named by `config["scheduler"]`. Return None if the key is missing."""
         if config.get("scheduler") is None:
             return None
         if self.scheduler_step_freq == "epoch":

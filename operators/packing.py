@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 IGNORED = -100
-"""The label that the losses of `transformers` ignore."""
+"""The label that `transformers` losses ignore."""
 
 
 def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str, list[int]]]:

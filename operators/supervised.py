@@ -62,7 +62,7 @@ class SupervisedOperator(TrainingOperator):
         return None
 
     def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
-        """Create the optimizer that the config names."""
+        """Create the optimizer from `optimizer`, `lr` and `weight_decay` in the config."""
         if "learning_rate" in config and "lr" not in config:
             ours = instead_of("learning_rate", CONFIG)
             logger.warning(

@@ -1,4 +1,4 @@
-"""`Folder`: the interface of every folder, on disk or in a store."""
+"""`Folder`: the common interface of folders on disk and in stores."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):
-    """Hosts one operator."""
+    """Hosts a user's operator in a worker."""
 
     _hosted: TFHostedOperator
 

@@ -91,7 +91,7 @@ class TFFeed(feed.DataFeed):
 
     @property
     def train_passes(self) -> Passes:
-        """The passes over the train dataset."""
+        """The passes over the training dataset."""
         return self._passes_of("train")
 
     def _passes_of(self, name: str) -> Passes:
