@@ -61,7 +61,7 @@ class HuggingFaceOperator(SupervisedOperator):
     """Trains a `transformers` model with the model's built-in loss. You provide the model, the data and a collator.
 
     Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors, as `transformers` collators
-    return it, with the targets under `labels`. If the model is a `PeftModel`, only its adapter is trained.
+    return it, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
 
     The loss of a token-level model is the mean over the labels other than -100. Gradients and metrics are weighted by
     the number of these labels. A step therefore equals a single-process step on the global batch, even if text lengths

@@ -23,8 +23,8 @@ Collator = Callable[[list[Any]], Any]
 def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -> tuple[Any, Any]:
     """Return a training and a validation loader, or None in place of missing data.
 
-    Datasets are wrapped in a `DataLoader`, which shuffles training data. Loaders, streams and other iterables are
-    returned unchanged. This function does not shard the samples; `register_data` does.
+    Datasets are wrapped in a `DataLoader`, which shuffles training data unless the dataset is iterable-style. Loaders,
+    streams and other iterables are returned unchanged. This function does not shard the samples; `register_data` does.
 
     Args:
         data: `(train, validation)`, or only the training data.

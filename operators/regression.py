@@ -65,7 +65,7 @@ class RegressionOperator(MeasuredOperator):
         return output.double(), target.double()
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return the loss and the predictions, squeezed to the targets' shape if necessary.
+        """Return the predictions, squeezed to the targets' shape if necessary, and the loss.
 
         Raises:
             ValueError: The shapes differ.

@@ -58,7 +58,7 @@ class SupervisedOperator(TrainingOperator):
         raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
-        """Return a function that collates samples into a batch, or None for PyTorch's. Loaders of yours ignore it."""
+        """Return a function that collates samples into a batch. Default: PyTorch's. Your own loaders do not use it."""
         return None
 
     def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:

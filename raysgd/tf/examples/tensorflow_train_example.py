@@ -38,7 +38,7 @@ def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def create_config(batch_size: int) -> dict[str, Any]:
-    """Return the config for these creators. The numbers of steps make an epoch use each point about once."""
+    """Return the config for these creators, with so many steps per epoch that each point is used about once."""
     return {
         "batch_size": batch_size,
         "fit_config": {"steps_per_epoch": NUM_TRAIN_SAMPLES // batch_size},

@@ -346,7 +346,7 @@ def without_empty(dataset: Any) -> Any:
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """Split the batches of an unsharded dataset to the size that a TensorFlow strategy would give each worker."""
+    """Split an unsharded dataset's batches into pieces of the size that a TensorFlow strategy would use per worker."""
 
     def pieces(batch: Any) -> Any:
         import tensorflow as tf

@@ -15,7 +15,8 @@ on several nodes   the same on each node, then among     reduce-scatter on each 
                    the first ranks of the nodes          between nodes, then all-gather on each node
 =================  ====================================  ==================================================
 
-ADR 35 explains why.
+As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
+choices.
 """
 
 from __future__ import annotations
