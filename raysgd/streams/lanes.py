@@ -112,7 +112,8 @@ class Lanes:
             lane: The lane.
             count: Number of rows used from the lane.
             of_shards: Lengths of the shards.
-            block: Number of rows that are shuffled together. A position is the start of a block and rows to skip.
+            block: Number of rows that are shuffled together. A position consists of the start of a block and a number
+                of rows to skip.
         """
         skip = count % block
         left = count - skip

@@ -66,7 +66,7 @@ class FitStream:
         self.passes = passes
         self.place: FitPlace | None = None
         self.logs: Mapping[str, float] = {}  # reported by the most recently finished `fit`
-        self.measures = False  # True if the model's metrics have accumulated the current epoch
+        self.measures = False  # True while the model's metrics cover the current epoch
         self.has_begun = False  # True if `on_train_begin` of this process's callbacks was called
         self.steps_per_execution = 1
         self.at_boundary: Callable[[], None] | None = None

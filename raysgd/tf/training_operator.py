@@ -127,7 +127,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Count new steps in which only other workers had samples in `global_step`. Return their number."""
+        """Add the new steps in which this worker had no samples to `global_step`. Return their number."""
         internals = self._raysgd
         number, internals.num_left_out = internals.num_left_out, 0
         self.global_step += number
@@ -239,7 +239,8 @@ class TrainingOperator(BaseOperator):
             models: A Keras model, or a list or tuple of models.
             optimizers: A Keras optimizer, or a list or tuple of optimizers. Default: the optimizers that the models are
                 compiled with.
-            loss: A Keras loss, or a function of target and output. It must be a mean over the samples of a batch.
+            loss: A Keras loss, or a function of target and output that returns one value per sample. The library
+                averages over the samples.
             metrics: A Keras metric, or a list or tuple of metrics. Their state is merged over the workers.
 
         Returns:

@@ -75,7 +75,7 @@ class _DeferredImport(MetaPathFinder, Loader):
             self._put(None)
             with OnFailure(functools.partial(self._put, self.stand_in)):
                 module = importlib.import_module(_NAME)
-            if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]  # it asks for itself
+            if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]  # in its own import
                 return module
             self._take(module)
         assert self.module is not None

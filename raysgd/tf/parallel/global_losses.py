@@ -52,7 +52,7 @@ class GlobalLosses:
 
         Args:
             counted: Number of samples counted in the batch. -1 if no Keras step is traced.
-            repeat: Repeats this exchange without samples.
+            repeat: Repeats this all-reduce without samples.
         """
         known = self._step.use(repeat) if self._exchanges.group.size > 1 else self._step.num_samples
         if known is not None:

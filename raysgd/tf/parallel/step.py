@@ -54,7 +54,7 @@ class TFStep:
         """Do nothing at the end of the batches."""
 
     def forget(self) -> None:
-        """End a call. Steps that user code takes between two calls do not belong to the data."""
+        """End a call. Steps that user code takes between two calls do not count as steps on the data."""
         self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
     def use(self, exchange: Exchange | None = None) -> int | None:

@@ -130,7 +130,7 @@ def others(rank: int, size: int) -> set[int]:
 def neighbors(rank: int, size: int) -> set[int]:
     """Return the ranks to which a rank has a connection: those at a power-of-two distance, in both directions.
 
-    With N ranks, each rank has about 2 log2 N neighbors, and a message takes at most about log2 N hops.
+    With N ranks, each rank has about 2 log2 N neighbors, and a message reaches all ranks within log2 N hops.
     """
     steps = [1 << power for power in range((size - 1).bit_length())]
     return {(rank + step) % size for step in steps} | {(rank - step) % size for step in steps}

@@ -137,8 +137,8 @@ class RankSums:
     def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
         """Send the whole array from every rank to every other, then sum locally.
 
-        This needs only one round trip, and latency dominates the cost of small arrays. With `rows`, each rank also
-        sends its own row, and receives the other ranks' rows into `rows`.
+        This needs only one round of messages, and latency dominates the cost of small arrays. With `rows`, each rank
+        also sends its own row, and receives the other ranks' rows into `rows`.
         """
         others = self._without_self(ranks)
         received = self._room(others, flat.dtype, len(flat))
