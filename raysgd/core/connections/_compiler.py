@@ -75,7 +75,7 @@ class _DeferredImport(MetaPathFinder, Loader):
             self._put(None)
             with OnFailure(functools.partial(self._put, self.stand_in)):
                 module = importlib.import_module(_NAME)
-            # The compiler accesses itself while it is being imported. Keep the stand-in until the import is complete.
+            # The compiler accesses itself during its own import. Return the incomplete module, and retire nothing yet.
             if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]
                 return module
             self._take(module)
