@@ -48,8 +48,8 @@ KINDS = (
     "KILL",
 )
 """The ends. A signal comes to the program, unless a kind says otherwise."""
-KEEP_STEP = {"TERM", "USR1", "TERM to the group", "USR1 to the group", "TERM and USR1", "TERM, and a worker dies"}
-"""Ends that lose no step."""
+KEEP_STEP = {"TERM", "USR1", "TERM and USR1", "TERM, and a worker dies"}
+"""Ends that lose no step. A signal to the group may end Ray first, if the program has started it."""
 STATUSES = {128 + number for number in SIGNALS.values()}
 _STARTS_S, _ENDS_S = 240.0, 120.0
 _TIMES = ("seconds", "per_s")
