@@ -89,11 +89,23 @@ class Callback:
         then the epoch of the result, but the weights are those of the next epoch.
         """
 
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Called after each validation inside an epoch (`validate_every_n_steps` of `fit`), while all workers wait.
+
+        `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves exactly that state, and
+        `run.stop` ends the run there.
+
+        Args:
+            run: The run.
+            step: Number of batches that a worker has trained on, over all epochs.
+            metrics: The metrics of the validation, with names as in a row of the history, such as `val_loss`.
+        """
+
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
         """Called after a checkpoint was saved, with its path or URI."""
 
     def on_leave(self, run: Run) -> None:
-        """Called when a run stops early because of a signal to the program or `max_time`.
+        """Called when a run stops inside an epoch, or early because of a signal to the program or `max_time`.
 
         `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves exactly that state.
         """
@@ -218,7 +230,7 @@ class Run:
         return folder
 
     def stop(self, reason: str) -> None:
-        """End the run after the current epoch.
+        """End the run after the current epoch, or at the step where the workers wait in `on_validation`.
 
         Args:
             reason: Why the run ends. It is kept in `history.stop_reason`.

@@ -26,6 +26,7 @@ class BegunEpoch:
         seconds: Seconds that the epoch had been trained.
         global_step: Number of batches that each worker has trained on in all epochs.
         is_exhausted: True if all batches are done, but not yet what follows the last one.
+        owes_validation: True if the run validates at this step, but was left before that.
     """
 
     num_steps: int
@@ -35,6 +36,7 @@ class BegunEpoch:
     seconds: float = 0.0
     global_step: int = 0
     is_exhausted: bool = False
+    owes_validation: bool = False
 
     @staticmethod
     def of(states: Sequence[Any], **more: Any) -> BegunEpoch:
@@ -62,6 +64,7 @@ class BegunEpoch:
             "seconds": self.seconds,
             "global_step": self.global_step,
             "is_exhausted": self.is_exhausted,
+            "owes_validation": self.owes_validation,
         }
 
     @staticmethod
@@ -78,6 +81,7 @@ class BegunEpoch:
                 seconds=float(data["seconds"]),
                 global_step=int(data["global_step"]),
                 is_exhausted=bool(data["is_exhausted"]),
+                owes_validation=bool(data.get("owes_validation")),
                 **{name: summaries_from_data(data[name]) for name in _BY_RANK},
             )
         except (KeyError, TypeError) as error:

@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -392,7 +392,7 @@ class ReplicaCalls:
             request: The validation request.
             share: This replica's part of data that the driver divides; None if the replica has it already.
         """
-        with self._ledger.evaluating():
+        with self._ledger.evaluating(), self._hosted.inside_epoch() if request.is_inside else nullcontext():
             return self._validate(request, share)
 
     def _validate(self, request: EpochRequest, share: Any) -> EpochAnswer:
