@@ -17,6 +17,7 @@ from raysgd.storage.opening import make_new
 if TYPE_CHECKING:
     from raysgd._numbers.results import CallProgress
     from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.storage.background_writer import SubmittedWrite
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,33 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
         )
 
 
+class SaveBehind:
+    """A save whose file is written while the training continues.
+
+    Args:
+        write: The write; None if the file is complete already.
+        note: Called once the file is complete.
+    """
+
+    def __init__(self, write: SubmittedWrite | None, note: Callable[[], None]) -> None:
+        self._write, self._note = write, note
+
+    @property
+    def is_done(self) -> bool:
+        """True if `finish` need not wait."""
+        return self._write is None or self._write.is_done
+
+    def finish(self) -> None:
+        """Wait until the file is complete, and tell callbacks so.
+
+        Raises:
+            BaseException: It could not be written.
+        """
+        if self._write is not None:
+            self._write.wait()
+        self._note()
+
+
 class Run:
     """A run, as callbacks see it.
 
@@ -200,6 +228,7 @@ class Run:
         folder: str | Path | None = None,
         callbacks: list[Callback] | None = None,
         save: Callable[[Run, str], None] | None = None,
+        save_behind: Callable[[str], SaveBehind] | None = None,
         obstacle_to_stop: str | None = None,
         may_validate: bool = True,
     ) -> None:
@@ -215,7 +244,7 @@ class Run:
         self._last_told: int | None = None
         self._global_step: int | None = None  # set if the run resumes inside an epoch
         self._folder = folder
-        self._save = save
+        self._save, self._save_behind = save, save_behind
         self._obstacle_to_stop = obstacle_to_stop
         self._may_validate = may_validate
 

@@ -16,7 +16,7 @@ from raysgd import _arguments as checks
 from raysgd._files import check_path, make_folder
 from raysgd._numbers.metric_names import validation_name
 from raysgd._text.log_lines import Once
-from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.callback import Callback, Run, SaveBehind
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
@@ -35,6 +35,7 @@ from raysgd.messages import replica_calls
 from raysgd.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
 from raysgd.messages.epochs import VALIDATES, EpochRequest
 from raysgd.storage import files
+from raysgd.storage.background_writer import SubmittedWrite
 
 AUTO = "auto"
 INLINE, ASYNC = "inline", "async"
@@ -160,6 +161,7 @@ class TrainerPort:
         left_file: File in which a detached trainer is saved when it ends without its program; None for others.
         leaves_epochs: True if a run can stop inside an epoch.
         epoch_obstacle: Says why an epoch can only begin again; None if it can continue.
+        save_behind: Writes the state behind the training. Returns None if the file is complete already.
         save_snapshot: Writes a snapshot that the driver holds.
         place_in: Returns how many epochs and steps a snapshot has.
         kept: Progress to continue from, in the next process of a detached trainer; else None.
@@ -182,6 +184,7 @@ class TrainerPort:
     left_file: str | None
     leaves_epochs: bool
     epoch_obstacle: Callable[[], str | None]
+    save_behind: Callable[[str], SubmittedWrite | None]
     save_snapshot: Callable[[str, Snapshot], None]
     place_in: Callable[[Snapshot], tuple[int, int]]
     kept: FitProgress | None
@@ -214,6 +217,7 @@ class Fit:
             folder=options.folder if self._kept is None else self._kept[1],
             callbacks=self._callbacks,
             save=lambda run, location: self._save(location),
+            save_behind=self._save_behind,
             may_validate=options.validation_freq > 0 or options.validate_every_n_steps is not None,
         )
         self.history = self._run.history
@@ -670,6 +674,19 @@ class Fit:
         self._saved.append(location)
         self._newest = location
         self._calls.tell("on_checkpoint", location)
+
+    def _save_behind(self, location: str) -> SaveBehind:
+        """Save behind the training. The small file comes first, so that a complete checkpoint always has it."""
+        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
+        write = self._trainer.save_behind(location)
+        self._saved.append(location)
+
+        def note() -> None:
+            self._leaving.note_save(0.0 if write is None else write.seconds)
+            self._newest = location
+            self._calls.tell("on_checkpoint", location)
+
+        return SaveBehind(write, note)
 
     def _save_again(self, has_changed: bool) -> None:
         """Add the late result of the previous epoch to the files that were saved without it."""

@@ -60,7 +60,7 @@ from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings, ReplicaMaker, ReplicaSettings
-from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite
 from raysgd.utils import BATCH_SIZE
 
 if TYPE_CHECKING:
@@ -525,12 +525,18 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._background.begin(take_state, evaluate)
 
     @abstractmethod
-    def save(self, checkpoint: str | PathLike[str]) -> Any:
+    def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
         """Write the state to a file."""
 
     @abstractmethod
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Load a file that `save` wrote."""
+
+    def _save_behind(self, checkpoint: str) -> SubmittedWrite | None:
+        """Write the state to a file in the background. Return the write; None if the file is complete already."""
+        self._saves.submitted = None
+        self.save(checkpoint, blocking=False)
+        return self._saves.submitted
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
@@ -676,6 +682,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             left_file=self._left_file,
             leaves_epochs=self._leaves_epochs,
             epoch_obstacle=lambda: self._facts.epoch_obstacle,
+            save_behind=self._save_behind,
             save_snapshot=self._save_snapshot,
             place_in=self._place_in,
             kept=kept,
