@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from raysgd._arguments import refuse_text
 from raysgd._files import check_path
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
+from raysgd.history import readable
 from raysgd.writers.files import CsvTable, EventFile, JsonLines
 from raysgd.writers.services import CometRun, MLflowRun, ServiceRun, WandbRun
 from raysgd.writers.sink import SafeSink, Sink
@@ -42,7 +43,7 @@ class MetricsLogger(Callback):
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
         """Write the metrics of a validation inside an epoch, as those of a step."""
-        self.on_step_metrics(run, step, metrics)
+        self.on_step_metrics(run, step, readable.chosen(metrics, None))
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Close the sink."""
@@ -85,7 +86,7 @@ class _FileLogger(MetricsLogger):
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
         """Write the metrics of a validation inside an epoch to the second file."""
-        self._steps.write({"epoch": run.epoch + 1, "step": step, **metrics}, step)
+        self._steps.write({"epoch": run.epoch + 1, "step": step, **readable.chosen(metrics, None)}, step)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Write one result with its epoch."""

@@ -165,6 +165,8 @@ class TrainerPort:
         save_snapshot: Writes a snapshot that the driver holds.
         place_in: Returns how many epochs and steps a snapshot has.
         kept: Progress to continue from, in the next process of a detached trainer; else None.
+        begun: The epoch that the last run left before its end, or None.
+        note_begun: Keeps the epoch that this run left before its end, for the next run.
     """
 
     new_run: Callable[..., Run]
@@ -188,6 +190,8 @@ class TrainerPort:
     save_snapshot: Callable[[str, Snapshot], None]
     place_in: Callable[[Snapshot], tuple[int, int]]
     kept: FitProgress | None
+    begun: BegunEpoch | None
+    note_begun: Callable[[BegunEpoch | None], None]
 
 
 class Fit:
@@ -361,6 +365,8 @@ class Fit:
         is_early = leaving.is_due()
         if leaving.signal is None and not self._is_left and (run.is_stopping or run.epoch >= self._last_epoch):
             return
+        if not self._is_lost:
+            self._trainer.note_begun(self._begun)
         if not self._is_lost or self._finds_snapshot():
             run.step = 0 if self._begun is None else self._begun.num_steps
             self._calls.tell("on_leave")
@@ -726,6 +732,8 @@ class Fit:
             location = self._place_to_resume()
             if location is not None:
                 self._load(location)
+            elif self._trainer.begun is not None and self._trainer.begun.global_step == self._global_step():
+                self._continue_inside(self._trainer.begun)
             self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
             if location is not None:
                 self._warn_if_complete(location)
@@ -782,8 +790,12 @@ class Fit:
             self._step_metrics.begun = int(step), summaries_from_data(by_rank)
             self._trainer.use_worker_callbacks(self._worker_callbacks)
         if sidecar.begun is not None:
-            begun = self._begun = BegunEpoch.from_data(sidecar.begun)
-            self._run.step, self._run._global_step = begun.num_steps, begun.global_step
+            self._continue_inside(BegunEpoch.from_data(sidecar.begun))
+
+    def _continue_inside(self, begun: BegunEpoch) -> None:
+        """Begin with the rest of an epoch."""
+        self._begun = begun
+        self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 
     def _take_over(self, sidecar: Sidecar) -> None:
         self.history.take_over(sidecar.history)

@@ -101,6 +101,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Function that keeps the progress of `fit`, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """Progress that the next `fit` continues from."""
+    _begun_epoch: BegunEpoch | None = None
+    """Epoch that the last `fit` left before its end. The next one continues it if the state has not changed since."""
     _left_file: str | None = None
     """File in which a detached trainer is saved when it ends without its program."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
@@ -660,6 +662,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         options = FitOptions(**{name: value for name, value in arguments.items() if name != "self"})
         self._refuse_inside_fit("fit")
         kept, self._fit_progress = self._fit_progress, None
+        begun, self._begun_epoch = self._begun_epoch, None
         if options.epochs is not None:
             self._check_fit(options.epochs)
         self._check_dataset(options.dataset, training=True)
@@ -686,6 +689,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             save_snapshot=self._save_snapshot,
             place_in=self._place_in,
             kept=kept,
+            begun=begun,
+            note_begun=partial(setattr, self, "_begun_epoch"),
         )
         fit = Fit(port, options)
         rows = fit.epochs()
