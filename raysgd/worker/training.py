@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
@@ -30,6 +31,8 @@ from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.copies import StateCopies
+
+logger = logging.getLogger(__name__)
 
 _PHASES = {"train": "training", "validation": "validating", "test": "testing", "predict": "predicting"}
 
@@ -137,6 +140,8 @@ class ReplicaCalls:
             run.detach()  # the epoch was left in this process, which also has metric objects
             run.call = request.call
             return self.resume_epoch(request, share)
+        for name in begun.objects:
+            logger.warning("the metric object `%s` will cover only what follows in this epoch", name)
         lost = {f"left {number}": metrics for number, metrics in enumerate(begun.lost)}
         first = RunState(
             begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
