@@ -1,6 +1,6 @@
 """`fit` with `max_steps` and `validate_every_n_steps`, and saves behind the training: one worker, in this process.
 
-Covers `raysgd.driver.fit_loop`. Workers that are held and lost are in `tests/torch/test_inside_epochs_integration.py`.
+Covers `raysgd.trainer.driver.fit_loop`. Workers that are held and lost are in `tests/torch/test_inside_epochs_integration.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torchmetrics
 
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, EarlyStopping, HTMLReport, ProgressBar, Run
 from raysgd.callbacks.checkpointing import INDEX_FILE
+from raysgd.core.history.history import History
 from raysgd.exceptions import CallbackError, InvalidCountError
-from raysgd.history.history import History
 from raysgd.storage import files
 from raysgd.testing import fail_save
 from raysgd.torch import TorchTrainer, TrainingOperator

@@ -11,7 +11,7 @@ import torch
 
 from raysgd import testing
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
-from raysgd.history.history import History
+from raysgd.core.history.history import History
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
 from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, equal
