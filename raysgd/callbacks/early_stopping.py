@@ -186,6 +186,7 @@ class EarlyStopping(Callback):
         if not self._is_loaded:
             self._begin()
         elif self._last is not None:
+            self._metric.was_found = True
             self._judge(run, self._last)
         elif len(run.history) and value_at(run.history[-1], self._metric.name) is not None:
             self._judge(run, self._metric.value_in(run.history[-1]))
