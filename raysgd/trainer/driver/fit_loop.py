@@ -105,8 +105,9 @@ class FitOptions:
             check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
 
 
-FitProgress = tuple[Sidecar, Any]
-"""Progress of a `fit`, so that another process can continue it; and the folder for callbacks, if it is known yet."""
+FitProgress = tuple[Sidecar, Any, int | None]
+"""Progress of a `fit`, so that another process can continue it; the folder for callbacks, if it is known yet; and the
+step, if the run acts inside epochs."""
 
 NoteProgress = Callable[[FitProgress], None]
 """Function that keeps the progress of a `fit`."""
@@ -228,6 +229,7 @@ class Fit:
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
         self._pauses: Pauses | None = None
+        self._known_step: int | None = None  # of the process before this one, while its call may still run
         self._is_left = False
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
@@ -477,9 +479,10 @@ class Fit:
         asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
         self._is_left = self._begun is not None and self._begun.owes_validation and not self._pause()
         while not self._is_left:
+            hold_at, self._known_step = self._next_pause(), None
             try:
                 return self._trainer.train(
-                    replace(request, hold_at=self._next_pause()),
+                    replace(request, hold_at=hold_at),
                     dataset=dataset,
                     of_fit=True,
                     begun=self._begun,
@@ -512,6 +515,7 @@ class Fit:
         with self._between_epochs(begun):
             for each in pauses.callbacks:
                 self._calls.call(each, "_on_pause", self._run, begun.global_step)
+            self._note_progress()
         if begun.is_exhausted:  # only what follows the last batch is left of the epoch
             return not self._leaves()
         return not (self._run.is_stopping or self._leaves() or pauses.ends_at(begun.global_step))
@@ -722,12 +726,13 @@ class Fit:
         """Give the progress of the run to a detached trainer."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
-            note((self._sidecar(), vars(run).get("folder", run._folder)))
+            step = None if self._pauses is None else self._global_step()
+            note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     def _resume(self) -> None:
         if self._kept is not None:  # do not ask the workers: they may be in the next epoch by now
             self._take_over(self._kept[0])
-            self._run.epoch = self._kept[0].epoch
+            self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
         else:
             location = self._place_to_resume()
             if location is not None:
@@ -789,8 +794,6 @@ class Fit:
             step, *by_rank = sidecar.open_steps
             self._step_metrics.begun = int(step), summaries_from_data(by_rank)
             self._trainer.use_worker_callbacks(self._worker_callbacks)
-        if sidecar.begun is not None:
-            self._continue_inside(BegunEpoch.from_data(sidecar.begun))
 
     def _continue_inside(self, begun: BegunEpoch) -> None:
         """Begin with the rest of an epoch."""
@@ -801,9 +804,13 @@ class Fit:
         self.history.take_over(sidecar.history)
         self._calls.load_states(sidecar.callbacks)
         self._pending = sidecar.pending
+        if sidecar.begun is not None:
+            self._continue_inside(BegunEpoch.from_data(sidecar.begun))
 
     def _global_step(self) -> int:
         """Return how many batches each worker has trained on in all. Called while the workers are idle."""
+        if self._known_step is not None:
+            return self._known_step
         step: list[int] = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))
         return step[0]
 
