@@ -373,7 +373,7 @@ class LightningOperator(TrainingOperator):
             for batch_idx, batch in enumerate(val_iterator):
                 self._values.begin_batch()
                 metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
-                meters.update(*self._raysgd.parted(metrics, "validate_batch"))
+                meters.update(*self._raysgd.values_and_weight(metrics, "validate_batch"))
             result = self._end_epoch(meters, "validation_epoch_end", "on_validation_epoch_end")
             self._hooks.call("on_validation_end")
             return result

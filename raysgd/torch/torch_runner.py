@@ -12,7 +12,7 @@ from raysgd.core.state.state_codec import EncodedState, lend
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.checkpoints import divided_folder
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
-from raysgd.torch.hosting.hosted import TorchHosted
+from raysgd.torch.hosting.hosted import TorchHostedOperator
 from raysgd.torch.objects.moving import packed
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.strategy import unwrap
@@ -23,10 +23,10 @@ from raysgd.trainer.worker.runner import ClassRunner
 class TorchRunner(ClassRunner):
     """Hosts one PyTorch operator."""
 
-    _hosted: TorchHosted
+    _hosted: TorchHostedOperator
 
-    def _make_hosted(self, settings: TorchSettings, world: World) -> TorchHosted:
-        return TorchHosted(settings, world, self._ledger)
+    def _make_hosted(self, settings: TorchSettings, world: World) -> TorchHostedOperator:
+        return TorchHostedOperator(settings, world, self._ledger)
 
     @property
     def operator(self) -> TrainingOperator:

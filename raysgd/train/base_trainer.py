@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from raysgd.air._running import TrialFacts
+from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config

@@ -22,7 +22,7 @@ from raysgd.core.engine.liveness import quiet_s
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor, ask_heartbeats
 from raysgd.core.engine.placement import cluster_view
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import Recovery
+from raysgd.core.engine.repair import GroupRepair
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
@@ -253,7 +253,7 @@ class ElasticController(Lifecycle):
         # A driver that is the only worker, without spares, need not watch the cluster.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
         self._monitor = Monitor(self)
-        self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
+        self.recovery = GroupRepair(self, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
         self.num_calls = 0
         self._left_by_driver: Call | None = None

@@ -65,7 +65,7 @@ class Monitor:
         """Start watching a call, or the group while it changes or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
-        self._parted = None if call is None else call.parted
+        self._divergence = None if call is None else call.divergence
         self._leaves, self.is_leaving = (call.leaves if call is not None and can_hold else None), False
         self.heartbeats: dict[int, Heartbeat] = {}
         self._first: dict[int, Heartbeat] = {}
@@ -177,8 +177,8 @@ class Monitor:
     def _free_parted(self) -> None:
         """Free ranks that wait for others that did something different. The call then fails, and says what they did."""
         group = self._lifecycle.group
-        if group is not None and self._parted is not None and self._parted(self.heartbeats):
-            self._parted = None
+        if group is not None and self._divergence is not None and self._divergence(self.heartbeats):
+            self._divergence = None
             group.interrupt()
 
     def _note(self, rank: int, heartbeat: Heartbeat) -> None:

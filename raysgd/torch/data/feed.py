@@ -26,8 +26,8 @@ from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.ranks import Ranks
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.ranks import RankSums
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
 from raysgd.trainer.worker.data import feed
@@ -37,7 +37,7 @@ from raysgd.trainer.worker.data.feed import has_divided_source
 logger = logging.getLogger(__name__)
 
 
-class TorchFeed(feed.Feed):
+class TorchFeed(feed.DataFeed):
     """Hands out the streams over loaders.
 
     Args:
@@ -53,7 +53,7 @@ class TorchFeed(feed.Feed):
     def __init__(
         self,
         data_of: Callable[[str], ShardedLoader | UndividedLoader | StreamData | None],
-        parallel: NoParallel,
+        parallel: Strategy,
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
@@ -65,11 +65,11 @@ class TorchFeed(feed.Feed):
         self._parallel = parallel
         self.rule = rule
         self._make_batch = make_batch
-        self._group = Ranks(parallel, rank, world_size)
+        self._group = RankSums(parallel, rank, world_size)
         self._undo = undo
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> RankSums:
         return self._group
 
     @property
@@ -140,7 +140,7 @@ class TorchFeed(feed.Feed):
             batch_size: This worker's new share of a global batch, in samples; None if unknown.
             instead_of: The share before. Loaders with another batch size keep theirs.
         """
-        self._group = Ranks(self._parallel, rank, size)
+        self._group = RankSums(self._parallel, rank, size)
         self._of_call = None, None
         self._left_to_validate = None
         for name in ("train", "validation"):

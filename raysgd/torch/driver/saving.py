@@ -25,7 +25,7 @@ from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.trainer.driver.keeping import FileSaves, load_into_all, load_snapshot_into_all
+from raysgd.trainer.driver.saving import FileSaves, load_into_all, load_snapshot_into_all
 from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 

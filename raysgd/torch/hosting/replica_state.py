@@ -28,7 +28,7 @@ from raysgd.torch.objects.loading import (
 )
 from raysgd.torch.objects.precision import saved_state
 from raysgd.torch.operator.registrar import RegisteredObjects
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.state.copies import StateCopy
 from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState
@@ -62,7 +62,7 @@ class TorchState(ReplicaState):
     def __init__(
         self,
         operator: TrainingOperator,
-        parallel: NoParallel,
+        parallel: Strategy,
         feed: TorchFeed,
         waiting: Callable[[], Sequence[Any]],
     ) -> None:

@@ -19,7 +19,7 @@ from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
@@ -72,7 +72,7 @@ class StepLoop(Loop):
     _feed: TorchFeed
 
     def __init__(
-        self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed, undo: Undo | None = None
+        self, operator: TrainingOperator, parallel: Strategy, feed: TorchFeed, undo: Undo | None = None
     ) -> None:
         super().__init__(feed)
         self._operator = operator
@@ -293,7 +293,7 @@ class StepLoop(Loop):
 
 
 def make_undo(
-    operator: TrainingOperator, parallel: NoParallel, undo: bool | None, world: World, ledger: Ledger | None = None
+    operator: TrainingOperator, parallel: Strategy, undo: bool | None, world: World, ledger: Ledger | None = None
 ) -> Undo | None:
     """Return the `Undo` of an operator; None if its batches are never repeated after a failure.
 

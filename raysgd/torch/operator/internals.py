@@ -492,7 +492,7 @@ class TorchInternals(Internals):
             if not waits:
                 if reported is not None:
                     self.meters.held.pop()
-                self.meters.hold(*self.parted(metrics, "train_batch"))
+                self.meters.hold(*self.values_and_weight(metrics, "train_batch"))
             if BATCH_WEIGHT in metrics:
                 self.gradients.compare_weight(metrics, type(self._operator).__name__)
         self._operator.global_step += leg.batch.is_last_part

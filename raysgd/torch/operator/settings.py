@@ -16,7 +16,7 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.precision import Precision, choose_precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
-from raysgd.torch.parallel.strategy import NoParallel, trainable
+from raysgd.torch.parallel.strategy import Strategy, trainable
 from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 
 
@@ -82,7 +82,7 @@ class OperatorContext:
     world: World
     device: torch.device
     precision: Precision = field(default_factory=Precision)
-    parallel: NoParallel = field(default_factory=NoParallel)
+    parallel: Strategy = field(default_factory=Strategy)
 
     @property
     def use_gpu(self) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy, reachable, repeat_first, take_from_first, trainable
 
 
 @dataclass(eq=False)
@@ -34,11 +34,11 @@ class _WrappedModel:
     covered: tuple[torch.nn.Parameter, ...]
 
 
-class DDP(NoParallel):
+class DDP(Strategy):
     """`DistributedDataParallel` around every model with trainable parameters.
 
     Args:
-        tells_rows: See `NoParallel`.
+        tells_rows: See `Strategy`.
     """
 
     synchronizes = True

@@ -21,7 +21,7 @@ from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that is not an option of DistributedDataParallel
 
@@ -46,7 +46,7 @@ class _HookState:
         state: State of the user's hook.
     """
 
-    parallel: NoParallel
+    parallel: Strategy
     work: str = ""
     goes_at_once: bool = False
     function: Callable[..., Any] | None = None
@@ -60,7 +60,7 @@ class _HookState:
 
 
 def register(
-    parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
+    parallel: Strategy, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> bool:
     """Install raysgd's hook, with the user's inside if there is one. Return True if it was installed.
 
@@ -126,7 +126,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     return _tracked(parallel, partial(allreduce_hook, dist.group.WORLD), bucket)  # type: ignore[arg-type]
 
 
-def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> Any:
+def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
     """Begin an exchange of gradients. With the last bucket, exchange rows at the same time."""
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
@@ -136,7 +136,7 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
     return future
 
 
-def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
+def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
     """Average gradients over the mesh. Amounts are sent with the first bucket, rows with the last."""
     gradients, leg, divisor = bucket.buffer(), parallel.leg, float(group.size)
     counted = None if leg.counted is None or leg.counted.is_known else leg.counted

@@ -32,7 +32,7 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy, repeat_first, take_from_first, trainable
 
 _HAS_LEFT = -1  # sent instead of the number of a model by a rank that calls none
 
@@ -137,7 +137,7 @@ _reduce_scatter: Any = (
 )  # the first name is the newer one
 
 
-class FSDP(NoParallel):
+class FSDP(Strategy):
     """`fully_shard` on every model with trainable parameters."""
 
     synchronizes = True

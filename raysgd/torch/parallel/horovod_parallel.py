@@ -23,12 +23,12 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import NoParallel, Summation
+from raysgd.torch.parallel.strategy import Strategy, Summation
 
 _NUM_NAMES_OF_SUMS = 8  # used in turn: no rank waits for a sum any more when its name is used again
 
 
-class HorovodByHand(NoParallel):
+class HorovodByHand(Strategy):
     """Replicas that the user keeps equal, in a Horovod group."""
 
     def __init__(self) -> None:

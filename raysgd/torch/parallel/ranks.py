@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 
 from raysgd.streams.global_reader import Numbers, StartSum
-from raysgd.torch.parallel.strategy import NoParallel, Summation
+from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
-class Ranks:
+class RankSums:
     """One group of ranks. A new group gets a new object.
 
     Attributes:
@@ -21,7 +21,7 @@ class Ranks:
 
     def __init__(
         self,
-        parallel: NoParallel,
+        parallel: Strategy,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:

@@ -41,7 +41,7 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
 
 
-class NoParallel:
+class Strategy:
     """A single replica, or replicas that the user keeps equal.
 
     Args:

@@ -19,14 +19,14 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from raysgd.air._running import helper_session
+from raysgd.air._running_function import helper_session
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, length_of, order_of
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.ranks import Ranks
+from raysgd.torch.parallel.ranks import RankSums
 from raysgd.train._torch.prepared import shared_accelerator
 from raysgd.train._torch.repeating_loader import DrawnSampler, GlobalBatches, GlobalStream, RepeatingLoader
 from raysgd.train._worker.shards import StreamPart
@@ -102,7 +102,7 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
             'repeated: its shards say their lengths, and it has no `filter` and no `on_error="skip"`. Pass it as '
             "`prepare_data_loader(stream, exact=True)`, or leave `elastic` out."
         )
-    joined = part.joined(Ranks(DDP(), world.rank, world.size), TensorCollate(), exact=exact and not goes_on)
+    joined = part.joined(RankSums(DDP(), world.rank, world.size), TensorCollate(), exact=exact and not goes_on)
     return GlobalStream(joined) if goes_on else joined
 
 

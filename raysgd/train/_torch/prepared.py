@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.air._running import Alone, RunningSession, current_session, helper_session
+from raysgd.air._running_function import Alone, RunningSession, current_session, helper_session
 from raysgd.core.connections.torch import ordinal_of
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.process_group import unwrapped
 
@@ -46,7 +46,7 @@ class Accelerator:
         if steps is not None and precision.scaler is not None:
             steps.share(precision.scaler)
         self.seed: int | None = None
-        self.parallel = NoParallel()
+        self.parallel = Strategy()
         self._replaced: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
     def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
@@ -214,7 +214,7 @@ def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str
     if isinstance(part, torch.nn.Module):
         model = unwrapped(part)
         is_divided = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-        (parallel if is_divided else NoParallel()).load_model(model, state)
+        (parallel if is_divided else Strategy()).load_model(model, state)
     else:
         parallel.load_optimizer(part, state)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.air._running import current_session
+from raysgd.air._running_function import current_session
 from raysgd.core.arguments import check_seconds
 from raysgd.core.connections.torch import TorchConnection, end_process_group
 from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection

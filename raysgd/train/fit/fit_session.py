@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.air._running import TrialFacts
+from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import UploadOptions
 from raysgd.air.trial import checkpoint_name

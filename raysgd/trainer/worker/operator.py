@@ -153,7 +153,7 @@ class Internals:
             metrics = with_logged(metrics, self.logged)
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
-    def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
+    def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
         """Split what a method returned for a batch into metrics, with the logged ones, and the number of samples.
 
         Raises:

@@ -17,7 +17,7 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.worker.data.epoch_run import RunState
-from raysgd.trainer.worker.hosted import Hosted
+from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.state.state_checks import check_parts
 from raysgd.trainer.worker.training import ReplicaCalls
 
@@ -32,7 +32,7 @@ class ClassRunner(ReplicaCalls, ABC):
         world: Rank of this worker, and size of the group.
     """
 
-    _candidate: Hosted | None = None
+    _candidate: HostedOperator | None = None
 
     def __init__(self, settings: Any, world: World) -> None:
         super().__init__(settings.recovery.snapshot_every_n_steps)
@@ -41,7 +41,7 @@ class ClassRunner(ReplicaCalls, ABC):
         self._host(self._make_hosted(settings.after(0), world))
 
     @abstractmethod
-    def _make_hosted(self, settings: Any, world: World) -> Hosted:
+    def _make_hosted(self, settings: Any, world: World) -> HostedOperator:
         """Return a hosted operator of this framework for these settings. Its `build` is not called yet."""
 
     def setup(self) -> Any:
@@ -71,7 +71,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Apply changes of the settings that were made since the operator was built; see `Hosted.follow`."""
+        """Apply changes of the settings that were made since the operator was built; see `HostedOperator.follow`."""
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:
@@ -96,7 +96,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return feed.epoch - bool(is_mid_pass)
 
     def change_config(self, settings: Any) -> list[str]:
-        """Change entries of the operator's config; see `Hosted.change_config`."""
+        """Change entries of the operator's config; see `HostedOperator.change_config`."""
         return self._hosted.change_config(settings)
 
     # The next methods change the operator class of a live replica. ADR 72 says why in two steps.

@@ -31,9 +31,9 @@ class Call:
         leaves_as_new: True if workers that start later already have the state after this call, so it need not be kept.
         check: Called with the values of all ranks before they count. If it raises, the group ends, because the states
             of its ranks differ.
-            parted: Returns in words how ranks did different things, so that some would wait for the others forever; ""
-                if they did not. Gets one object per rank: heartbeats during the call, values and failures after it
-                failed.
+        divergence: Returns in words how ranks did different things, so that some would wait for the others forever;
+            "" if they did not. Gets one object per rank: heartbeats during the call, values and failures after it
+            failed.
         may_continue: False if the call must never continue in place.
         is_short: True if the call may be so short that sending it matters.
         is_repeatable: True if running it again later gives the same result. False for a function that reads what the
@@ -52,7 +52,7 @@ class Call:
     resume: Callable[..., Any] | None = None
     leaves_as_new: bool = False
     check: Callable[[Sequence[Any]], None] = lambda values: None
-    parted: Callable[[Mapping[int, Any]], str] = lambda told: ""
+    divergence: Callable[[Mapping[int, Any]], str] = lambda told: ""
     may_continue: bool = True
     is_short: bool = False
     is_repeatable: bool = True

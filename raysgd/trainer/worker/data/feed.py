@@ -18,7 +18,7 @@ from raysgd.trainer.messages.epochs import EpochRequest
 logger = logging.getLogger(__name__)
 
 
-class Feed(ABC):
+class DataFeed(ABC):
     """Hands out the streams of a replica and knows their positions.
 
     A source of batches has `is_divided`: True if the library divides its data, so that a position is valid for any

@@ -11,7 +11,7 @@ from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
 from raysgd.trainer.worker.data.epoch_run import EpochRun
-from raysgd.trainer.worker.data.feed import Feed
+from raysgd.trainer.worker.data.feed import DataFeed
 
 
 class Loop:
@@ -23,7 +23,7 @@ class Loop:
 
     first_bin: ClassVar[str] = OTHER
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: DataFeed) -> None:
         self._feed = feed
 
     @property
@@ -85,7 +85,7 @@ class Loop:
         """Called when a training call has its answer."""
 
     def stream(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
-        """Return the stream of a training call's batches; see `Feed.training`."""
+        """Return the stream of a training call's batches; see `DataFeed.training`."""
         return self._feed.training(request, is_begun=is_begun)
 
     def pass_index(self, stream: Any) -> int:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.trainer.worker.data.feed import Feed
+from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.state.copies import StateCopy
 from raysgd.trainer.worker.state.state_checks import check_progress
 
@@ -25,7 +25,7 @@ def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
 class ReplicaState(ABC):
     """Reads and replaces the state of one replica."""
 
-    def __init__(self, operator: Any, feed: Feed) -> None:
+    def __init__(self, operator: Any, feed: DataFeed) -> None:
         self._operator = operator
         self._feed = feed
 

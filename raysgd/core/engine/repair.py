@@ -1,9 +1,9 @@
 """Recovery: what happens after workers fail.
 
-`Recovery.recover` comes first. The survivors form a new group in place, together with standby workers and new ones if
-there are any. (ADR 9 explains why, and ADR 11 when they wait for a new worker.) If that is impossible, other replicas
-restore the last snapshot: new replicas in the processes that are left, or entirely new workers. If nothing is left to
-try, the failure is raised. The same changes let workers leave and step in between two steps or calls.
+`GroupRepair.recover` comes first. The survivors form a new group in place, together with standby workers and new ones
+if there are any. (ADR 9 explains why, and ADR 11 when they wait for a new worker.) If that is impossible, other
+replicas restore the last snapshot: new replicas in the processes that are left, or entirely new workers. If nothing is
+left to try, the failure is raised. The same changes let workers leave and step in between two steps or calls.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class NextGroup:
 
 
 @dataclass(frozen=True)
-class Change:
+class GroupChange:
     """A change of the group in place.
 
     Attributes:
@@ -119,11 +119,11 @@ class Change:
     only_copies: bool = False
 
 
-Failed = tuple[EventKind, str]
+NotInPlace = tuple[EventKind, str]
 """A change that cannot be made in place: the name of the restart in the history, and its cause."""
 
 
-class Recovery:
+class GroupRepair:
     """Repairs the group of a trainer after a failure, or replaces it.
 
     Args:
@@ -158,9 +158,9 @@ class Recovery:
         self._monitor.go_on()
         diagnosis = classify(report)
         told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
-        if parted := call.parted(told):
+        if divergence := call.divergence(told):
             self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
-            raise UnevenStepsError(parted) from diagnosis.faults[0].error
+            raise UnevenStepsError(divergence) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
         decision = self._failures.decide(diagnosis, budget, call.can_continue)
@@ -191,7 +191,7 @@ class Recovery:
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
-        """Change the group while its ranks hold at a step. Return True if the call can continue where it was."""
+        """GroupChange the group while its ranks hold at a step. Return True if the call can continue where it was."""
         self._lifecycle.check_active()
         reason = self._monitor.reason
         self._monitor.go_on()
@@ -201,7 +201,7 @@ class Recovery:
             self._snapshots.take_from(self._lifecycle.running, parts)
         return self._is_inside_after(self.change(leaving, reason, parts))
 
-    def _is_inside_after(self, failed: Failed | None) -> bool:
+    def _is_inside_after(self, failed: NotInPlace | None) -> bool:
         """After a change that is free, restart if it failed. Return True if the call can continue where it was."""
         if failed is None:
             return True
@@ -345,7 +345,7 @@ class Recovery:
         group, now, newcomers = self._lifecycle.running, self._lifecycle.now(), self._lifecycle.newcomers
         staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
         first = group.infos[0]
-        self._try_to_make(Change("ended", lambda gone: "", staying, now, 0, only_copies=True))
+        self._try_to_make(GroupChange("ended", lambda gone: "", staying, now, 0, only_copies=True))
         if group.infos[0] != first:  # what that one was sending will not come
             self._snapshots.drop_incoming()
         everyone = dict.fromkeys(range(len(group)), ())
@@ -360,7 +360,7 @@ class Recovery:
 
     # --------------------------------------------------------------------------------------- changes in place
 
-    def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> Failed | None:
+    def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> NotInPlace | None:
         """After a failure, let the survivors form a new group, with spares and new workers if there are any.
 
         Returns:
@@ -380,7 +380,7 @@ class Recovery:
             told = words(classify(report), gone, nodes)
             return told if nodes is not None and nodes.are_dead else told + silent
 
-        return self._make(Change("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
+        return self._make(GroupChange("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         """Free the survivors of a failure from their waits, and return them."""
@@ -395,7 +395,7 @@ class Recovery:
         signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
-    def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> Failed | None:
+    def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> NotInPlace | None:
         """Let survivors that tried to continue wait for new workers after all, as long as any are coming."""
         lifecycle, began, num_short = self._lifecycle, self._lifecycle.now(), len(self._lifecycle.running)
         lifecycle.note_short_of_memory()
@@ -408,9 +408,9 @@ class Recovery:
         logger.warning("%s; waiting for new workers", cause(()))
         survivors = self._settled(report, self._monitor.tell_stuck)
         lifecycle.start_standby()  # even if no room was reserved
-        return self._make(Change("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
+        return self._make(GroupChange("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
 
-    def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> Failed | None:
+    def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> NotInPlace | None:
         """Between two steps or calls, let workers on some nodes leave, and ready ones step in.
 
         Args:
@@ -427,7 +427,7 @@ class Recovery:
         if not self._spec.regroups and not self._spec.runs_on:
             return kind, cause
         return self._make(
-            Change(
+            GroupChange(
                 kind,
                 cause=lambda gone: f"lost {named(gone)}; {cause}" if gone else cause,
                 staying=staying,
@@ -438,7 +438,7 @@ class Recovery:
             )
         )
 
-    def grow(self, num_awaited: int, cause: str) -> Failed | None:
+    def grow(self, num_awaited: int, cause: str) -> NotInPlace | None:
         """Between two calls, let as many workers step in as there is room for.
 
         Args:
@@ -472,7 +472,7 @@ class Recovery:
         everyone = dict.fromkeys(range(len(group)), ())
         return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)
 
-    def _make(self, change: Change) -> Failed | None:
+    def _make(self, change: GroupChange) -> NotInPlace | None:
         """Make a change. Record it in the history, and use a retry if it costs one."""
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
 
@@ -513,7 +513,7 @@ class Recovery:
         lifecycle.owe_spares()
         return None
 
-    def _try_to_make(self, change: Change) -> NextGroup:
+    def _try_to_make(self, change: GroupChange) -> NextGroup:
         """Form the next group. If workers are lost during that, form another one without waiting for new workers.
 
         Raises:
@@ -558,7 +558,7 @@ class Recovery:
 
     # -------------------------------------------------------------------------------- members of the next group
 
-    def form(self, change: Change, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
+    def form(self, change: GroupChange, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
         """Let the staying ranks leave the old group, and find workers to fill it up. Workers that die are left out.
 
         Args:
@@ -589,7 +589,9 @@ class Recovery:
                 raise CannotForm(f"{formed.num_workers} of at least {min_workers} workers are left", formed.staying)
         return formed
 
-    def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
+    def _leave_old_group(
+        self, change: GroupChange, survivors: Sequence[int], without_state: Collection[int]
+    ) -> NextGroup:
         """Let the survivors leave the group. Drop survivors that turn out to be dead.
 
         Raises:
@@ -619,7 +621,7 @@ class Recovery:
         group = self._lifecycle.running
         group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
 
-    def _fill_up(self, change: Change, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
+    def _fill_up(self, change: GroupChange, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
         """Let workers join. Wait for them until the group has `num_awaited` members, and for those that it needs.
 
         Returns:
@@ -645,7 +647,7 @@ class Recovery:
             lifecycle.suspect(answering)
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
-    def _fill_from_standby(self, change: Change, formed: NextGroup, wait_s: float) -> bool:
+    def _fill_from_standby(self, change: GroupChange, formed: NextGroup, wait_s: float) -> bool:
         """Let ready workers join, and new ones if there is room and time to wait. Return True if it waited."""
         standby, most = self._lifecycle.running.standby, self._scaling.max_workers
         admits = all(each.admits for each in formed.progress_reports)
@@ -722,7 +724,7 @@ class Recovery:
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
         num_awaited = lifecycle.resizing.num_awaited
-        change = Change("restored", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
+        change = GroupChange("restored", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
         try:
             formed = self.form(change, staying)
         except CannotForm as failed:
