@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import random
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +34,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, ScheduledOperator, dataset, equal
 
 Make = Callable[..., TorchTrainer]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"num_samples": 40, "shuffle": True, "optimizer": "adam"}  # 10 batches an epoch
 
 
@@ -130,6 +134,30 @@ def test_metric_objects_cover_the_whole_epoch_in_one_process_and_else_a_warning_
     assert history["train_loss"] == wanted["train_loss"]
     assert history["error"] != pytest.approx(wanted["error"])
     assert "the metric object `error` will cover only what follows in this epoch" in caplog.text
+
+
+class KeepsItself(Measures):
+    """Measures without reporting, as programs that compute the value themselves at the end of an epoch."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.counts: list[int] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        metrics = super().train_batch(batch, batch_info)
+        return {name: value for name, value in metrics.items() if name != "error"}
+
+    def validate(self, iterator: Any, info: Any = None) -> Any:
+        self.counts.append(self.error.update_count)
+        return super().validate(iterator, info)
+
+
+def test_a_metric_object_that_is_kept_over_the_epoch_sees_nothing_of_validations_inside(make_local: Make) -> None:
+    trainer = started(make_local, KeepsItself)
+    trainer.fit(max_steps=8, validate_every_n_steps=3)
+    operator = trainer.get_local_operator()
+    assert operator.counts == [0, 0], "and they see nothing of the epoch"
+    assert operator.error.update_count == 8
 
 
 def test_callbacks_and_records_are_told_the_step_and_rows_stay_one_for_each_epoch(make_local: Make) -> None:
@@ -395,6 +423,25 @@ def test_what_has_no_meaning_is_refused(
         started(make_local, NoValidation).fit(**options)
 
 
+class Acts(Notes):
+    """Saves, and calls the trainer, in the middle of an epoch."""
+
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        super().on_validation(run, step, metrics)
+        run.save(run.folder / f"own_{step}.pt")
+        assert run.trainer.apply_all_operators(lambda operator: operator.global_step) == [step]  # type: ignore[union-attr]
+
+
+def test_callbacks_may_save_and_call_the_trainer_where_the_workers_wait(make_local: Make, tmp_path: Path) -> None:
+    whole = started(make_local)
+    wanted = whole.fit(2)
+    trainer, acts = started(make_local), Acts()
+    trainer.fit(1, callbacks=[acts], validate_every_n_steps=4, folder=tmp_path)
+    assert acts.steps == [4, 8]
+    history = started(make_local).fit(2, resume_from=tmp_path / "own_8.pt")
+    assert without_times(history) == without_times(wanted)
+
+
 # ------------------------------------------------------------------------------------- saves behind the training
 
 
@@ -490,6 +537,63 @@ def test_a_write_in_the_background_that_fails_is_counted_and_the_files_before_it
     with fail_save(trainer), pytest.raises(CallbackError, match="No space left"):
         trainer.fit(1, callbacks=[saving])
     trainer.fit(1)
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch
+from raysgd.callbacks import Callback, Checkpointing, CSVLogger
+from raysgd.storage import files
+from raysgd.torch import TorchTrainer
+from tests.callbacks.test_inside_epochs import CONFIG, Op
+
+folder, dies_at = Path(sys.argv[1]), int(sys.argv[2])
+saving = files.saving
+
+def slowly(target):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.1)  # most files are being written when the program is killed
+    return saving(target)
+
+files.saving = slowly
+
+class Dies(Op):
+    def train_batch(self, batch, batch_info):
+        if self.global_step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+        return super().train_batch(batch, batch_info)
+
+callbacks = [Checkpointing(folder / "files", every_n_steps=3, blocking=False), CSVLogger(folder / "metrics.csv")]
+with TorchTrainer(
+    training_operator_cls=Dies, config=CONFIG, scheduler_step_freq="batch", seed=5, use_local=True
+) as trainer:
+    trainer.fit(3, callbacks=callbacks, validate_every_n_steps=4, resume_from="auto", log_every_n_steps=3)
+    torch.save(trainer.state_dict()["models"], folder / "models.pt")
+"""
+
+
+@pytest.mark.program
+def test_a_killed_program_goes_on_from_the_newest_complete_file(tmp_path: Path) -> None:
+    def run(folder: Path, dies_at: int = -1) -> int:
+        folder.mkdir(exist_ok=True)
+        return subprocess.run([sys.executable, "-c", PROGRAM, str(folder), str(dies_at)], cwd=ROOT).returncode
+
+    assert run(tmp_path / "whole") == 0
+    for dies_at in (8, 24):
+        assert run(tmp_path / "killed", dies_at) == -signal.SIGKILL
+    assert run(tmp_path / "killed") == 0
+    models = [torch.load(tmp_path / name / "models.pt") for name in ("whole", "killed")]
+    assert equal(models[0], models[1])
+    for name in ("metrics.csv", "metrics.steps.csv"):
+        rows = []
+        for folder in ("whole", "killed"):
+            lines = [line.split(",") for line in (tmp_path / folder / name).read_text().splitlines()]
+            kept = [index for index, column in enumerate(lines[0]) if "seconds" not in column]
+            rows.append([[line[index] for index in kept] for line in lines])
+        assert rows[0] == rows[1]
+    assert [path.name for path in (tmp_path / "killed" / "files").glob("*.ckpt")] == ["epoch_0003.ckpt"]
 
 
 def test_what_is_no_yes_or_no_is_refused(caplog: pytest.LogCaptureFixture) -> None:
