@@ -210,7 +210,7 @@ class Run:
             report.
         step: Number of batches that each worker has trained on in the epoch after `epoch`, if the run pauses, stops or
             resumes inside an epoch; else 0.
-        epochs: The last epoch of the run, unless it stops early; None for functions.
+        epochs: The last epoch of the run, unless it stops early; None for functions, and if only steps limit the run.
         history: The results so far. A run that resumes also has those of the checkpoint.
         callbacks: The callbacks of the run, in the order of their calls.
         started_at: Start of the run, in seconds since the Unix epoch.

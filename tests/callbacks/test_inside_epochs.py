@@ -354,6 +354,28 @@ def test_without_a_file_to_resume_from_steps_are_more_and_an_epoch_goes_on_in_it
     assert rows == without_times(wanted)
 
 
+class FailsOnce(Notes):
+    fails = True
+
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        super().on_validation(run, step, metrics)
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("a mistake")
+
+
+def test_an_epoch_goes_on_in_its_row_after_a_callback_has_failed_in_it(make_local: Make) -> None:
+    whole = started(make_local)
+    wanted = whole.fit(2)
+    trainer, callback = started(make_local), FailsOnce()
+    with pytest.raises(CallbackError, match="a mistake"):
+        trainer.fit(2, callbacks=[callback], validate_every_n_steps=4)
+    history = trainer.fit(2, callbacks=[callback], validate_every_n_steps=4)
+    assert callback.steps == [4, 8, 12, 16]
+    assert equal(trainer.state_dict(), whole.state_dict())
+    assert without_times(history) == without_times(wanted)
+
+
 def test_what_was_trained_between_two_runs_is_not_counted_to_the_epoch_that_was_left(make_local: Make) -> None:
     trainer = started(make_local)
     trainer.fit(max_steps=4)

@@ -56,18 +56,19 @@ class Draws(ScheduledOperator, DropoutOperator):
         return super().validate_batch(batch, batch_info)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("more", [{}, {"use_local": True}, {"strategy": "fsdp"}], ids=str)
 def test_the_training_has_the_same_bits_with_and_without_validations_inside(
-    strategy: str, ray_cluster: None, tmp_path: Path
+    more: dict[str, Any], ray_cluster: None, tmp_path: Path
 ) -> None:
     found = []
-    for number, more in enumerate(({}, {"validate_every_n_steps": 4})):
+    for number, every in enumerate((None, 4)):
         config = {"num_samples": 96, "shuffle": True, "optimizer": "adam"}
-        options: dict[str, Any] = {"config": config, "strategy": strategy, "split_batches": False}
+        options: dict[str, Any] = {"config": config, "split_batches": False, **more}
         options |= {"accumulate_grad_batches": 2, "scheduler_step_freq": "batch"}
         with make(2, Draws, **options) as trainer:
             told, logger = Validations(), CSVLogger(tmp_path / f"{number}.csv")
-            history = trainer.fit(NUM_EPOCHS, callbacks=[told, logger], log_every_n_steps=3, **more)
+            given: dict[str, Any] = {"callbacks": [told, logger], "log_every_n_steps": 3}
+            history = trainer.fit(NUM_EPOCHS, validate_every_n_steps=every, **given)
             found.append((trainer.state_dict(), without_times(history), told.steps))
     (state, rows, none), (with_validations, same_rows, steps) = found
     assert equal(with_validations, state)

@@ -350,12 +350,13 @@ class FitRun:
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """Let the controller replace lost workers again after the block."""
+        """After the block, let the controller replace lost workers again, and the next run complete an epoch."""
         self._leaving.begin()
         try:
             yield
         finally:
             self._trainer.calls.controller.is_ending = False
+            self._trainer.note_begun(None if self._is_lost else self._begun)
 
     def _leave(self) -> None:
         """Let callbacks save the state at the step where the run stops. Then end the program if a signal came.
@@ -367,8 +368,6 @@ class FitRun:
         is_early = leaving.is_due()
         if leaving.signal is None and not self._is_left and (run.is_stopping or run.epoch >= self._last_epoch):
             return
-        if not self._is_lost:
-            self._trainer.note_begun(self._begun)
         if not self._is_lost or self._finds_snapshot():
             run.step = 0 if self._begun is None else self._begun.num_steps
             self._calls.tell("on_leave")
