@@ -308,7 +308,9 @@ def test_the_table_has_every_part_above_those_that_it_imports_from() -> None:
     assert {part: int(layer) for layer, named in rows for part in re.findall(r"`(\w+)`", named)} == layers
     for part, inside in INSIDE.items():
         found = {place_in(part, name) for name, _ in modules_of("raysgd")} - {""}
-        assert sorted(" ".join(inside).split()) == sorted(found)
+        placed = {*" ".join(inside).split()}
+        assert found - placed == set(), f"put it into a layer of INSIDE[{part!r}]: above what it imports"
+        assert placed - found == set(), f"INSIDE[{part!r}] names what is gone"
 
 
 def test_parts_import_from_those_that_the_table_says_and_no_others() -> None:
@@ -331,7 +333,7 @@ def test_imports_lead_to_lower_layers_inside_the_large_parts() -> None:
         and (there := place_in(part, module))
         and here != there
         and layer_of(here, layers) <= layer_of(there, layers)
-    ] == []
+    ] == [], "move the code down, or the importing module up in INSIDE"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
