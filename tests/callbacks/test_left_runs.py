@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,18 +102,25 @@ def written(folder: Path) -> list[Any]:
     [(0,), (4,), (8, 9, 10), (9, 19, 29), (3, 5, 17, 18, 36), tuple(range(0, 40, 2))],
     ids=lambda batches: f"at {batches[:3]}",
 )
+@pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 3}], ids=["", "validated"])
 def test_it_is_to_the_last_bit_the_run_that_was_not_left(
-    batches: tuple[int, ...], make_local: Make, told: Callable[..., None], tmp_path: Path
+    options: dict[str, Any],
+    batches: tuple[int, ...],
+    make_local: Make,
+    told: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
-    whole, wanted = fit(make_local, tmp_path / "whole")
+    whole, wanted = fit(make_local, tmp_path / "whole", **options)
     told(*batches)
-    trainer, history, num_left = until_done(make_local, tmp_path / "left")
+    trainer, history, num_left = until_done(make_local, tmp_path / "left", **options)
     assert num_left >= len(batches) / 4, "one that follows within two batches is the same"
     assert equal(trainer.state_dict(), whole.state_dict())
     assert without_times(history) == without_times(wanted)
     assert written(tmp_path / "left") == written(tmp_path / "whole")
     steps = [(tmp_path / name / "metrics.steps.csv").read_text() for name in ("left", "whole")]
     assert steps[0] == steps[1]
+    validations = [[each.step for each in run.records if each.step] for run in (history, wanted)]
+    assert validations[0] == validations[1] == [step for step in range(3, 40, 3) if options and step % 10]
     assert [each.name for each in (tmp_path / "left" / "files").glob("*.ckpt")].count("epoch_0004.ckpt") == 1
 
 
@@ -306,6 +316,43 @@ def test_early_stopping_has_its_counts_again(make_local: Make, told: Callable[..
     history = run(tmp_path / "left")
     assert len(history) == len(wanted) < 20
     assert history.stop_reason == wanted.stop_reason
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes" / "stop-and-resume.md"
+
+
+def test_the_loop_over_train_on_the_page_goes_on_where_a_signal_has_left_it(
+    make_local: Make, told: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [lines] = [each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "told = []" in each]
+    before = signal.getsignal(signal.SIGTERM)
+
+    def make(**options: Any) -> TorchTrainer:
+        return TorchTrainer(**{**options, "config": CONFIG}, scheduler_step_freq="batch")
+
+    def run(folder: Path) -> tuple[Any, int]:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        status = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                exec(lines, {"TorchTrainer": make, "Digits": Told, "os": os, "signal": signal})
+            except SystemExit as ended:
+                status = int(str(ended.code))
+            finally:
+                signal.signal(signal.SIGTERM, before)
+        trainer = started(make_local)
+        trainer.load("newest.pt")
+        return trainer.state_dict(), status
+
+    whole, status = run(tmp_path / "whole")
+    assert status == 0
+    told(3, 14)
+    statuses = [run(tmp_path / "left")[1] for _ in range(2)]
+    found, status = run(tmp_path / "left")
+    assert [*statuses, status] == [143, 143, 0]
+    assert equal(found, whole)
 
 
 def test_damage_beside_a_file_is_named(make_local: Make, told: Callable[..., None], tmp_path: Path) -> None:
