@@ -123,7 +123,7 @@ def test_what_ranks_compare_differs_when_the_data_does() -> None:
     [
         (lambda: [1, 2], TypeError, r"`train` is a `list`: need a `tf\.data\.Dataset`"),
         (lambda: tf.data.Dataset.range(3), ValueError, r"not a batch: call `\.batch\(batch_size\)`"),
-        (lambda: tf.data.Dataset.from_tensors((np.ones(4), np.ones(1))), ValueError, r"different sizes \[1, 4\]"),
+        (lambda: tf.data.Dataset.from_tensors((np.ones(4), np.ones(1))), ValueError, r"first dimension \[1, 4\]"),
     ],
 )
 def test_what_is_no_dataset_of_batches_is_refused(dataset: Any, error: type[Exception], message: str) -> None:
