@@ -53,11 +53,13 @@ class TrialFolder:
     """The folders of one run.
 
     Args:
-        experiment: The experiment's folder. dir_name: Name of the trial's folder inside it.
+        experiment: The folder of the experiment.
+        dir_name: Name of the trial's folder inside it.
         is_new: True if the trial's folder is still empty.
 
     Attributes:
-        experiment: The experiment's folder. trial: The trial's folder, which is `Result.path`.
+        experiment: The folder of the experiment.
+        trial: The trial's folder, which is `Result.path`.
         dir_name: Name of the trial's folder.
         name: Name of the trial: the trainer's class and `id`.
         id: Id of the trial, such as `1f3a9_00000`.
