@@ -176,8 +176,8 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
     >>> check_local("logdir", "/mnt/results")
     >>> check_local("logdir", "s3://bucket/results")
-    Traceback (most recent call last): ValueError: `logdir='s3://bucket/results'`: need a path on a local or mounted
-    disk, not a URI...
+    Traceback (most recent call last):
+    ValueError: `logdir='s3://bucket/results'`: need a path on a local or mounted disk, not a URI...
     """
     if isinstance(path, str | os.PathLike) and SCHEME.match(str(path)):
         raise ValueError(
