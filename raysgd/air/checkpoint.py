@@ -63,7 +63,7 @@ class Checkpoint:
         obj_ref: A reference to a dict in Ray's object store.
 
     Raises:
-        ValueError: Not exactly one source was passed.
+        ValueError: None or several of these arguments were passed.
     """
 
     def __init__(

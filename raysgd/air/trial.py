@@ -117,7 +117,7 @@ class TrialFolder:
         self.local_path.mkdir(parents=True, exist_ok=True)
 
     def remove_staging(self) -> None:
-        """Delete the temporary folder, if there is one."""
+        """Delete the temporary folder if it exists."""
         if self._staging is not None:
             shutil.rmtree(self._staging.parents[1], ignore_errors=True)
             self._staging = None

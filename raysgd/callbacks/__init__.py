@@ -7,7 +7,7 @@ What it guarantees:
   preserved.
 * Importing this package loads no framework.
 
-What it leaves to others: when callbacks are called (`raysgd.trainer.driver.fit_loop`, `raysgd.train`).
+What it leaves to others: calling the callbacks (`raysgd.trainer.driver.fit_loop`, `raysgd.train`).
 """
 
 from __future__ import annotations

@@ -148,9 +148,7 @@ class Dispatcher:
     def finish(
         self, hooks: Sequence[str], *args: Any, has_failed: bool, only: Iterable[Any] | None = None, **info: Any
     ) -> None:
-        """Call the final hooks of each callback, even if some fail.
-
-        At most one failure is raised; the others are logged.
+        """Call the final hooks of each callback, even if some fail. At most one failure is raised; the rest are logged.
 
         Args:
             hooks: Names of the hooks.
@@ -212,7 +210,7 @@ class CallbackCalls(Dispatcher):
             callback._check_run(self._run)
 
     def begin_run(self) -> None:
-        """Notify callbacks that the run begins."""
+        """Notify callbacks that the run starts."""
         for callback in self.callbacks:
             self._begun.append(callback)
             self.call(callback, "on_run_begin", self._run)
@@ -250,7 +248,7 @@ class CallbackCalls(Dispatcher):
             raise self._failed_in_progress
 
     def end_run(self, error: BaseException | None) -> None:
-        """Call `on_run_end` of each callback whose `on_run_begin` was called, even if one fails.
+        """Call `on_run_end` of each callback whose `on_run_begin` was called, even if a callback fails.
 
         Raises:
             CallbackError: A callback failed in a run that had not failed.
@@ -375,7 +373,7 @@ class RunCallbacks(Dispatcher):
         return self._own.is_stopping
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Set the function that returns the events of the workers."""
+        """Set the function that returns the workers' events."""
         self._events = events
 
     def setup(self, stop: Any) -> None:

@@ -1,6 +1,6 @@
-"""Creates the exception that a caller gets from worker faults.
+"""Creates the exception that callers get from worker faults.
 
-It also has the class of the exception that user code raised.
+It is also an instance of the class that user code raised.
 """
 
 from __future__ import annotations

@@ -268,6 +268,6 @@ def connect() -> None:
 
 
 def _ends_with_program() -> bool:
-    """Return True if this process started Ray. Return False if Ray does not tell."""
+    """Return True if this process started Ray. Return False if that cannot be determined."""
     node = find_name("ray._private.worker:_global_node")
     return node is not None and bool(node.is_head())

@@ -210,7 +210,7 @@ Piece = tuple[str, str] | WorkerLogLine
 
 
 class Output:
-    """Collects what this process prints and logs after `install`. Thread-safe.
+    """Collects this process's printed output and log lines after `install`. Thread-safe.
 
     Args:
         first: Number of the first piece. Must be larger than the numbers used by the previous process.

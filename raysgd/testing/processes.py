@@ -35,7 +35,7 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
         at: When to kill the process.
 
             * "now": immediately. Returns when Ray knows that the process is gone.
-            * "step:N": when the process starts training step N, counted from 0 from now on.
+            * "step:N": when the process starts training step N, where 0 is its next step.
             * "validate": when the process starts to validate.
             * "snapshot": when the process copies its state, after a call or, with `snapshot_every_n_steps`, inside a
               call.

@@ -299,7 +299,7 @@ class Calls:
         return after.in_call(new) if after != before else new
 
     def _with_operator(self, arguments: Arguments) -> Arguments:
-        """Replace creator functions with an operator class, based on the user's own operator class if there is one."""
+        """Replace creator functions with an operator class, derived from the user's operator class if passed."""
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):
             return arguments

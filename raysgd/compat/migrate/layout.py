@@ -112,7 +112,7 @@ class Arguments:
         return next((each.indent for each in self.each if each.indent is not None), _STEP)
 
     def named(self, name: str) -> Argument | None:
-        """Return the argument with a name, or None if it is not passed."""
+        """Return the argument with this name, or None if it is not passed."""
         return next((each for each in self.each if name_of(each.arg) == name), None)
 
     def without(self, taken: Sequence[Argument]) -> Arguments:

@@ -51,7 +51,7 @@ class OldNames(cst.CSTTransformer):
         program: The program.
         source: The program's source code.
         paths: The table of old and new names.
-        findings: A set, to which findings are added.
+        findings: Set to which findings are added.
 
     Attributes:
         needs: Modules to import for the rewritten names.
@@ -88,7 +88,7 @@ class OldNames(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Insert comments above a statement: what only a person can rewrite, and comments that were lost in it."""
+        """Insert comments above a statement: what only a person can rewrite, and comments that the rewrite dropped."""
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
             return left

@@ -47,7 +47,7 @@ class DataFrameContainer:
     """Returns the outputs as columns of a pandas data frame.
 
     Args:
-        index: Index of the data frame with the data.
+        index: Index of the data frame passed to `predict`.
     """
 
     def __init__(self, index: Any) -> None:

@@ -44,11 +44,17 @@ class CallData:
     """The data of one call. In a worker, the worker's shard.
 
     Attributes:
-        kind: Says how the data is sharded, and what `data` is. "ray": Ray Data shards it. `data` is a `RayBatches`; in
-            a worker, a `RayShare`. "shards": The data shards itself. `data` has `set_num_shards(n)` and `get_shard(i)`;
-            in a worker, it is a shard. For all other kinds, every worker gets all of the data, and the library shards
-            it there. "rows": A function that creates a loader or a dataset of rows. "batches": A loader, a dataset of
-            batches or a stream. "creator": The user's function, with its arguments.
+        kind: Says how the data is sharded, and what `data` is.
+
+            * "ray": Ray Data shards it. `data` is a `RayBatches`; in a worker, a `RayShare`.
+            * "shards": The data shards itself. `data` has `set_num_shards(n)` and `get_shard(i)`; in a worker, it is a
+              shard.
+
+            For all other kinds, every worker gets all of the data, and the library shards it there:
+
+            * "rows": A function that creates a loader or a dataset of rows.
+            * "batches": A loader, a dataset of batches or a stream.
+            * "creator": The user's function, with its arguments.
         data: The data; see `kind`.
         place: Position where the last call with the same data stopped. None for the beginning.
     """

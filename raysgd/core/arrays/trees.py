@@ -34,7 +34,7 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nbytes(tree: Any) -> int:
-    """Return the total size of the arrays in bytes. An entry of a list counts as 8 bytes."""
+    """Return the total size of the arrays in bytes. A value without a size counts as 8 bytes."""
     if isinstance(tree, list):
         return sum(nbytes(part) for part in tree)
     return sum(int(getattr(leaf, "nbytes", 8)) for _, leaf in leaves(tree))

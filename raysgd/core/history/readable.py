@@ -75,9 +75,9 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
 
 
 def failures(events: Iterable[Any]) -> list[str]:
-    """Return a phrase with the number of worker failures among these events, in a list.
+    """Return a list with a phrase that counts the worker failures among these events.
 
-    Return an empty list if there are none.
+    The list is empty if there are no failures.
     """
     number = sum(event.is_failure for event in events)
     return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []

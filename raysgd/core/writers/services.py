@@ -138,9 +138,9 @@ class MLflowRun(ServiceRun):
         self._service.end_run(status="FAILED" if has_failed else "FINISHED")
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log the parameters.
+        """Log the parameters. If MLflow rejects them, log each one that it accepts.
 
-        If MLflow rejects them, log them one by one, because an active run may already have another value.
+        An active run may already have other values for some parameters.
         """
         try:
             self._service.log_params(parameters)
