@@ -64,9 +64,9 @@ class CheckpointConfig:
         checkpoint_score_attribute: The reported metric that ranks checkpoints. None ranks them by age. A checkpoint
             without this metric ranks last.
         checkpoint_score_order: "max" if the highest value is best, "min" if the lowest is.
-        checkpoint_frequency: For trainers that save automatically. Training functions save checkpoints themselves, so
-            only 0 is allowed.
-        checkpoint_at_end: For trainers that save automatically.
+        checkpoint_frequency: Accepted for compatibility. `fit` requires 0 or None, because training functions decide
+            when to save.
+        checkpoint_at_end: Accepted for compatibility. `fit` requires False or None.
 
     Raises:
         ValueError: A value is not allowed.

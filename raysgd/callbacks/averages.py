@@ -151,7 +151,7 @@ class SWA(AveragedWeights):
 
     If a run ends before `start_epoch`, a later run continues counting epochs. Set the learning rate with your
     scheduler. Batch-norm statistics are averaged too; for exact statistics, call `torch.optim.swa_utils.update_bn` on
-    the model of `get_model`.
+    the model that `get_model` returns.
 
     Args:
         start_epoch: First epoch to average, counted from 1 in the first run with this callback.

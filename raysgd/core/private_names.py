@@ -339,7 +339,7 @@ TABLE = (
 
 
 def find_name(path: str) -> Any:
-    """Return the object with a name, or None if it does not exist.
+    """Import and return an object, or None if it does not exist.
 
     >>> find_name("os:path.sep"), find_name("os:path._gone.deeper"), find_name("gone:name")
     ('/', None, None)

@@ -19,7 +19,7 @@ class ArrayContainer:
     """Returns the outputs as arrays.
 
     Args:
-        leaf: Converts each array for the user.
+        leaf: Function that converts each array to the type that the user gets.
         is_dict: True to return a dict. A single output is then stored under the key "prediction".
     """
 

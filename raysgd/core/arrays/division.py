@@ -118,7 +118,7 @@ class Division:
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int) -> list[int]:
-        """Return the number of samples of a global batch for each worker."""
+        """Return each worker's number of samples in a global batch."""
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:

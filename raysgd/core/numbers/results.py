@@ -186,7 +186,7 @@ class CallProgress:
         epoch_idx: Index of the pass over the training data, from 0.
         num_epochs: Total number of epochs. None if unknown.
         loss: `train_loss` of the last batch, or `val_loss` in validation. None if the batch reported no loss.
-        kind: What the call does.
+        kind: The type of call.
         metrics: All numeric metrics of the last batch, by name.
         is_done: True if the call has returned.
     """

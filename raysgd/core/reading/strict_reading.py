@@ -21,7 +21,7 @@ class NotPlainError(Exception):
     """The file contains more than plain data.
 
     Attributes:
-        needed: Name of what is needed to load the file.
+        needed: What loading the file would need, such as a class.
     """
 
     def __init__(self, needed: str) -> None:
