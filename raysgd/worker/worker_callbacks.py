@@ -60,11 +60,21 @@ class InstalledCallbacks:
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
+    def begin_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Tell callbacks that this worker trains in a new group, or in a new epoch. `describe` says where."""
+        for each in self._with("_on_leg"):
+            call_event(each, "_on_leg", operator, describe())
+
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
         """Return a function to call with the metrics of each batch; None if no callback needs them."""
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
+        noting = self._with("_on_batch")
 
         def after(metrics: Any) -> Any:
+            for each in noting:
+                call_event(each, "_on_batch", operator, metrics, step.batch.is_boundary)
+            if not watching:
+                return metrics
             of_step = metrics
             if window or not step.batch.is_boundary:
                 meters = window.pop() if window else operator._raysgd.new_meters()
@@ -72,7 +82,7 @@ class InstalledCallbacks:
                 window.extend([] if step.batch.is_boundary else [meters])
             return _after_step(watching, operator, metrics, of_step) if step.batch.is_boundary else metrics
 
-        return after if watching else None
+        return after if watching or noting else None
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
@@ -89,6 +99,11 @@ class InstalledCallbacks:
         """Call `on_gradients` before an optimizer steps, when its gradients are complete."""
         for each in self._on_gradients:
             call_event(each, "on_gradients", self._operator, optimizer)
+
+    def note_norm(self, norm: Any) -> None:
+        """Tell callbacks the norm of the gradients of an optimizer, which clipping or a callback has computed."""
+        for each in self._with("_on_norm"):
+            call_event(each, "_on_norm", norm)
 
     def stepped(self, optimizer: Any) -> None:
         """Call `on_optimizer_step` after an optimizer has stepped."""

@@ -45,10 +45,11 @@ STANDS_ON = {
     "testing": "engine exceptions storage",
     "callbacks": "_arguments _files _imports _numbers _synonyms _text _version air engine exceptions history storage "
     "writers",
+    "journal": "_numbers _text _version callbacks engine",
     "messages": "_arguments _numbers _text arrays engine exceptions utils",
     "detached": "_arguments _files _private_names _text _version engine exceptions storage",
-    "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history messages storage "
-    "utils",
+    "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history journal messages "
+    "storage utils",
     "worker": "_arguments _numbers _text arrays callbacks engine exceptions messages",
     "tf": "_arguments _imports _numbers _private_names _reading _state arrays compat connections detached driver "
     "engine exceptions history messages storage streams utils worker",
