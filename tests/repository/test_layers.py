@@ -55,8 +55,9 @@ STANDS_ON = {
     "engine exceptions history messages storage streams utils worker",
     "torch": "_arguments _files _imports _numbers _private_names _reading _state _text arrays callbacks compat "
     "connections detached driver engine exceptions history messages storage streams utils worker",
-    "cli": "_imports _private_names _text _version air callbacks compat detached engine history storage torch utils "
-    "writers",
+    "replay": "_imports arrays history journal messages streams torch",
+    "cli": "_imports _private_names _text _version air callbacks compat detached engine history replay storage torch "
+    "utils writers",
     "operators": "_imports _synonyms streams torch utils",
     "train": "_arguments _files _imports _numbers _state _synonyms _text air arrays callbacks compat connections "
     "detached driver engine exceptions messages storage streams tf torch utils writers",

@@ -1,0 +1,123 @@
+"""Jumps: the steps at which a loss left its range. A pure function of the losses.
+
+A step jumps if its loss is not finite, or if it lies far above the losses of the last steps: farther above their median
+than twice the farthest of them, and than eight of their usual distances (by the median, so a few outliers do not count).
+Distances are those of logarithms, so a loss that falls from 5 to 0.05 has the same range all the time.
+
+Steps that jump do not enter the range. If they come close together, they are one jump, which begins with the first. If
+the loss stays where it is, it has a new range after some time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_Function: TypeAlias = Callable[[float], float]
+WINDOW = 200
+FEWEST = 20
+_TIMES_FARTHEST = 2.0
+_TIMES_USUAL = 8.0
+_LEAST = 0.1  # a loss that is 10 % larger is no jump, however quiet it was before
+_TOGETHER = 20
+_NEW_RANGE = 100
+_LEAST_LOSS = 1e-12
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A step at which the loss left its range, and those after it.
+
+    Attributes:
+        first: Index of the first step.
+        last: Index of the last step outside of the range.
+        highest: The highest loss; NaN or infinity if a loss was not finite.
+        usual: Median of the losses before; NaN if there were too few.
+        limit: The highest loss that would have been in the range; NaN if there were too few before.
+    """
+
+    first: int
+    last: int
+    highest: float
+    usual: float
+    limit: float
+
+
+class _Range:
+    """The losses of the last steps, which say where the next one should be."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._recent, self._sorted = deque[float](), list[float]()
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        insort(self._sorted, value)
+        if len(self._recent) > WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+    def restart(self, values: Sequence[float]) -> None:
+        self._begin()
+        for value in values:
+            self.add(value)
+
+    @property
+    def median(self) -> float:
+        return _median(self._sorted) if len(self._sorted) >= FEWEST else math.nan
+
+    @property
+    def limit(self) -> float:
+        """The highest value in the range; NaN if too few are known."""
+        if len(self._sorted) < FEWEST:
+            return math.nan
+        middle, highest = _median(self._sorted), self._sorted[-1]
+        usual = _median(sorted(abs(each - middle) for each in self._sorted)) * 1.4826
+        return middle + max(_TIMES_FARTHEST * (highest - middle), _TIMES_USUAL * usual, _LEAST)
+
+
+def find_jumps(losses: Sequence[float]) -> list[Jump]:
+    """Return the jumps in the losses of consecutive steps.
+
+    Examples:
+        >>> losses = [1 / (1 + step) for step in range(100)]
+        >>> losses[60] *= 50
+        >>> [jump.first for jump in find_jumps(losses)]
+        [60]
+    """
+    usual, found, outside = _Range(), list[Jump](), list[float]()
+    as_logarithm, from_logarithm = _scale_of(losses)
+    for index, loss in enumerate(losses):
+        value, limit = (as_logarithm(loss) if math.isfinite(loss) else math.nan), usual.limit
+        if math.isfinite(loss) and not value > limit:
+            usual.add(value)
+            continue
+        last = found[-1] if found else None
+        outside = [*outside, value] if last is not None and index - last.last == 1 else [value]
+        if last is not None and index - last.last <= _TOGETHER:
+            highest = loss if not math.isfinite(loss) else max(last.highest, loss)
+            highest = highest if math.isfinite(last.highest) else last.highest
+            found[-1] = Jump(last.first, index, highest, last.usual, last.limit)
+        else:
+            found.append(Jump(index, index, loss, from_logarithm(usual.median), from_logarithm(limit)))
+        if len(outside) >= _NEW_RANGE and all(map(math.isfinite, outside)):
+            usual.restart(outside)
+            outside = []
+    return found
+
+
+def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function]:
+    """Return the scale of the losses and the way back. Losses below 0 have no logarithm, and stay as they are."""
+    if any(math.isfinite(loss) and loss < 0 for loss in losses):
+        return float, float
+    return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp
+
+
+def _median(ordered: Sequence[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
